@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import track
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.conformance import lines, replay
 from dllm_sampler.eval.conformance.builder import Checkpoints
 
@@ -29,14 +29,6 @@ with its empty entry. Lines with `rng` repeat the recorded run's draws.
 exit status: 0 nothing failed (lines of systems without plug-ins count as unsupported), 1 some line failed,
              2 a wrong folder or system name, or a malformed line
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like any other mistake, in one sentence."""
-
-    def error(self, message: str) -> NoReturn:
-        """See `ArgumentParser.error`."""
-        raise UserError(f"{message}; try --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
