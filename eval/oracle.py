@@ -1,0 +1,102 @@
+"""The oracle: how few forwards would do, if every prediction that is already final could be told from the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.prompts import Prompt
+from dllm_sampler.protocols import Carry, Denoiser, Scheduler
+from dllm_sampler.result import Result
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.select import top
+from dllm_sampler.stops import BlockStop, NoStop, PrefixStop, TruncateStop
+
+LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # they look at nothing but committed tokens
+
+
+@dataclass(frozen=True)
+class Oracle(Scheduler):
+    """Commit the masks of the block whose candidate is the token of a known answer.
+
+    Where no candidate is, the position that the reference committed first is written from the answer (`Edit.forced`).
+    Every step commits one position at least that the reference spent a forward on, so against one commit per step it
+    is never slower. Positions that the reference left undecided, behind its end token, stay so.
+
+    It is greedy: a token committed early, though right, can turn a neighbour's prediction wrong, and a step that
+    leaves it out could be the start of a shorter decoding. So its forwards are an upper bound on the fewest possible
+    ones, and what a rule that recognises final predictions and commits all of them would need.
+
+    Args:
+        answer: `[B, N]` the reference's tokens, one row per prompt of the batch.
+        order: `[B, N]` the reference's forward that committed each, -1 for never.
+    """
+
+    answer: Tensor
+    order: Tensor
+
+    @staticmethod
+    def of(reference: Result) -> Oracle:
+        """The oracle of a batch whose one-per-step answer is there."""
+        trace = reference.trace
+        stands = torch.arange(trace.ids.shape[1]) < trace.end[:, None]  # what a stop cut off was not decoded
+        order = torch.where(stands, trace.step_map, -1)
+        return Oracle(trace.ids[:, trace.origin :], order[:, trace.origin :])
+
+    def init(self, canvas: Canvas) -> Carry:
+        """No state; refuses a batch that is not the reference's."""
+        given = (canvas.ids.shape[0], canvas.length - canvas.origin)
+        if given != tuple(self.answer.shape):
+            rows, tokens = self.answer.shape
+            raise UserError(
+                f"this oracle knows {rows} answers of {tokens} tokens, and the batch has {given[0]} prompts and"
+                f" {given[1]} new tokens: make one from this batch's own reference"
+            )
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        at = (query.positions - canvas.origin).clamp(0, self.answer.shape[1] - 1)  # [B, Q]
+        answer, order = (each.to(at.device).gather(1, at) for each in (self.answer, self.order))
+        known = canvas.eligible(query.positions) & (order >= 0)
+        right = known & (readout.token[:, 0] == answer)
+        forced = top(-order.double(), known, torch.ones_like(canvas.start)) & ~right.any(1, keepdim=True)
+        return Edit(answer, right | forced, forced=forced), carry
+
+
+def decode(
+    denoiser: Denoiser,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **plugins: object,
+) -> tuple[Result, Result]:
+    """One token per step, and the oracle that reproduces it: both results of a batch.
+
+    Args:
+        plugins: `blocks`, `stop`, `cache`, `guide`, the same for both.
+
+    Raises:
+        UserError: a stop that decides by predictions, which are other ones where tokens come earlier, or a guide
+            under which tokens are drawn: a draw is not the same at another step.
+    """
+    reference = Sampler(denoiser, scheduler=FixedSteps(), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
+    stop, predicts = reference.plugins.stop, getattr(reference.plugins.stop, "mode", None) == "predicted"
+    if predicts or not isinstance(stop, LEGAL_STOPS):
+        raise UserError(
+            f"the oracle cannot reproduce an answer under stop={type(stop).__name__}, which decides by predictions:"
+            " use stop=prefix, block, truncate or none"
+        )
+    if any(guide.draws for guide in reference.plugins.guides):
+        raise UserError("the oracle compares the most likely tokens, and a temperature draws others: leave it out")
+    one_by_one = reference.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
+    oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
+    return one_by_one, oracle.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)

@@ -1,0 +1,119 @@
+"""The oracle writes what one token per step wrote, in no more forwards; what it cannot reproduce is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Canvas, Result, Sampler, UserError
+from dllm_sampler.blocks import FixedBlocks, FullBlock
+from dllm_sampler.eval.oracle import Oracle, decode
+from dllm_sampler.stops import EndOfText, Prophet
+from tests import toys
+from tests.played import Script
+
+TOKENS = 17
+
+
+def answers(result: Result) -> list[list[int]]:
+    return [row[:end] for row, end in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("toy", toys.TOYS)
+@pytest.mark.parametrize("cache", ["none", "dual", "periodic_prefix"])
+@pytest.mark.parametrize("blocks", [FixedBlocks(6), FullBlock(), {"name": "adablock", "delimiters": [3, 15, 20, 34]}])
+def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any) -> None:
+    for stop in ("none", "prefix", "block", "truncate", "end_of_text"):
+        plugins = {"blocks": blocks, "stop": stop, "cache": cache}
+        reference, oracle = decode(toys.denoiser(toy), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)
+        assert bool(oracle.complete.all())
+        assert answers(oracle) == answers(reference), plugins
+        assert bool((oracle.nfe <= reference.nfe).all()), plugins
+        assert int(oracle.nfe.sum()) < int(reference.nfe.sum()), f"it saved nothing: {plugins}"
+        if stop == "none":
+            assert torch.equal(oracle.tokens, reference.tokens)
+
+
+def test_a_row_comes_out_as_alone() -> None:
+    plugins = {"blocks": FixedBlocks(6), "stop": "prefix"}
+    together = decode(toys.denoiser(), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)[1]
+    for row, prompt in enumerate(toys.PROMPTS):
+        alone = decode(toys.denoiser(), [prompt], max_new_tokens=TOKENS, **plugins)[1]
+        assert alone.trace.steps() == together.trace.steps(row)
+
+
+def model(*rules: tuple[int, set[int], set[int], float]) -> Script:
+    """A model of four positions: position p says token p, with a confidence, where a rule allows it.
+
+    A rule is (position, these must be committed, these must be noise, confidence); where none holds it says token 5.
+    """
+
+    def says(canvas: Canvas) -> Tensor:
+        table = torch.zeros(canvas.ids.shape[0], canvas.length + 1, 8, dtype=torch.float64)
+        masked = canvas.masked[0, canvas.origin :].tolist()
+        for place in range(4):
+            rates = [c for at, there, noise, c in rules if at == place and holds(masked, there, noise)]
+            sure = rates[0] if rates else 0.4
+            table[:, canvas.origin + place] = (1 - sure) / 7
+            table[:, canvas.origin + place, place if rates else 5] = sure
+        return table.log()
+
+    def holds(masked: list[bool], there: set[int], noise: set[int]) -> bool:
+        return not any(masked[one] for one in there) and all(masked[one] for one in noise)
+
+    return Script(says)
+
+
+def steps(script: Script, blocks: Any = None) -> tuple[list[list[int]], list[list[int]]]:
+    reference, oracle = decode(script, [[0]], max_new_tokens=4, blocks=blocks or FullBlock(), stop="none")
+    assert reference.tokens.tolist() == oracle.tokens.tolist() == [[0, 1, 2, 3]]
+    return reference.trace.steps(), oracle.trace.steps()
+
+
+def test_by_hand() -> None:
+    """0 and 2 are right at once, 1 once 0 stands, 3 once 1 does: three forwards for four tokens."""
+    chain = model((0, set(), set(), 0.9), (2, set(), set(), 0.5), (1, {0}, set(), 0.8), (3, {1}, set(), 0.7))
+    assert steps(chain) == ([[0], [1], [3], [2]], [[0, 2], [1], [3]])
+    assert steps(chain, FixedBlocks(2))[1] == [[0], [1], [2, 3]], "a block is finished before the next is looked at"
+
+
+def test_where_no_prediction_is_right_the_next_of_the_reference_is_written() -> None:
+    """2 is right at once, but as soon as it stands, 1 and then 3 are predicted wrongly."""
+    fragile = model((0, set(), set(), 0.9), (1, {0}, {2}, 0.8), (3, {1}, {2}, 0.7), (2, set(), set(), 0.5))
+    assert steps(fragile) == ([[0], [1], [3], [2]], [[0, 2], [1], [3]])
+
+
+def test_greedy_is_not_always_the_fewest() -> None:
+    """Committing 0 alone first gives all the others in the second forward, and a threshold happens to do that."""
+    second = ((1, {0}, {2}, 0.85), (3, {0}, {2}, 0.84), (2, {0}, set(), 0.82))
+    fragile = model((0, set(), set(), 0.9), *second, (2, set(), set(), 0.5))
+    assert steps(fragile)[1] == [[0, 2], [1], [3]]
+    rule = {"name": "threshold", "threshold": 0.8}
+    found = Sampler(fragile, scheduler=rule, blocks="full", stop="none").generate([[0]], max_new_tokens=4)
+    assert found.tokens.tolist() == [[0, 1, 2, 3]]
+    assert found.trace.steps() == [[0], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [
+        ({"stop": Prophet()}, "Prophet.*use stop=prefix"),
+        ({"stop": EndOfText("predicted")}, "EndOfText.*use stop=prefix"),
+        ({"guide": "temperature"}, "temperature"),
+    ],
+)
+def test_refuses_what_it_cannot_reproduce(plugins: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        decode(toys.denoiser(), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)
+
+
+def test_refuses_another_batch() -> None:
+    reference = toys.sampler(scheduler="fixed").generate(toys.PROMPTS, max_new_tokens=TOKENS)
+    oracle = toys.sampler(scheduler=Oracle.of(reference))
+    with pytest.raises(UserError, match=r"knows 5 answers of 17 tokens.*2 prompts"):
+        oracle.generate(toys.PROMPTS[:2], max_new_tokens=TOKENS)
+    with pytest.raises(UserError, match="8 new tokens"):
+        oracle.generate(toys.PROMPTS, max_new_tokens=8)
