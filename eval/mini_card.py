@@ -5,22 +5,22 @@
 
 from __future__ import annotations
 
-import argparse
-import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from random import Random
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.exact_match import CANVAS, Tally, held_out_prompts
+from dllm_sampler.eval.markdown import fill, read, table, write
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import CITIES, COLORS, NAMES, TASKS, Task, draw_example
+from dllm_sampler.training.tasks import CITIES, COLORS, NAMES, TASKS, Task
 from dllm_sampler.training.tokenizer import vocabulary
 
-CANVAS = 32  # tokens, in one block
 LONGER = (64, 128)
 DECODERS: dict[str, dict[str, object]] = {
     "one per step": {"name": "fixed"},
@@ -30,18 +30,10 @@ DECODERS: dict[str, dict[str, object]] = {
 }
 
 
-def held_out_prompts(task: Task, count: int) -> list[str]:
-    """Prompts that training never saw, always the same ones."""
-    rng = Random(f"card/{task.name}")
-    return [draw_example(task.draw, rng, held=True)[0] for _ in range(count)]
-
-
 def score(sampler: Sampler, task: Task, prompts: Sequence[str], canvas: int = CANVAS) -> tuple[float, float]:
-    """Share of right answers, and tokens per forward (the first end token counts, later ones do not)."""
-    result = sampler.generate(prompts, max_new_tokens=canvas, block_length=CANVAS)
-    assert result.texts is not None
-    right = [task.check(prompt, text) for prompt, text in zip(prompts, result.texts, strict=True)]
-    return sum(right) / len(right), float(result.lengths.sum() / result.nfe.sum())
+    """Right answers in %, and tokens per forward (the first end token counts, later ones do not)."""
+    found = Tally.of(task, prompts, sampler.generate(prompts, max_new_tokens=canvas, block_length=CANVAS))
+    return found.exact, found.tokens_per_forward
 
 
 def results(model: str, count: int) -> str:
@@ -51,10 +43,10 @@ def results(model: str, count: int) -> str:
     for task in track(TASKS.values(), "measuring", console=Console(stderr=True), transient=True):
         prompts = held_out_prompts(task, count)
         cells = [score(sampler, task, prompts) for sampler in samplers.values()]
-        rows.append([task.name, *(f"{100 * right:.1f} ({rate:.1f})" for right, rate in cells)])
+        rows.append([task.name, *(f"{right:.1f} ({rate:.1f})" for right, rate in cells)])
         for canvas in LONGER:
             long[canvas] += score(samplers["τ = 0.9"], task, prompts, canvas)[0] / len(TASKS)
-    more = ", ".join(f"{100 * right:.1f} at {canvas}" for canvas, right in long.items())
+    more = ", ".join(f"{right:.1f} at {canvas}" for canvas, right in long.items())
     scores = table(["task", *DECODERS], rows)
     longer = f"Mean of the tasks at τ = 0.9 on longer canvases (tokens): {more}."
     return f"{count} prompts for each task.\n\n{scores}\n\n{longer}"
@@ -75,38 +67,28 @@ def words() -> str:
     return "\n\n".join([*lines, f"Everything else ({len(others)}): {' '.join(f'`{word}`' for word in others)}"])
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    cells = [list(head), *map(list, rows)]
-    cells.insert(1, ["---"] * len(cells[0]))
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
-
-
-def fill(card: str, section: str, content: str) -> str:
-    """The card with new content between `<!-- section -->` and `<!-- /section -->`."""
-    begin, end = f"<!-- {section} -->", f"<!-- /{section} -->"
-    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", card, flags=re.DOTALL)
-
-
-def main() -> None:
-    """Measure and rewrite the card."""
-    parser = argparse.ArgumentParser(description="Measure mini on held-out prompts and write its model card's tables.")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and rewrite the card; returns the exit status, 2 after a mistake in the arguments."""
+    parser = Parser(
+        prog="python -m dllm_sampler.eval.mini_card",
+        description="Measure mini on held-out prompts and write its model card's tables.",
+    )
     parser.add_argument("--model", default="mini", help="a model name or checkpoint folder")
-    parser.add_argument("--prompts", type=int, default=200, help="held-out prompts per task")
+    parser.add_argument("--prompts", type=positive, default=200, help="held-out prompts per task")
     parser.add_argument("--card", type=Path, default=Path(str(files("dllm_sampler") / "models/mini/README.md")))
-    arguments = parser.parse_args()
-    torch.set_grad_enabled(False)
-    card = arguments.card.read_text(encoding="utf-8")
-    sections = {
-        "operations": operations(),
-        "vocabulary": words(),
-        "results": results(arguments.model, arguments.prompts),
-    }
-    for section, content in sections.items():
-        card = fill(card, section, content)
-    arguments.card.write_text(card, encoding="utf-8")
-    print(sections["results"])
+    try:
+        options = parser.parse_args(arguments)
+        card = read(options.card, "operations", "vocabulary", "results")
+        found = results(options.model, options.prompts)
+        for section, content in (("operations", operations()), ("vocabulary", words()), ("results", found)):
+            card = fill(card, section, content)
+        write(options.card, card)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

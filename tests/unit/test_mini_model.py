@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.mini_card import DECODERS, fill, held_out_prompts, operations, score, words
+from dllm_sampler.eval.exact_match import held_out_prompts
+from dllm_sampler.eval.markdown import fill
+from dllm_sampler.eval.mini_card import DECODERS, operations, score, words
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import NAMES, TASKS
 from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
@@ -23,7 +25,7 @@ def sampler(decoder: str) -> Sampler:
 
 
 def right(decoder: str, task: str, count: int = 20, canvas: int = 32) -> float:
-    return score(sampler(decoder), TASKS[task], held_out_prompts(TASKS[task], count), canvas)[0]
+    return score(sampler(decoder), TASKS[task], held_out_prompts(TASKS[task], count), canvas)[0] / 100
 
 
 @pytest.mark.parametrize(("task", "least"), [*((task, 0.95) for task in EASY), *((task, 0.8) for task in HARD)])

@@ -1,0 +1,67 @@
+"""Tables in a document, between `<!-- name -->` and `<!-- /name -->`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from dllm_sampler.errors import UserError
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    cells = [list(head), *map(list, rows)]
+    cells.insert(1, ["---"] * len(cells[0]))
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the tables in `text`, heads included, rulers left out."""
+    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [row for row in rows if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
+
+
+def section(text: str, name: str) -> str | None:
+    """What stands between the marks, None without them."""
+    found = re.search(f"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, re.DOTALL)
+    return found and found[1]
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """The document with new content between the marks."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
+def read(path: Path, *names: str) -> str:
+    """A document that has all these sections.
+
+    Raises:
+        UserError: it cannot be read, or lacks one.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    for name in names:
+        if section(text, name) is None:
+            raise UserError(f"{path} has no place for the results: it needs lines <!-- {name} --> and <!-- /{name} -->")
+    return text
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Replace a file at once: never half of it.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
