@@ -80,10 +80,13 @@ class Canvas:
         """`[B] int64` masked columns inside the active block."""
         return (self.masked & self.in_block()).sum(1)
 
+    def inside(self, positions: Tensor) -> Tensor:
+        """`[B, Q] bool` which of `positions` lie in the active block."""
+        return (positions >= self.start[:, None]) & (positions < self.stop[:, None])
+
     def eligible(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
-        inside = (positions >= self.start[:, None]) & (positions < self.stop[:, None])
-        return self.masked.gather(1, positions) & inside
+        return self.masked.gather(1, positions) & self.inside(positions)
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
         """Write an edit. The only function that writes a token: it cannot touch prompt, padding or a finished row."""
@@ -183,6 +186,7 @@ class Readout:
     entropy: Tensor | None = None  # [B, K, Q] nats
     logsumexp: Tensor | None = None  # [B, K, Q]
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
+    probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; nobody else's, a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
 

@@ -9,6 +9,8 @@ from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.protocols import Guide, ModelSpec
 
 TILE = 64  # divides the padded vocabularies of published checkpoints
+CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
+TINY = 1e-12  # a probability below which it does not matter how little it is
 
 
 def read(
@@ -55,6 +57,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
     kept = logits if "logits" in needs else None
+    held = "probabilities" in needs
     present = logits.gather(-1, current[..., None])[..., 0] if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None
     peak = logits.amax(-1) if needs & {"current", "logsumexp"} else None
@@ -65,22 +68,47 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     normaliser = None if peak is None else peak.double() - weight.amax(-1).double().log()
     runner = weight.topk(2, -1).values.double() if "margin" in needs else None
     own = weight.gather(-1, token[..., None])[..., 0].double()
+    mass = own if not held else weight.gather(-1, token[..., None])
     rest = weight.scatter_(-1, token[..., None], 0).sum(-1).double()
     confidence = own / (own + rest)
-    entropy = None
-    if "entropy" in needs:
-        entropy = torch.special.entr(confidence) + torch.special.entr(weight, out=weight).sum(-1)
+    uncertain = torch.special.entr(confidence) + entropy(weight) if "entropy" in needs else None
+    if held:
+        weight.scatter_(-1, token[..., None], mass)
     return Readout(
         token=token,
         confidence=confidence,
         margin=None if runner is None else runner[..., 0] - runner[..., 1],
         gap=None if best is None else best[..., 0] - best[..., 1],
-        entropy=entropy,
+        entropy=uncertain,
         logsumexp=normaliser if "logsumexp" in needs else None,
         current=None if present is None or normaliser is None else present.double() - normaliser,
+        probabilities=weight if held else None,
         logits=kept,
         hidden=hidden if "hidden" in needs else None,
     )
+
+
+def entropy(weight: Tensor) -> Tensor:
+    """`[...]` sum of -w log w over `weight [..., V]`, in nats."""
+    least = torch.finfo(weight.dtype).tiny
+    rows = weight.flatten(0, -2)
+    parts = [part.clamp(min=least).log_().mul_(part).sum(-1) for part in rows.split(_rows(rows))]
+    return -torch.cat(parts).view(weight.shape[:-1])
+
+
+def divergence(now: Tensor, then: Tensor, index: Tensor) -> Tensor:
+    """`[N]` KL in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`, probabilities with `TINY` added."""
+    parts, size = [], _rows(now)
+    for part, at in zip(now.split(size), index.split(size), strict=True):
+        old = then.index_select(0, at).add_(TINY)
+        parts.append((part + TINY).div_(old).log_().mul_(part).sum(-1))
+    return torch.cat(parts)
+
+
+def _rows(table: Tensor) -> int:
+    """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet."""
+    rows, width = table.shape
+    return max(1, min(rows, CACHE // width) if table.device.type == "cpu" else rows)
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.readout import entropy
 from dllm_sampler.schedulers.budget import check_steps, even_share
 from dllm_sampler.select import rank, top
 
@@ -53,33 +54,33 @@ class CoherentMarginal(Scheduler):
     @property
     def needs(self) -> frozenset[str]:
         """Whole distributions."""
-        return frozenset({"logits", "entropy"})
+        return frozenset({"probabilities", "entropy"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """Columns `[B, depth-1, buffer]`, predictions `[B, depth-1, buffer, V]` (newest first), the schedule."""
-        shape = (canvas.start.shape[0], self.depth - 1, self.buffer)
+        """Columns `[B, (depth-1) buffer]` and predictions `[B, (depth-1) buffer, V]`, newest first; the schedule."""
+        shape = (canvas.start.shape[0], (self.depth - 1) * self.buffer)
         columns = torch.full(shape, canvas.length, device=canvas.ids.device)
         one = torch.ones_like(canvas.start)
         return columns, torch.zeros(*shape, self.vocab, device=columns.device), (one, one)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        assert readout.logits is not None and readout.entropy is not None
+        assert readout.probabilities is not None and readout.entropy is not None
         score, eligible = -readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
         # Places 0 to buffer - 1 hold the lowest entropies; one more takes the rest.
-        place = torch.where(eligible, rank(score, eligible), self.buffer).clamp(max=self.buffer)
-        order = torch.arange(place.shape[1], device=place.device).expand_as(place)
-        index = torch.zeros_like(place[:, :1]).expand(-1, self.buffer + 1).scatter(1, place, order)[:, : self.buffer]
+        place = rank(score, eligible).masked_fill(~eligible, self.buffer).clamp(max=self.buffer)
+        order = torch.arange(place.numel(), device=place.device).view_as(place)  # rows of [B * Q, V]
+        index = order[:, :1].repeat(1, self.buffer + 1).scatter(1, place, order)[:, : self.buffer]
         there = torch.arange(self.buffer, device=place.device) < eligible.sum(1)[:, None]  # [B, buffer]
-        columns = torch.where(there, query.positions.gather(1, index), canvas.length)
-        rows = readout.logits[:, 0].gather(1, index[..., None].expand(-1, -1, self.vocab))
-        now = rows.float().softmax(-1)  # [B, buffer, V]
+        columns = query.positions.flatten()[index].masked_fill(~there, canvas.length)
+        rows = readout.probabilities.flatten(0, 2).index_select(0, index.flatten())
+        now = rows.view(*index.shape, self.vocab).to(carry[1].dtype)  # [B, buffer, V]
 
-        old, then = torch.where((canvas.age == 0)[:, None, None], canvas.length, carry[0]), carry[1]
-        same = (columns[:, None, :, None] == old[:, :, None]) & there[:, None, :, None]  # [B, depth-1, buffer, buffer]
-        averaged = there & same.any(-1).all(1)
-        mean = (now + (same.to(then.dtype) @ then).sum(1)) / self.depth
-        marginal = torch.special.entr(mean).sum(-1).masked_fill(~averaged, torch.inf)  # [B, buffer]
+        old, then = carry[0].masked_fill((canvas.age == 0)[:, None], canvas.length), carry[1]
+        same = (columns[..., None] == old[:, None]) & there[..., None]  # [B, buffer, (depth-1) buffer]
+        averaged = there & (same.sum(-1) == self.depth - 1)
+        mean = torch.baddbmm(now, same.to(then.dtype), then).div_(self.depth)
+        marginal = entropy(mean).masked_fill(~averaged, torch.inf)  # [B, buffer]
         marginal = torch.cat([marginal, torch.full_like(marginal[:, :1], torch.inf)], 1).gather(1, place)  # [B, Q]
 
         share, plan = even_share(canvas, self.steps, carry[2])
@@ -90,6 +91,6 @@ class CoherentMarginal(Scheduler):
             chosen = top(-marginal, marginal < torch.inf, share)
             missing = share - chosen.sum(1)
         commit = chosen | top(score, eligible & ~chosen, missing)
-        history = torch.cat([columns[:, None], old], 1), torch.cat([now[:, None], then], 1)
-        kept = history[0][:, : self.depth - 1], history[1][:, : self.depth - 1]
-        return Edit(readout.token[:, 0], commit & eligible), (*kept, plan)
+        kept = (self.depth - 1) * self.buffer
+        history = torch.cat([columns, old], 1)[:, :kept], torch.cat([now, then], 1)[:, :kept]
+        return Edit(readout.token[:, 0], commit & eligible), (*history, plan)

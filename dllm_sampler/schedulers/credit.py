@@ -45,8 +45,8 @@ class Credit(DInferThreshold):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Logits of the remembered tokens."""
-        return frozenset({"logits", "logsumexp"})
+        """Probabilities of the remembered tokens."""
+        return frozenset({"probabilities"})
 
     def init(self, canvas: Canvas) -> Carry:
         """Tokens and their credit, both `[B, L+1, memory]`; a credit of 0 is a free place."""
@@ -55,7 +55,7 @@ class Credit(DInferThreshold):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        assert readout.logits is not None and readout.logsumexp is not None
+        assert readout.probabilities is not None
         old = torch.where((canvas.age == 0)[:, None, None], 0, carry[1] * self.decay)
         at = query.positions[..., None].expand(-1, -1, self.memory)  # [B, Q, memory]
         tokens, credit = carry[0].gather(1, at), old.gather(1, at)
@@ -70,7 +70,7 @@ class Credit(DInferThreshold):
         tokens = torch.where(earns, candidate, tokens)
 
         # Only remembered tokens change, so that the softmax needs no second pass over the vocabulary.
-        plain = (readout.logits[:, 0].gather(-1, tokens).double() - readout.logsumexp[:, 0, :, None]).exp()
+        plain = readout.probabilities[:, 0].gather(-1, tokens).double()
         raised = plain * (1 + credit) ** self.alpha
         total = 1 + (raised - plain).sum(-1)
         best = raised.masked_fill(credit <= 0, -1).argmax(-1, keepdim=True)

@@ -9,12 +9,12 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, ModelSpec
+from dllm_sampler.readout import divergence
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Take = Literal["all", "surest", "steadiest"]
-TINY = 1e-12  # added to probabilities inside both logarithms
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Klass(FixedSteps):
     """Commit every mask whose distribution has hardly moved for some forwards and whose confidence is high.
 
     Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
-    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Keeps one row of
-    probabilities per position of the block, as large as the block's logits.
+    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Keeps the last
+    forward's probabilities, as large as the block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
@@ -57,8 +57,8 @@ class Klass(FixedSteps):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Logits, and the fallback's score."""
-        return super().needs | {"logits"}
+        """Whole distributions, and the fallback's score."""
+        return super().needs | {"probabilities"}
 
     @property
     def whole(self) -> bool:
@@ -66,12 +66,12 @@ class Klass(FixedSteps):
         return self.compat
 
     def init(self, canvas: Canvas) -> Carry:
-        """The fixed schedule's state, last log-probabilities `[B, W+1, V]`, divergences `[B, W+1, history]`."""
+        """The fixed schedule's state; the last query `[B, Q]`, its probabilities `[B, Q, V]`, `[B, Q, history]`."""
         assert self.model is not None
-        width = canvas.length - canvas.origin if self.compat else canvas.sizes.block  # slot W takes what is outside
-        precise, size = torch.promote_types(self.model.dtype, torch.float32), self.model.vocab_size
-        zero = canvas.ids.new_zeros(len(canvas.ids), width + 1, 1, dtype=precise)
-        return super().init(canvas), zero.add(TINY).log().repeat(1, 1, size), zero.repeat(1, 1, self.history)
+        precise = torch.promote_types(self.model.dtype, torch.float32)
+        nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
+        zero = torch.zeros_like(nowhere, dtype=precise)[..., None]
+        return super().init(canvas), nowhere, zero.repeat(1, 1, self.model.vocab_size), zero.repeat(1, 1, self.history)
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The block's masks; under `compat` all of them."""
@@ -80,21 +80,22 @@ class Klass(FixedSteps):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        assert readout.logits is not None
-        opened, rows, moves = carry
-        slot = query.positions - (canvas.origin if self.compat else canvas.start[:, None])
-        slot = slot.where((slot >= 0) & (slot < rows.shape[1]), rows.shape[1] - 1)[..., None]  # [B, Q, 1]
-        now = readout.logits[:, 0].to(rows.dtype).softmax(-1)  # [B, Q, V]
-        log = (now + TINY).log()
-        move = (now * (log - rows.gather(1, slot.expand_as(now)))).sum(-1, keepdim=True).clamp(min=0)  # KL
-        past = torch.cat([moves.gather(1, slot.expand(-1, -1, self.history))[..., 1:], move], -1)  # [B, Q, history]
+        assert readout.probabilities is not None
+        opened, asked, then, moves = carry
+        now = readout.probabilities[:, 0]  # [B, Q, V]
+        # Masks only become fewer: every one that counts was asked in the last forward too.
+        at = query.positions.contiguous()
+        last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
+        row = last + torch.arange(0, asked.numel(), asked.shape[1], device=last.device)[:, None]
+        move = divergence(now.flatten(0, 1), then.flatten(0, 1), row.flatten()).clamp(min=0).view_as(last)
+        past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
         past = past.masked_fill((canvas.age == 0)[:, None, None] & (not self.compat), torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
         ready = canvas.eligible(query.positions) & (sure > self.threshold) & (past < self.divergence).all(-1)
         ready = ready & (canvas.age >= self.history - 1)[:, None]
-        score = -move[..., 0] if self.take == "steadiest" else sure
+        score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
         edit, opened = super().tell(canvas, query, readout, opened)
         follow = ready.any(1) & (self.compat | (canvas.age + 1 < block_steps(canvas, self.steps)))  # the last takes all
         edit = replace(edit, commit=torch.where(follow[:, None], chosen, edit.commit), hold=None)
-        return edit, (opened, rows.scatter(1, slot.expand_as(now), log), moves.scatter(1, slot.expand_as(past), past))
+        return edit, (opened, at, now, past)

@@ -11,7 +11,7 @@ from dllm_sampler import Query, Readout, readout
 from dllm_sampler.guides import EndTokens, Temperature
 from tests import toys
 
-NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "logits", "hidden"})
+NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "probabilities", "logits", "hidden"})
 logits_or_nothing = st.one_of(st.floats(-30, 30), st.just(-math.inf))
 
 
@@ -38,6 +38,7 @@ def test_against_a_plain_softmax(values, finite, current):
     assert float(found.logsumexp) == pytest.approx(logsumexp, rel=1e-12, abs=1e-12)
     assert float(found.current) == pytest.approx(float(logits[0, 0, current]) - logsumexp, rel=1e-12, abs=1e-12)
     assert torch.equal(found.logits, logits)
+    torch.testing.assert_close(found.probabilities, logits.softmax(-1))
     assert found.hidden is not None
 
 
@@ -108,3 +109,18 @@ def test_deferred_end_tokens_are_chosen_at_confidence_zero():
     banned = read(logits, EndTokens("ban"))
     assert int(banned.token) != toys.EOS
     assert float(banned.confidence) == pytest.approx(1 / (toys.VOCAB - 2))
+
+
+@pytest.mark.parametrize("cache", [1, 12, 2**17])  # a row at a time, some with a remainder, all at once
+def test_tables_worked_on_in_pieces_are_the_same_table(monkeypatch, cache):
+    monkeypatch.setattr(readout, "CACHE", cache)
+    now, then = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    now[1] = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    then[2, 0] = 0
+    index = torch.tensor([4, 2, 2, 0, 1])
+    expected = (now * ((now + 1e-12).log() - (then[index] + 1e-12).log())).sum(-1)
+    torch.testing.assert_close(readout.divergence(now, then, index), expected)
+    torch.testing.assert_close(readout.entropy(now), torch.special.entr(now).sum(-1))
+    assert float(readout.entropy(now.view(1, 5, 4))[0, 1]) == 0.0
+    now[3] = math.nan
+    assert readout.entropy(now).isnan().tolist() == [False, False, False, True, False]

@@ -1,0 +1,337 @@
+"""What a scheduler's decision costs, beside that of the plainest one.
+
+    python benchmarks/scheduler_overhead.py                       # every scheduler, blocks and stop of conf/
+    python benchmarks/scheduler_overhead.py --only klass,credit --repeats 15 --json overhead.json
+
+Each method judges the same logits of the same rows (8 rows, a block of 32, a vocabulary of 126464) as it finds them after
+two steps of its own; everything is set against `threshold` measured next to it in the same repeat. Three ratios:
+
+`tell`      time of `Scheduler.tell` alone, the readout given: medians of the repeats with their range;
+`read+tell` time of the readout with the fields the method needs, and `tell`;
+`ops`       tensor operations that `tell` dispatches, views not counted: what a step on a GPU that waits for launches feels.
+            A count is the same on every machine, so `tests/contract/test_overhead.py` holds it.
+
+One thread, and by default the process's own clock. `keeps`: what a method remembers from step to step, some counts per
+row, numbers per position, or distributions as wide as the vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+from step_overhead import CLOCKS, circumstances
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dllm_sampler import config, layout, readout
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.noise import CounterNoise
+from dllm_sampler.protocols import Blocks, Carry, ModelSpec, Scheduler, Stop, block_over
+from dllm_sampler.schedulers.threshold import Threshold
+
+PROMPT, BLOCKS, WARM = 64, 4, 2  # prompt tokens, blocks on the canvas, steps played before the measured one
+LIMIT = 2.0  # what a method may cost beside threshold
+
+
+class Operations(TorchDispatchMode):
+    """Counts tensor operations other than views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operations(run: Callable[[], object]) -> int:
+    """Tensor operations of a call."""
+    with torch.no_grad(), Operations() as seen:
+        run()
+    return seen.count
+
+
+@dataclass
+class Scene:
+    """Logits and a canvas to judge them on."""
+
+    batch: int
+    block: int
+    vocab: int
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        self.spec = ModelSpec(
+            vocab_size=self.vocab,
+            mask_id=self.vocab - 128 if self.vocab > 1000 else self.vocab - 1,
+            eos_id=self.vocab - 383 if self.vocab > 1000 else self.vocab - 2,
+            pad_id=0,
+            max_positions=4096,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+            dtype=self.dtype,
+            device=torch.device("cpu"),
+        )
+        # Confidences as a trained model has them: some positions near 1, most anywhere, some near none.
+        generator = torch.Generator().manual_seed(0)
+        size = (self.batch, 1, self.block)
+        self.logits = torch.randn(*size, self.vocab, generator=generator).mul_(2)
+        best = torch.randint(self.vocab // 2, (*size, 3), generator=generator)
+        lift = torch.rand(*size, 3, generator=generator) * 16 + 6
+        self.logits.scatter_(-1, best, lift)
+        self.scratch = torch.empty_like(self.logits)
+
+    def fresh(self, query: Query) -> Tensor:
+        """Logits `[B, 1, Q, V]` to be overwritten, the same for the same place in a block."""
+        at = (query.positions - PROMPT).clamp(min=0) % self.block
+        if query.positions.shape[1] == self.block and bool((at[:, 1:] > at[:, :-1]).all()):
+            return self.scratch.copy_(self.logits)
+        # Places that are not asked do not change what the answer to a query of this width costs.
+        index = (torch.arange(self.batch)[:, None] * self.block + at).flatten()
+        size = (*query.positions.shape, self.vocab)
+        if at.shape[1] != self.block:
+            return self.logits.flatten(0, 2).index_select(0, index).view(size)[:, None]
+        torch.index_select(self.logits.flatten(0, 2), 0, index, out=self.scratch.view(-1, self.vocab))
+        return self.scratch
+
+    def read(self, logits: Tensor, canvas: Canvas, query: Query, needs: frozenset[str]) -> Readout:
+        """The readout without guides."""
+        return readout.read(logits, logits[..., :1], canvas, query, self.spec, (), needs, False)
+
+    def canvas(self) -> Canvas:
+        """Noise behind prompts of different lengths, before the first step."""
+        prompts = [[1] * (PROMPT - row) for row in range(self.batch)]
+        blocks, noise = FixedBlocks(self.block), CounterNoise()
+        return layout.canvas(prompts, BLOCKS * self.block, range(self.batch), self.spec, blocks, noise, True)
+
+    def filter(self) -> str:
+        """A file with an untrained Learn2PD filter of the published size."""
+        generator, width = torch.Generator().manual_seed(0), 2 * self.block
+        layers = {"fc1": (width, self.block), "fc2": (self.block, width)}
+        tensors = {}
+        for name, shape in layers.items():
+            tensors |= {
+                f"{name}.weight": torch.randn(shape, generator=generator) / 8,
+                f"{name}.bias": torch.zeros(shape[0]),
+            }
+        path = Path(tempfile.mkdtemp()) / "filter.safetensors"
+        save_file(tensors, path)
+        return str(path)
+
+
+@dataclass
+class Judge:
+    """A scheduler in the middle of a block."""
+
+    scene: Scene
+    scheduler: Scheduler
+
+    def __post_init__(self) -> None:
+        self.scheduler = self.scheduler.bind(self.scene.spec)
+        self.canvas = self.scene.canvas()
+        self.carry: Carry = self.scheduler.init(self.canvas)
+        for step in range(WARM + 1):
+            self.query = self.scheduler.ask(self.canvas, self.scene.block, self.carry)
+            self.seen = self.read(self.scene.fresh(self.query))
+            if step == WARM:
+                break
+            edit, self.carry = self.tell(self.seen)
+            after = self.canvas.apply(self.query.positions, edit)
+            self.canvas = after.advance(block_over(after, edit), self.scene.block, edit.finish)
+
+    def read(self, logits: Tensor) -> Readout:
+        return self.scene.read(logits, self.canvas, self.query, self.scheduler.needs)
+
+    def tell(self, seen: Readout) -> tuple[Any, Carry]:
+        return self.scheduler.tell(self.canvas, self.query, seen, self.carry)
+
+    @property
+    def operations(self) -> int:
+        return operations(lambda: self.tell(self.seen))
+
+    @property
+    def memory(self) -> str:
+        """What it keeps from step to step for each row, in so many numbers."""
+        shapes = [leaf.shape for leaf in tree_leaves(self.carry) if isinstance(leaf, Tensor)]
+        if any(shape[-1] == self.scene.vocab for shape in shapes):
+            return "vocabulary"
+        return "positions" if any(len(shape) > 1 for shape in shapes) else "counts" if shapes else ""
+
+
+def schedulers(scene: Scene, only: Sequence[str] = ()) -> dict[str, Scheduler]:
+    """Every scheduler of conf/ with its defaults."""
+    found = {}
+    for name in only or config.names("scheduler"):
+        settings = {"name": name} | ({"filter": scene.filter()} if name == "learn2pd" else {})
+        scheduler = config.build("scheduler", settings)
+        assert isinstance(scheduler, Scheduler)
+        found[name] = scheduler
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; seconds per repeat, of the method and of threshold beside it."""
+
+    name: str
+    needs: list[str]
+    memory: str  # what it keeps from step to step: some numbers per row, per position, or as wide as the vocabulary
+    operations: int
+    tell: list[float] = field(default_factory=list)
+    tell_threshold: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    whole_threshold: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Seconds per call, on the process's own clock or the wall's."""
+
+    now: Callable[[], float]
+    repeats: int
+    wanted: float  # seconds per measurement
+
+    def once(self, run: Callable[[], object], calls: int = 1) -> float:
+        start = self.now()
+        for _ in range(calls):
+            run()
+        return (self.now() - start) / calls
+
+    def calls(self, run: Callable[[], object]) -> int:
+        """How many calls take about the wanted time."""
+        run()
+        return max(1, min(1000, int(self.wanted / max(self.once(run), 1e-6))))
+
+    def compare(self, one: Callable[[], object], base: Callable[[], object]) -> tuple[list[float], list[float]]:
+        """Both in turn, after a call of each that warms up."""
+        mine, its = self.calls(one), self.calls(base)
+        pairs = [(self.once(one, mine), self.once(base, its)) for _ in range(self.repeats)]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+@torch.no_grad()
+def measure(scene: Scene, name: str, judge: Judge, base: Judge, watch: Stopwatch) -> Row:
+    """One scheduler beside threshold."""
+    tell = watch.compare(lambda: judge.tell(judge.seen), lambda: base.tell(base.seen))
+
+    def whole(it: Judge) -> float:
+        logits = scene.fresh(it.query)  # not measured: the model makes them
+        return watch.once(lambda: it.tell(it.read(logits)))
+
+    pairs = [(whole(judge), whole(base)) for _ in range(watch.repeats + 1)][1:]
+    needs = sorted(judge.scheduler.needs)
+    return Row(name, needs, judge.memory, judge.operations, *tell, *map(list, zip(*pairs, strict=True)))
+
+
+@torch.no_grad()
+def others(scene: Scene, base: Judge, watch: Stopwatch) -> list[Row]:
+    """What blocks and stops do in a step, beside threshold's `tell`."""
+    canvas, query, (edit, _) = base.canvas, base.query, base.tell(base.seen)
+    after = canvas.apply(query.positions, edit)
+
+    def act(plugin: Blocks | Stop, seen: Readout) -> object:
+        if isinstance(plugin, Blocks):
+            return plugin.open(canvas, query, seen), plugin.close(canvas, after, edit)
+        return plugin.positions(canvas), plugin(canvas, query, seen, edit)
+
+    found = []
+    for group in ("blocks", "stop"):
+        for name in config.names(group):
+            plugin: Any = config.build(group, name).bind(scene.spec)
+            seen = scene.read(scene.fresh(query), canvas, query, plugin.needs)
+            run = partial(act, plugin, seen)
+            times = watch.compare(run, partial(base.tell, base.seen))
+            found.append(Row(f"{group}={name}", sorted(plugin.needs), "", operations(run), *times))
+    return found
+
+
+def ratios(mine: Sequence[float], its: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, its, strict=True)]
+
+
+def spread(values: Sequence[float], mark: bool = False) -> str:
+    if not values:
+        return ""
+    middle = statistics.median(values)
+    return f"{middle:.2f}{'!' if mark and middle > LIMIT else ''} ({min(values):.2f}-{max(values):.2f})"
+
+
+def table(rows: Sequence[Row], base: int) -> Table:
+    """The rows as people read them."""
+    out = Table(title=f"median (lowest to highest) of the repeats; ! = above {LIMIT:g}")
+    for name in ("plug-in", "needs"):
+        out.add_column(name)
+    for name in ("ops", "ops ratio", "tell us", "tell ratio", "read+tell ms", "read+tell ratio"):
+        out.add_column(name, justify="right")
+    out.add_column("keeps")
+    for row in rows:
+        whole = ratios(row.whole, row.whole_threshold)
+        out.add_row(
+            row.name,
+            ", ".join(row.needs),
+            str(row.operations),
+            f"{row.operations / base:.2f}{'!' * (row.operations > LIMIT * base)}",
+            f"{statistics.median(row.tell) * 1e6:.0f}",
+            spread(ratios(row.tell, row.tell_threshold), True),
+            f"{statistics.median(row.whole) * 1e3:.1f}" if whole else "",
+            spread(whole, True),
+            row.memory,
+        )
+    return out
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="these schedulers")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=126464)
+    parser.add_argument("--repeats", type=int, default=9, help="measurements per ratio (default 9)")
+    parser.add_argument("--wanted", type=float, default=0.02, help="seconds per measurement of tell (default 0.02)")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="cpu (default): the process's own seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    parser.add_argument("--smoke", action="store_true", help="a tiny vocabulary, once: does it run?")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.batch, options.block, options.vocab, options.repeats, options.wanted = 2, 8, 640, 1, 1e-4
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    torch.set_num_threads(1)
+    console = Console(width=max(Console().width, 150))
+    about = circumstances(options.clock) | {
+        key: getattr(options, key) for key in ("batch", "block", "vocab", "repeats")
+    }
+    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+    watch = Stopwatch(CLOCKS[options.clock], options.repeats, options.wanted)
+    with torch.no_grad():
+        scene = Scene(options.batch, options.block, options.vocab)
+        base = Judge(scene, Threshold())
+        rows = [
+            measure(scene, name, Judge(scene, scheduler), base, watch)
+            for name, scheduler in schedulers(scene, options.only).items()
+        ]
+        rows += [] if options.only else others(scene, base, watch)
+    console.print(table(rows, base.operations))
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
