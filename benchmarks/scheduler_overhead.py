@@ -3,13 +3,13 @@
     python benchmarks/scheduler_overhead.py                       # every scheduler, blocks and stop of conf/
     python benchmarks/scheduler_overhead.py --only klass,credit --repeats 15 --json overhead.json
 
-Each method judges the same logits of the same rows (8 rows, a block of 32, a vocabulary of 126464) as it finds them after
-two steps of its own; everything is set against `threshold` measured next to it in the same repeat. Three ratios:
+Each method judges the same logits (8 rows, a block of 32, a vocabulary of 126464) on the canvas that two steps of its
+own left; everything is set against `threshold`, measured next to it in the same repeat. Three ratios:
 
 `tell`      time of `Scheduler.tell` alone, the readout given: medians of the repeats with their range;
 `read+tell` time of the readout with the fields the method needs, and `tell`;
-`ops`       tensor operations that `tell` dispatches, views not counted: what a step on a GPU that waits for launches feels.
-            A count is the same on every machine, so `tests/contract/test_overhead.py` holds it.
+`ops`       tensor operations that `tell` dispatches, views not counted: what a GPU that waits for launches feels. A
+            count is the same on every machine, so `tests/contract/test_overhead.py` holds it.
 
 One thread, and by default the process's own clock. `keeps`: what a method remembers from step to step, some counts per
 row, numbers per position, or distributions as wide as the vocabulary.
@@ -23,6 +23,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,9 @@ class Scene:
     def filter(self) -> str:
         """A file with an untrained Learn2PD filter of the published size."""
         generator, width = torch.Generator().manual_seed(0), 2 * self.block
-        layers = {"fc1": (width, self.block), "fc2": (self.block, width)}
-        tensors = {}
-        for name, shape in layers.items():
-            tensors |= {
-                f"{name}.weight": torch.randn(shape, generator=generator) / 8,
-                f"{name}.bias": torch.zeros(shape[0]),
-            }
+        tensors = {"fc1.bias": torch.zeros(width), "fc2.bias": torch.zeros(self.block)}
+        for name, shape in {"fc1": (width, self.block), "fc2": (self.block, width)}.items():
+            tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) / 8
         path = Path(tempfile.mkdtemp()) / "filter.safetensors"
         save_file(tensors, path)
         return str(path)
@@ -225,7 +222,7 @@ class Stopwatch:
 @torch.no_grad()
 def measure(scene: Scene, name: str, judge: Judge, base: Judge, watch: Stopwatch) -> Row:
     """One scheduler beside threshold."""
-    tell = watch.compare(lambda: judge.tell(judge.seen), lambda: base.tell(base.seen))
+    tell = watch.compare(partial(judge.tell, judge.seen), partial(base.tell, base.seen))
 
     def whole(it: Judge) -> float:
         logits = scene.fresh(it.query)  # not measured: the model makes them
@@ -314,9 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(1)
     console = Console(width=max(Console().width, 150))
-    about = circumstances(options.clock) | {
-        key: getattr(options, key) for key in ("batch", "block", "vocab", "repeats")
-    }
+    chosen = {key: getattr(options, key) for key in ("batch", "block", "vocab", "repeats")}
+    about = circumstances(options.clock) | chosen
     console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
     watch = Stopwatch(CLOCKS[options.clock], options.repeats, options.wanted)
     with torch.no_grad():
