@@ -1,0 +1,103 @@
+"""The picture of docs/schedulers.md: exact match against tokens per forward, one labelled point per method."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import product
+from math import cos, pi, sin
+from typing import TYPE_CHECKING
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.scheduler_runs import ORACLE, Row, front
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
+
+PLAIN, BEST, BOUND = "#5b7083", "#c2410c", "#15803d"
+TICKS = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
+
+
+def available() -> None:
+    """Refuse to begin a run whose picture cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UserError("the picture needs matplotlib: pip install 'dllm-sampler[eval]'")
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """A PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
+    axes, best = figure.subplots(), front(rows)
+    rivals = [row for row in rows if row.method != ORACLE]
+    for row in rivals:
+        axes.plot(*row.point, "o", color=BEST if row.method in best else PLAIN, markersize=5, zorder=3)
+    edge = sorted(row.point for row in rivals if row.method in best)
+    axes.step(*zip(*edge, strict=True), where="pre", color=BEST, linewidth=1, alpha=0.6, label="Pareto front")
+    for row in rows:
+        if row.method == ORACLE:
+            axes.axvline(
+                row.point[0], color=BOUND, linewidth=1, linestyle="--", label="oracle, one per step reproduced"
+            )
+            axes.plot(*row.point, "*", color=BOUND, markersize=12, zorder=3)
+    axes.set_xscale("log", base=2)
+    low, high = (bound(row.point[0] for row in rows) for bound in (min, max))
+    ticks = [tick for tick in TICKS if low / 2 <= tick <= 2 * high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xlim(low / 1.5, high * 1.5)
+    axes.margins(y=0.12)
+    axes.set_xlabel("tokens per forward")
+    axes.set_ylabel("exact match, %")
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower left", frameon=False)
+    figure.canvas.draw()  # labels are placed by what their text measures
+    _label(axes, rows, best)
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": None})
+    return out.getvalue()
+
+
+def _label(axes: Axes, rows: Sequence[Row], best: set[str]) -> None:
+    """Put each label at the nearest free place around its point, with a thin line to it."""
+    from matplotlib.patheffects import withStroke
+    from matplotlib.transforms import Bbox
+
+    points = [axes.transData.transform(row.point) for row in rows]
+    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in points]
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent())
+    for row, (x, y) in sorted(zip(rows, points, strict=True), key=lambda pair: (-pair[0].point[1], pair[0].point[0])):
+        color = BOUND if row.method == ORACLE else BEST if row.method in best else PLAIN
+        label = axes.annotate(
+            row.method,
+            row.point,
+            xytext=(0, 0),
+            textcoords="offset pixels",
+            fontsize=8,
+            color=color,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
+        )
+        label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+        size = label.get_window_extent()
+        box = _place(x, y, size.width + 4, size.height + 2, axes.get_window_extent(), taken)
+        taken.append(box)
+        label.set_position((box.x0 + 2 - x, box.y0 + 2 - y))
+
+
+def _place(x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox]) -> Bbox:
+    """The nearest box of this size around a point that lies in the frame and on nothing that is there."""
+    from matplotlib.transforms import Bbox
+
+    box = Bbox.from_bounds(x, y, width, height)  # if there is no room anywhere
+    for radius, turn in product(range(10, 700, 6), range(24)):
+        right, up = radius * cos(pi * turn / 12), radius * sin(pi * turn / 12)
+        box = Bbox.from_bounds(x + right - (width if right < 0 else 0), y + up - height / 2, width, height)
+        inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+        if inside and not any(box.overlaps(other) for other in taken):
+            break
+    return box

@@ -1,0 +1,221 @@
+"""Measuring every method on `mini`, resumably: the runs behind `dllm_sampler.eval.scheduler_table`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
+from dllm_sampler.eval.oracle import decode
+from dllm_sampler.result import Result
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.tasks import TASKS
+from dllm_sampler.training.tokenizer import vocabulary
+
+ORACLE = "oracle"
+ONE_PER_STEP = ("fixed", "origin", "budgeted", "pc", "certainty", "rcr", "remdm")  # until told how many steps
+NEEDS = {"learn2pd": "needs a filter"}  # methods that may lack what no default can give
+SCHEMA = 1
+
+Plugins = dict[str, Any]
+Answer = Callable[[list[str]], tuple[Result, float | None]]  # prompts -> answers, and the seconds they took
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is run, and where: figures of two setups are never mixed in one table."""
+
+    model: str
+    tasks: tuple[str, ...]
+    prompts: int
+    seed: int
+    max_new_tokens: int
+    block_length: int
+    batch: int
+    threads: int
+    machine: str
+    versions: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one method."""
+
+    method: str
+    all: Tally
+    easy: Tally | None
+    hard: Tally | None
+    milliseconds: float | None  # per token, the median batch
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """Tokens per forward, and exact match in %."""
+        return self.all.tokens_per_forward, self.all.exact
+
+
+def methods(setup: Setup) -> dict[str, Plugins]:
+    """The plug-ins of each row: every scheduler, then blocks and stops that are methods.
+
+    AdaBlock may end a block at a comma, which `mini` has for the line break of other models.
+    """
+    blocks, steps = {"name": "fixed", "length": setup.block_length}, max(1, setup.max_new_tokens // 4)
+    found: dict[str, Plugins] = {name: {"scheduler": name} for name in config.names("scheduler")}
+    found |= {f"{name} steps={steps}": {"scheduler": {"name": name, "steps": steps}} for name in ONE_PER_STEP}
+    inner = {"_target_": config.entry("scheduler", "fixed").settings["_target_"], "steps": steps}
+    ada = {"name": "adablock", "length": setup.block_length, "delimiters": [vocabulary()[", "]]}
+    found |= {
+        f"eoser inner.steps={steps}": {"scheduler": {"name": "eoser", "inner": inner}},
+        "fixed steps=1": {"scheduler": {"name": "fixed", "steps": 1}},
+        "threshold blocks=adablock": {"scheduler": "threshold", "blocks": ada},
+        "ascending blocks=ascending": {"scheduler": "ascending", "blocks": "ascending"},
+        "fixed stop=prophet": {"scheduler": "fixed", "stop": "prophet"},
+        "fixed stop=end_of_text": {"scheduler": "fixed", "stop": "end_of_text"},
+        ORACLE: {"scheduler": ORACLE},
+    }
+    return {name: {"blocks": blocks, **plugins} for name, plugins in found.items()}
+
+
+def settings(plugins: Plugins) -> Plugins:
+    """The plug-ins with every default spelt out: a changed default is another measurement."""
+    full = {}
+    for group, spec in plugins.items():
+        given = {"name": spec} if isinstance(spec, str) else spec
+        known = {} if given["name"] == ORACLE else config.entry(group, given["name"]).settings
+        full[group] = {**known, **given}
+    return full
+
+
+class Store:
+    """Figures of methods in a file of JSON lines, written as they come: a run that was cut goes on from there.
+
+    Code that changed in between is not noticed.
+    """
+
+    def __init__(self, path: Path, setup: Setup):
+        self.path, self.setup = path, json.loads(json.dumps(asdict(setup)))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        except OSError as error:
+            raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
+
+    def find(self, plugins: Plugins) -> Mapping[str, Any] | None:
+        """The last result of these plug-ins in this setup."""
+        wanted = (SCHEMA, self.setup, json.loads(json.dumps(settings(plugins))))
+        for line in reversed(self.lines):
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:  # the run was cut in the middle of it
+                continue
+            if isinstance(found, dict) and tuple(map(found.get, ("schema", "setup", "plugins"))) == wanted:
+                return found
+        return None
+
+    def add(self, plugins: Plugins, tallies: Mapping[str, Tally], milliseconds: float | None) -> Mapping[str, Any]:
+        """Write down a result; what a cut run left of a line is closed first."""
+        found = {
+            "schema": SCHEMA,
+            "plugins": settings(plugins),
+            "setup": self.setup,
+            "tasks": {name: asdict(tally) for name, tally in tallies.items()},
+            "ms_per_token": milliseconds,
+        }
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" * bool(torn) + json.dumps(found) + "\n")
+        self.lines.append(json.dumps(found))
+        return found
+
+
+def measure(answer: Answer, setup: Setup, tick: Callable[[], None]) -> tuple[dict[str, Tally], float | None]:
+    """Each task's tally, and milliseconds per token in the median batch."""
+    tallies, pace = {}, []
+    warm = held_out_prompts(TASKS[setup.tasks[0]], min(setup.batch, setup.prompts))
+    answer(warm)  # the first call pays for what later ones reuse
+    for name in setup.tasks:
+        prompts, parts = held_out_prompts(TASKS[name], setup.prompts, setup.seed), []
+        for start in range(0, len(prompts), setup.batch):
+            part = prompts[start : start + setup.batch]
+            result, seconds = answer(part)
+            parts.append(Tally.of(TASKS[name], part, result))
+            if seconds is not None:
+                pace.append(1000 * seconds / max(parts[-1].tokens, 1))
+        tallies[name] = Tally.total(parts)
+        tick()
+    return tallies, median(pace) if pace else None
+
+
+def answering(base: Sampler, plugins: Plugins, setup: Setup) -> Answer:
+    """What `measure` calls for a method. The time is that of the process: on a shared machine waiting is left out."""
+    tokens, seed = setup.max_new_tokens, setup.seed
+    if plugins["scheduler"] == ORACLE:
+        rest = {group: spec for group, spec in plugins.items() if group != "scheduler"}
+
+        def reproduce(prompts: list[str]) -> tuple[Result, float | None]:
+            reference, oracle = decode(
+                base.denoiser, prompts, max_new_tokens=tokens, seed=seed, tokenizer=base.tokenizer, **rest
+            )
+            assert reference.texts == oracle.texts and bool((oracle.nfe <= reference.nfe).all())
+            return oracle, None  # it needs the answer first: there is no time to speak of
+
+        return reproduce
+    sampler = Sampler(base.denoiser, tokenizer=base.tokenizer, **plugins)
+
+    def timed(prompts: list[str]) -> tuple[Result, float | None]:
+        start = time.process_time()
+        result = sampler.generate(prompts, max_new_tokens=tokens, seed=seed)
+        return result, time.process_time() - start
+
+    return timed
+
+
+def run(base: Sampler, setup: Setup, store: Store, console: Console) -> tuple[list[Row], list[str]]:
+    """Measure what the store does not have. Returns rows, and the methods that lack something."""
+    rows, lacking, chosen = [], [], methods(setup)
+    with Progress(console=console, transient=True) as progress:
+        shown = progress.add_task("", total=len(chosen) * len(setup.tasks))
+        for done, (method, plugins) in enumerate(chosen.items()):
+            progress.update(shown, completed=done * len(setup.tasks), description=method)
+            found = store.find(plugins)
+            if found is None:
+                try:
+                    answer = answering(base, plugins, setup)
+                except UserError:
+                    if method not in NEEDS:
+                        raise
+                    lacking.append(method)
+                    continue
+                found = store.add(plugins, *measure(answer, setup, lambda: progress.advance(shown)))
+            rows.append(row(method, found))
+    return rows, lacking
+
+
+def row(method: str, found: Mapping[str, Any]) -> Row:
+    """A method's figures from what was stored."""
+    tallies = {name: Tally(**tally) for name, tally in found["tasks"].items()}
+
+    def total(hard: bool) -> Tally | None:
+        chosen = [tally for name, tally in tallies.items() if (name in HARD) == hard]
+        return Tally.total(chosen) if chosen else None
+
+    return Row(method, Tally.total(tallies.values()), total(False), total(True), found["ms_per_token"])
+
+
+def front(rows: Sequence[Row]) -> set[str]:
+    """Methods to which no other is superior in both exact match and tokens per forward; the oracle is no method."""
+
+    def beats(one: Row, other: Row) -> bool:
+        return one.point != other.point and all(a >= b for a, b in zip(one.point, other.point, strict=True))
+
+    rivals = [row for row in rows if row.method != ORACLE]
+    return {row.method for row in rivals if not any(beats(other, row) for other in rivals)}

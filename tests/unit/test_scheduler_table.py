@@ -1,0 +1,158 @@
+"""The command behind the table of docs/schedulers.md: it runs, resumes, and tells when the document is behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dllm_sampler import config
+from dllm_sampler.eval import markdown, scheduler_runs
+from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
+from dllm_sampler.eval.scheduler_runs import ORACLE, Row, front
+from dllm_sampler.eval.scheduler_table import DOCS, SECTION, main
+from dllm_sampler.training.tasks import TASKS
+
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="an installed package has no docs")
+FEW = ["--prompts", "2", "--tasks", "copy", "shuffle", "--max-new-tokens", "16", "--block-length", "16"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the document, filled by a run on two prompts."""
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "schedulers.md").write_text(markdown.fill(DOCS.read_text(), SECTION, ""))
+    assert command(folder, *FEW) == 0
+    return folder
+
+
+def command(folder: Path, *arguments: str) -> int:
+    return main(["--docs", str(folder / "schedulers.md"), "--output", str(folder / "out"), *arguments])
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Takes down what is measured and not found in the store."""
+    seen: list[str] = []
+    answering: Callable[..., object] = scheduler_runs.answering
+
+    def noted(base: object, plugins: dict[str, object], setup: object) -> object:
+        seen.append(str(plugins["scheduler"]))
+        return answering(base, plugins, setup)
+
+    monkeypatch.setattr(scheduler_runs, "answering", noted)
+    return seen
+
+
+def rows(folder: Path) -> dict[str, list[str]]:
+    section = markdown.section((folder / "schedulers.md").read_text(), SECTION)
+    assert section is not None
+    return {line[0].strip("*`"): line[1:] for line in markdown.cells(section)[1:]}
+
+
+def test_every_method_has_a_row(folder: Path) -> None:
+    found = rows(folder)
+    assert set(config.names("scheduler")) | {ORACLE} <= set(found)
+    assert {"threshold blocks=adablock", "fixed stop=prophet", "fixed stop=end_of_text"} <= set(found)
+    exact, _, _, nfe, rate, pace = found["fixed"]
+    assert (float(exact), float(nfe)) == (100, 16)
+    assert float(rate) > 0 and float(pace) > 0
+    assert found[ORACLE][0] == exact
+    assert float(found[ORACLE][3]) < float(nfe)
+    assert float(found["fixed steps=1"][3]) == 1
+    assert (folder / "schedulers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rest_of_the_document_stays(folder: Path) -> None:
+    before, after = (markdown.fill(file.read_text(), SECTION, "") for file in (DOCS, folder / "schedulers.md"))
+    assert before == after
+    assert not [file for file in folder.iterdir() if file.name.startswith(".")], "half-written files were left"
+
+
+def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
+    document, store = folder / "schedulers.md", folder / "out" / "results.jsonl"
+    before = document.read_text()
+    lines = store.read_text().splitlines()
+    (torn,) = [line for line in lines if '"name": "klass"' in line]
+    store.write_text("\n".join([line for line in lines if line != torn] + [torn[:100]]))
+    document.write_text(markdown.fill(before, SECTION, ""))
+    assert command(folder, *FEW) == 0
+    assert [one for one in measured if one != "learn2pd"] == ["klass"]
+    assert {name: cells[:5] for name, cells in rows(folder).items()} == {
+        line[0].strip("*`"): line[1:6] for line in markdown.cells(before)[-len(rows(folder)) :]
+    }
+    measured.clear()
+    assert command(folder, *FEW) == 0
+    assert "klass" not in measured, "what stood behind the torn line was lost"
+
+
+def test_another_setup_is_another_measurement(folder: Path, measured: list[str], capsys: object) -> None:
+    text = (folder / "schedulers.md").read_text()
+    assert command(folder, *FEW, "--tasks", "copy", "--prompts", "1") == 0
+    assert len(measured) >= len(config.names("scheduler"))
+    (folder / "schedulers.md").write_text(text)
+
+
+def test_check(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(folder, *FEW, "--check") == 0
+    text = (folder / "schedulers.md").read_text()
+    one_less = re.sub(r"^\| \*{0,2}`wino`.*\n", "", text.replace("| `remdm` | fixed", "| remdm | fixed"), flags=re.M)
+    (tmp_path / "schedulers.md").write_text(one_less.replace("`ccd`", "`cdc`"))
+    capsys.readouterr()
+    assert command(tmp_path, *FEW, "--check") == 1
+    said = capsys.readouterr().out
+    assert "no row for wino" in said
+    assert "a row for cdc, which is no method" in said
+    assert "no entries for scheduler=remdm" in said
+    assert "no picture" in said
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_entries_name_what_there_is() -> None:
+    """Each method has one entry in the hand-written tables, and each entry is a plug-in, which --info then lists."""
+    written = markdown.fill(DOCS.read_text(), SECTION, "")
+    entries = [name for line in markdown.cells(written) for name in re.findall(r"`([^`]+)`", line[0])]
+    methods = [entry.rpartition("=") for entry in entries if entry not in ("scheduler=", "plug-in")]
+    found = [f"{group or 'scheduler'}={name}" for group, _, name in methods]
+    assert len(found) == len(set(found))
+    for entry in found:
+        group, _, name = entry.partition("=")
+        assert config.entry(group, name).about
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "copyy"], "unknown task 'copyy', did you mean 'copy'"),
+        (["--prompts", "0"], "at least 1"),
+        (["--model", "midi"], "unknown model 'midi'"),
+        (["--docs", "nowhere.md"], "nowhere.md cannot be read"),
+        (["--docs", str(DOCS.with_name("formats.md"))], "it needs lines <!-- scheduler table -->"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "schedulers.md").write_text(f"<!-- {SECTION} -->\n<!-- /{SECTION} -->\n")
+    assert command(tmp_path, *arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_front() -> None:
+    def row(name: str, right: int, nfe: int) -> Row:
+        return Row(name, Tally(100, right, 1000, nfe), None, None, 1.0)
+
+    rows = [row("a", 90, 100), row("b", 80, 100), row("c", 80, 50), row("d", 80, 50), row("e", 70, 60)]
+    assert front([*rows, row(ORACLE, 100, 10)]) == {"a", "c", "d"}
+
+
+def test_prompts_and_classes() -> None:
+    assert set(HARD) < set(TASKS)
+    task = TASKS["copy"]
+    assert held_out_prompts(task, 3) == held_out_prompts(task, 5)[:3]
+    assert held_out_prompts(task, 3, seed=1) != held_out_prompts(task, 3)
