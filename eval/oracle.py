@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Carry, Denoiser, Scheduler
+from dllm_sampler.protocols import Carry, Denoiser, ModelSpec, Scheduler
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -50,6 +50,10 @@ class Oracle(Scheduler):
         order = torch.where(stands, trace.step_map, -1)
         return Oracle(trace.ids[:, trace.origin :], order[:, trace.origin :])
 
+    def bind(self, spec: ModelSpec) -> Oracle:
+        """Take the answer to the model's device: no step should wait for it."""
+        return Oracle(self.answer.to(spec.device), self.order.to(spec.device))
+
     def init(self, canvas: Canvas) -> Carry:
         """No state; refuses a batch that is not the reference's."""
         given = (canvas.ids.shape[0], canvas.length - canvas.origin)
@@ -63,7 +67,7 @@ class Oracle(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         at = (query.positions - canvas.origin).clamp(0, self.answer.shape[1] - 1)  # [B, Q]
-        answer, order = (each.to(at.device).gather(1, at) for each in (self.answer, self.order))
+        answer, order = self.answer.gather(1, at), self.order.gather(1, at)
         known = canvas.eligible(query.positions) & (order >= 0)
         right = known & (readout.token[:, 0] == answer)
         forced = top(-order.double(), known, torch.ones_like(canvas.start)) & ~right.any(1, keepdim=True)

@@ -38,14 +38,16 @@ def content(setup: Setup, rows: Sequence[Row], lacking: Sequence[str], picture: 
     lines += [[f"`{method}`", NEEDS[method], *[""] * (len(HEAD) - 2)] for method in lacking]
     hard = [name for name in setup.tasks if name in HARD]
     easy = [name for name in setup.tasks if name not in HARD]
-    steps = max(1, setup.max_new_tokens // 4)
+    steps, count = max(1, setup.max_new_tokens // 4), setup.prompts * len(setup.tasks)
     notes = [
         f"{setup.prompts} held-out prompts for each task of `{setup.model}`, the same for every method; a canvas of"
         f" {setup.max_new_tokens} tokens in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed"
         f" {setup.seed}. A method stands here as the options that call it, all others at their defaults; where these"
         f" mean one token per step it stands here a second time with {steps} steps. AdaBlock's delimiter is `, `,"
         " since `mini` has no line breaks.",
-        "*Exact match*: right answers in %, and where several are right each of them counts."
+        "*Exact match*: right answers in %, and where several are right each of them counts; of"
+        f" {count} answers, a share of 98 % has a standard error of {_error(98, count):.1f} points, one of 80 %"
+        f" {_error(80, count):.1f}."
         + (f" *Hard tasks* are those whose tokens must agree with one another: {', '.join(hard)}." if hard else "")
         + (f" *Easy tasks*: {', '.join(easy)}." if easy else "")
         + " *NFE*: forwards per answer. *Tokens per forward* count up to the first end token: one per step comes out"
@@ -60,6 +62,11 @@ def content(setup: Setup, rows: Sequence[Row], lacking: Sequence[str], picture: 
         f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
     ]
     return "\n\n".join([f"![Exact match against tokens per forward]({picture})", markdown.table(HEAD, lines), *notes])
+
+
+def _error(share: float, count: int) -> float:
+    """Standard error of a share, both in %."""
+    return (share * (100 - share) / count) ** 0.5
 
 
 def cells(row: Row, best: bool) -> list[str]:

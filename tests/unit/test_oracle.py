@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, Result, Sampler, UserError
+from dllm_sampler import Canvas, CounterNoise, Result, Sampler, UserError, layout
 from dllm_sampler.blocks import FixedBlocks, FullBlock
 from dllm_sampler.eval.oracle import Oracle, decode
+from dllm_sampler.loop import Engine
 from dllm_sampler.stops import EndOfText, Prophet
 from tests import toys
+from tests.contract.test_syncs import no_host_reads
 from tests.played import Script
 
 TOKENS = 17
@@ -43,6 +45,18 @@ def test_a_row_comes_out_as_alone() -> None:
     for row, prompt in enumerate(toys.PROMPTS):
         alone = decode(toys.denoiser(), [prompt], max_new_tokens=TOKENS, **plugins)[1]
         assert alone.trace.steps() == together.trace.steps(row)
+
+
+def test_its_steps_read_nothing() -> None:
+    reference = toys.sampler(scheduler="fixed").generate(toys.PROMPTS, max_new_tokens=TOKENS)
+    engine = Engine(toys.denoiser(), toys.sampler(scheduler=Oracle.of(reference)).plugins, poll_every=1)
+    rows, seeds = toys.PROMPTS, range(len(toys.PROMPTS))
+    state = engine.begin(
+        layout.canvas(rows, TOKENS, seeds, toys.denoiser().spec, engine.plugins.blocks, CounterNoise(), cuts=False)
+    )
+    for _ in range(3):
+        with torch.no_grad(), no_host_reads():
+            engine.step(state)
 
 
 def model(*rules: tuple[int, set[int], set[int], float]) -> Script:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from dllm_sampler.eval import markdown, scheduler_runs
 from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
 from dllm_sampler.eval.scheduler_runs import ORACLE, Row, front
 from dllm_sampler.eval.scheduler_table import DOCS, SECTION, main
+from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 
 pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="an installed package has no docs")
@@ -36,9 +36,9 @@ def command(folder: Path, *arguments: str) -> int:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Takes down what is measured and not found in the store."""
     seen: list[str] = []
-    answering: Callable[..., object] = scheduler_runs.answering
+    answering = scheduler_runs.answering
 
-    def noted(base: object, plugins: dict[str, object], setup: object) -> object:
+    def noted(base: Sampler, plugins: scheduler_runs.Plugins, setup: scheduler_runs.Setup) -> scheduler_runs.Answer:
         seen.append(str(plugins["scheduler"]))
         return answering(base, plugins, setup)
 
@@ -88,7 +88,7 @@ def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
     assert "klass" not in measured, "what stood behind the torn line was lost"
 
 
-def test_another_setup_is_another_measurement(folder: Path, measured: list[str], capsys: object) -> None:
+def test_another_setup_is_another_measurement(folder: Path, measured: list[str]) -> None:
     text = (folder / "schedulers.md").read_text()
     assert command(folder, *FEW, "--tasks", "copy", "--prompts", "1") == 0
     assert len(measured) >= len(config.names("scheduler"))
