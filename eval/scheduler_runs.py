@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -45,6 +46,14 @@ class Setup:
     threads: int
     machine: str
     versions: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The answers of a method to a task's prompts, and the time per token of each batch (none for the oracle)."""
+
+    tally: Tally
+    milliseconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -96,63 +105,53 @@ def settings(plugins: Plugins) -> Plugins:
 
 
 class Store:
-    """Figures of methods in a file of JSON lines, written as they come: a run that was cut goes on from there.
+    """Figures of a method on a task, in a file of JSON lines, written as they come: a cut run goes on from there.
 
     Code that changed in between is not noticed.
     """
 
     def __init__(self, path: Path, setup: Setup):
-        self.path, self.setup = path, json.loads(json.dumps(asdict(setup)))
+        self.path, self.found = path, {}
+        self.setup = {name: value for name, value in asdict(setup).items() if name != "tasks"}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except OSError as error:
             raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):  # the run was cut in the middle of the line
+                entry = json.loads(line)
+                key = self._key(entry["schema"], entry["setup"], entry["plugins"], entry["task"])
+                self.found[key] = Figures(Tally(**entry["sums"]), tuple(entry["ms_per_token"]))
 
-    def find(self, plugins: Plugins) -> Mapping[str, Any] | None:
-        """The last result of these plug-ins in this setup."""
-        wanted = (SCHEMA, self.setup, json.loads(json.dumps(settings(plugins))))
-        for line in reversed(self.lines):
-            try:
-                found = json.loads(line)
-            except json.JSONDecodeError:  # the run was cut in the middle of it
-                continue
-            if isinstance(found, dict) and tuple(map(found.get, ("schema", "setup", "plugins"))) == wanted:
-                return found
-        return None
+    def find(self, plugins: Plugins, task: str) -> Figures | None:
+        """The result of these plug-ins on a task, in this setup."""
+        return self.found.get(self._key(SCHEMA, self.setup, settings(plugins), task))
 
-    def add(self, plugins: Plugins, tallies: Mapping[str, Tally], milliseconds: float | None) -> Mapping[str, Any]:
+    def add(self, plugins: Plugins, task: str, figures: Figures) -> None:
         """Write down a result; what a cut run left of a line is closed first."""
-        found = {
-            "schema": SCHEMA,
-            "plugins": settings(plugins),
-            "setup": self.setup,
-            "tasks": {name: asdict(tally) for name, tally in tallies.items()},
-            "ms_per_token": milliseconds,
-        }
-        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n") and self.path.stat().st_size
+        about = {"schema": SCHEMA, "setup": self.setup, "plugins": settings(plugins), "task": task}
+        line = json.dumps({**about, "sums": asdict(figures.tally), "ms_per_token": figures.milliseconds})
+        torn = self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * bool(torn) + json.dumps(found) + "\n")
-        self.lines.append(json.dumps(found))
-        return found
+            file.write("\n" * bool(torn) + line + "\n")
+        self.found[self._key(*about.values())] = figures
+
+    @staticmethod
+    def _key(schema: int, setup: object, plugins: object, task: str) -> str:
+        return json.dumps([schema, setup, plugins, task], sort_keys=True)
 
 
-def measure(answer: Answer, setup: Setup, tick: Callable[[], None]) -> tuple[dict[str, Tally], float | None]:
-    """Each task's tally, and milliseconds per token in the median batch."""
-    tallies, pace = {}, []
-    warm = held_out_prompts(TASKS[setup.tasks[0]], min(setup.batch, setup.prompts))
-    answer(warm)  # the first call pays for what later ones reuse
-    for name in setup.tasks:
-        prompts, parts = held_out_prompts(TASKS[name], setup.prompts, setup.seed), []
-        for start in range(0, len(prompts), setup.batch):
-            part = prompts[start : start + setup.batch]
-            result, seconds = answer(part)
-            parts.append(Tally.of(TASKS[name], part, result))
-            if seconds is not None:
-                pace.append(1000 * seconds / max(parts[-1].tokens, 1))
-        tallies[name] = Tally.total(parts)
-        tick()
-    return tallies, median(pace) if pace else None
+def measure(answer: Answer, task: str, setup: Setup) -> Figures:
+    """The answers to a task's prompts, batch by batch."""
+    prompts, parts, pace = held_out_prompts(TASKS[task], setup.prompts, setup.seed), [], []
+    for start in range(0, len(prompts), setup.batch):
+        part = prompts[start : start + setup.batch]
+        result, seconds = answer(part)
+        parts.append(Tally.of(TASKS[task], part, result))
+        if seconds is not None:
+            pace.append(1000 * seconds / max(parts[-1].tokens, 1))
+    return Figures(Tally.total(parts), tuple(pace))
 
 
 def answering(base: Sampler, plugins: Plugins, setup: Setup) -> Answer:
@@ -180,35 +179,47 @@ def answering(base: Sampler, plugins: Plugins, setup: Setup) -> Answer:
 
 
 def run(base: Sampler, setup: Setup, store: Store, console: Console) -> tuple[list[Row], list[str]]:
-    """Measure what the store does not have. Returns rows, and the methods that lack something."""
-    rows, lacking, chosen = [], [], methods(setup)
+    """Measure what the store does not have. Returns rows, and the methods that lack something.
+
+    All methods answer one task before the next: a machine that gets slower or faster does so for all of them.
+    """
+    answers, lacking, chosen = {}, [], methods(setup)
+    for method, plugins in chosen.items():
+        try:
+            if any(store.find(plugins, task) is None for task in setup.tasks):
+                answers[method] = answering(base, plugins, setup)
+        except UserError:
+            if method not in NEEDS:
+                raise
+            lacking.append(method)
+    warm = held_out_prompts(TASKS[setup.tasks[0]], min(setup.batch, setup.prompts))
+    work = [(task, method) for task in setup.tasks for method in answers]
     with Progress(console=console, transient=True) as progress:
-        shown = progress.add_task("", total=len(chosen) * len(setup.tasks))
-        for done, (method, plugins) in enumerate(chosen.items()):
-            progress.update(shown, completed=done * len(setup.tasks), description=method)
-            found = store.find(plugins)
-            if found is None:
-                try:
-                    answer = answering(base, plugins, setup)
-                except UserError:
-                    if method not in NEEDS:
-                        raise
-                    lacking.append(method)
-                    continue
-                found = store.add(plugins, *measure(answer, setup, lambda: progress.advance(shown)))
-            rows.append(row(method, found))
+        shown = progress.add_task("", total=len(work))
+        for done, (task, method) in enumerate(work):
+            progress.update(shown, completed=done, description=f"{task}: {method}")
+            if done < len(answers):
+                answers[method](warm)  # the first call pays for what later ones reuse
+            if store.find(chosen[method], task) is None:
+                store.add(chosen[method], task, measure(answers[method], task, setup))
+    rows = []
+    for method, plugins in chosen.items():
+        found = {task: store.find(plugins, task) for task in setup.tasks}
+        if method not in lacking:
+            rows.append(row(method, {task: figures for task, figures in found.items() if figures}))
     return rows, lacking
 
 
-def row(method: str, found: Mapping[str, Any]) -> Row:
-    """A method's figures from what was stored."""
-    tallies = {name: Tally(**tally) for name, tally in found["tasks"].items()}
+def row(method: str, found: Mapping[str, Figures]) -> Row:
+    """A method's figures from those of each task."""
 
     def total(hard: bool) -> Tally | None:
-        chosen = [tally for name, tally in tallies.items() if (name in HARD) == hard]
+        chosen = [figures.tally for task, figures in found.items() if (task in HARD) == hard]
         return Tally.total(chosen) if chosen else None
 
-    return Row(method, Tally.total(tallies.values()), total(False), total(True), found["ms_per_token"])
+    pace = [time for figures in found.values() for time in figures.milliseconds]
+    everything = Tally.total(figures.tally for figures in found.values())
+    return Row(method, everything, total(False), total(True), median(pace) if pace else None)
 
 
 def front(rows: Sequence[Row]) -> set[str]:

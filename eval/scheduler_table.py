@@ -57,8 +57,9 @@ def content(setup: Setup, rows: Sequence[Row], lacking: Sequence[str], picture: 
         " it. It says how far a rule could go that tells final predictions from others. It is greedy, so fewer forwards"
         " may be possible; and a method that arrives at another right answer is not bound by it.",
         f"*ms per token*: process time, median over batches of {setup.batch}, {setup.threads} thread"
-        f"{'s' * (setup.threads > 1)} (`OMP_NUM_THREADS={setup.threads}`). `mini`'s forward is so short that the column"
-        " shows the sampler's own cost as much as the number of forwards; on a large model it goes with NFE.",
+        f"{'s' * (setup.threads > 1)} (`OMP_NUM_THREADS={setup.threads}`), the methods in turn task by task."
+        " `mini`'s forward is so short that the column shows the sampler's own cost as much as the number of forwards;"
+        " on a large model it goes with NFE.",
         f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
     ]
     return "\n\n".join([f"![Exact match against tokens per forward]({picture})", markdown.table(HEAD, lines), *notes])
