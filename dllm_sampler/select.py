@@ -30,7 +30,7 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
     score = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~eligible, -torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)
     place = torch.arange(score.shape[1], device=score.device).expand_as(order)
-    return torch.empty_like(order).scatter_(1, order, place)
+    return order.scatter(1, order, place)
 
 
 def top(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ class AscendingSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        left, total = canvas.noise_left(), canvas.end - canvas.origin  # [B]
+        eligible = canvas.eligible(query.positions)
+        left, total = eligible.sum(1), canvas.end - canvas.origin  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
-        commit = top(readout.confidence[:, 0], canvas.eligible(query.positions), count)
-        return Edit(readout.token[:, 0], commit), carry
+        return Edit(readout.token[:, 0], top(readout.confidence[:, 0], eligible, count)), carry

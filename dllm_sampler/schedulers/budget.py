@@ -33,15 +33,18 @@ def uniform_share(masks: Tensor, steps: Tensor, age: Tensor) -> Tensor:
     return masks // steps + (age < masks % steps)
 
 
-def even_share(canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def even_share(
+    canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], left: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """`[B]` positions this step commits under an even schedule, at least one; and the schedule, to hand in next time.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
         plan: `[B]` masks and `[B]` steps of the block, fixed when it opens (a stop may shorten the canvas later).
+        left: `[B]` masks of the block now, where they are counted already.
     """
     opens = canvas.age == 0
-    masks = torch.where(opens, canvas.noise_left(), plan[0])
+    masks = torch.where(opens, canvas.noise_left() if left is None else left, plan[0])
     planned = torch.where(opens, block_steps(canvas, steps), plan[1])
     return uniform_share(masks, planned, canvas.age).clamp(min=1), (masks, planned)
 

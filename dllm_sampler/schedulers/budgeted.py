@@ -8,7 +8,7 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.budget import block_steps, check_steps
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.select import rank, top
+from dllm_sampler.select import rank
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,16 @@ class BudgetedThreshold(Threshold):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        left, opens = canvas.noise_left(), canvas.age == 0  # [B]
-        planned = left if self.steps is None else block_steps(canvas, self.steps)
+        sure, eligible, opens = readout.confidence[:, 0], canvas.eligible(query.positions), canvas.age == 0
+        left = eligible.sum(1)  # [B]
+        planned = left.clamp(min=1) if self.steps is None else block_steps(canvas, self.steps)
         # The published code asks for an even division; here the quota is rounded up.
-        quota = torch.where(opens, (left + planned - 1) // planned.clamp(min=1), carry[0])
-        rest, steps = torch.where(opens, 0, carry[1]), torch.where(opens, planned, carry[2])
+        quota = torch.where(opens, (left + planned - 1) // planned, carry[0])
+        steps = torch.where(opens, planned, carry[2])
 
-        sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        considered = top(sure, eligible, (quota + rest).clamp(min=1))
-        commit = considered & ((sure >= self.threshold) | (rank(sure, eligible) == 0))
-        rejected = considered.sum(1) - commit.sum(1)
-        last = (canvas.age + 1 >= steps) & (rejected > 0)
-        return (
-            Edit(readout.token[:, 0], commit),
-            (torch.where(last, 0, quota), rejected, torch.where(last, steps + rejected, steps)),
-        )
+        place = rank(sure, eligible)  # [B, Q]
+        considered = eligible & (place < (quota + carry[1]).clamp(min=1)[:, None])  # a full block carries nothing on
+        commit = considered & ((sure >= self.threshold) | (place == 0))
+        rejected = (considered ^ commit).sum(1)
+        over = (canvas.age + 1 >= steps) & (rejected > 0)
+        return Edit(readout.token[:, 0], commit), (quota.masked_fill(over, 0), rejected, steps)

@@ -62,22 +62,23 @@ class Coherent(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         at, token, eligible = query.positions, readout.token[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        share, plan = even_share(canvas, self.steps, carry[3])
-        length, warm = canvas.stop - canvas.start, canvas.age < self.warmup
-        short = warm | (canvas.noise_left() <= self.late * length)
-        longest = share + (share * self.expand).long()
-        line = torch.where(short, 1, torch.minimum(carry[2] + 1, longest))
+        left = eligible.sum(1)  # [B]
+        share, plan = even_share(canvas, self.steps, carry[3], left)
+        length, verified = canvas.stop - canvas.start, canvas.age >= self.warmup
+        long = verified & (left > self.late * length)
+        line = torch.minimum(carry[2] + 1, share + (share * self.expand).long()).where(long, 1)
 
         score = rate(self.score, canvas, query, readout)
         place = rank(score, eligible)
         best = eligible & (place < share[:, None])
-        expected = carry[0].gather(1, at) & (canvas.age > 0)[:, None]
-        agree = eligible & (place < line[:, None]) & expected & (carry[1].gather(1, at) == token)
-        supported = (best & expected).any(1) & (agree.sum(1) >= share) & ~warm
+        expected = eligible & carry[0].gather(1, at)
+        agree = expected & (place < line[:, None]) & (carry[1].gather(1, at) == token)
+        supported = (best & expected).any(1) & (agree.sum(1) >= share) & verified
         chosen = agree if self.dynamic else top(score, agree, share)
         commit = torch.where(supported[:, None], chosen, best)
 
-        rest = eligible & ~commit
-        behind = rest & (rank(score, rest) < line[:, None]) & (canvas.age >= self.warmup - 2)[:, None]
+        rest = eligible ^ commit
+        ahead = rest.scatter(1, place, rest).cumsum(1).gather(1, place)  # [B, Q] those not worse, itself included
+        behind = rest & (ahead <= line[:, None]) & (canvas.age >= self.warmup - 2)[:, None]
         verify = torch.zeros_like(canvas.masked).scatter(1, at, behind)
         return Edit(token, commit), (verify, carry[1].scatter(1, at, token), line, plan)

@@ -1,6 +1,7 @@
 """Certainty prior: positions among committed ones come first."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,9 +40,16 @@ class CertaintyPrior(FixedSteps):
     def density(self, canvas: Canvas, positions: Tensor) -> Tensor:
         """`[B, Q]` share of committed neighbours, from 0 to 1."""
         reach = max(1, min(int(4 * self.sigma), canvas.length - canvas.origin))
-        ahead = torch.arange(-reach, reach + 1, device=positions.device)
-        weight = torch.exp(-(ahead.double() ** 2) / (2 * self.sigma**2))  # [N]
+        ahead, weight, total = bell(self.sigma, reach, positions.device)
         near = (positions[..., None] + ahead).clamp(min=0)  # [B, Q, N]
         near = torch.minimum(near, (canvas.end - 1)[:, None, None])
         masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
-        return (weight * ~masked).sum(-1) / weight.sum()
+        return (weight * ~masked).sum(-1) / total
+
+
+@lru_cache(maxsize=16)
+def bell(sigma: float, reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets `[2 reach + 1]`, a Gaussian over them, and its sum: the same in every step."""
+    ahead = torch.arange(-reach, reach + 1, device=device)
+    weight = torch.exp(-(ahead.double() ** 2) / (2 * sigma**2))
+    return ahead, weight, weight.sum()

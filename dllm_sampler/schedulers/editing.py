@@ -9,7 +9,7 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.select import top
+from dllm_sampler.select import rank
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,17 @@ class TokenEditing(Threshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
-        eligible = canvas.eligible(at)
-        above = eligible & (sure > self.threshold)
-        fill = torch.where(
-            (above.sum(1) >= self.quota)[:, None], above, top(sure, eligible, canvas.age * 0 + self.quota)
-        )
+        inside = canvas.inside(at)
+        eligible = inside & canvas.masked.gather(1, at)
+        # The quota's best are among those above the threshold, unless these are fewer.
+        fill = eligible & ((sure > self.threshold) | (rank(sure, eligible) < self.quota))
 
-        inside = (at >= canvas.start[:, None]) & (at < canvas.stop[:, None])
-        written = inside & ~(canvas.masked | canvas.frozen).gather(1, at)
+        written = inside ^ eligible
         edits = written & (token != canvas.ids.gather(1, at)) & (sure > self.edit)
-        left = canvas.noise_left()
-        made = torch.where(left > 0, 0, carry + 1)
+        some_left = eligible.any(1)
+        made = (carry + 1).masked_fill(some_left, 0)
         # The step that fills the block is followed by an editing step; each of these by another if it changed a token.
-        again = ((left > 0) | edits.any(1)) & (made < self.extra)
+        again = (some_left | edits.any(1)) & (made < self.extra)
         if self.edit >= 1:
             return Edit(token, fill), made
         # Nothing becomes noise, but stops should know that committed tokens are not final before the block is over.

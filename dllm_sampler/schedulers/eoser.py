@@ -53,8 +53,7 @@ class Eoser(Around):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        done = self._progress(canvas)
-        factor = (self.low + (self.high - self.low) * done)[:, None, None]
+        factor = (self.low + (self.high - self.low) * self._progress(canvas))[:, None, None]
         held = torch.where(readout.token == self.eos, readout.confidence * factor, readout.confidence)
         return self.inner.tell(canvas, query, replace(readout, confidence=held), carry)
 

@@ -7,7 +7,7 @@ import torch
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Scheduler
-from dllm_sampler.select import at_least_one, rank
+from dllm_sampler.select import rank
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Factor(Scheduler):
         place = rank(sure, eligible)  # 0-based; n = place + 1
         # The bound rises with the rank and confidences fall, so the passing ranks are a prefix: no scan is needed.
         passes = (sure >= 1 - self.factor / (place + 2).double()) & eligible
-        count = passes.sum(1)
+        count = passes.sum(1).clamp(min=1)
         if self.compat:
             left = eligible.sum(1)
-            count = torch.where(torch.maximum(count, torch.ones_like(count)) == left - 1, left, count)
-        return Edit(readout.token[:, 0], at_least_one(place < count[:, None], sure, eligible)), carry
+            count = torch.where(count == left - 1, left, count)
+        return Edit(readout.token[:, 0], eligible & (place < count[:, None])), carry

@@ -63,8 +63,8 @@ class FixedSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        left = canvas.noise_left()  # [B]
-        opens = canvas.age == 0
+        eligible, opens = canvas.eligible(query.positions), canvas.age == 0
+        left = eligible.sum(1)  # [B] every mask of the block is asked
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
         if self.schedule == "uniform":
@@ -75,7 +75,6 @@ class FixedSteps(Scheduler):
         last = canvas.age + 1 >= steps
         if not self.compat:
             count = torch.where(last, left, count.clamp(min=1))
-        eligible = canvas.eligible(query.positions)
         score = self.rate(canvas, query, readout)
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)

@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
-from dllm_sampler.select import at_least_one, top
+from dllm_sampler.select import rank, top
 
 
 @dataclass(frozen=True)
@@ -60,36 +60,31 @@ class Hierarchical(Scheduler):
         """See `Scheduler.tell`."""
         token, sure = readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         eligible = canvas.eligible(query.positions)
-        doubtful = (
-            torch.zeros_like(eligible) if self.remask is None else self._doubtful(canvas, query, sure < self.remask)
-        )
-        free = eligible | doubtful
-        chosen = self._nominees(canvas, query, sure, free) & (sure > self.low)
+        doubtful = self._doubtful(canvas, query.positions, eligible, sure)
+        free = eligible if doubtful is None else eligible | doubtful
+        place = rank(sure, free)
+        chosen = self._nominees(canvas, query, place, free) & ((sure > self.low) | (place == 0))
         if self.threshold is not None:
             chosen |= free & (sure > self.threshold)
-        if self.remask is None:
-            return Edit(token, at_least_one(chosen, sure, eligible)), carry
+        if doubtful is None:
+            return Edit(token, chosen), carry
         missing = doubtful.sum(1) + 1 - chosen.sum(1)
         chosen = chosen | top(sure, free & ~chosen, missing)
         back = doubtful & ~chosen
         assert self.mask is not None  # bind took it
-        return Edit(torch.where(back, self.mask, token), chosen & free, remask=back), carry
+        return Edit(token.masked_fill(back, self.mask), chosen & free, remask=back), carry
 
-    def _doubtful(self, canvas: Canvas, query: Query, unsure: Tensor) -> Tensor:
-        """`[B, Q]` committed tokens of the block that the model doubts; none where no mask is left."""
-        at = query.positions
-        inside = (at >= canvas.start[:, None]) & (at < canvas.stop[:, None])
-        written = ~(canvas.masked | canvas.frozen).gather(1, at) & inside
-        return written & unsure & (canvas.noise_left() > 0)[:, None]
+    def _doubtful(self, canvas: Canvas, at: Tensor, eligible: Tensor, sure: Tensor) -> Tensor | None:
+        """`[B, Q]` committed tokens of the block that the model doubts, none where no mask is left; None: not asked."""
+        if self.remask is None:
+            return None
+        return (canvas.inside(at) ^ eligible) & (sure < self.remask) & eligible.any(1, keepdim=True)
 
-    def _nominees(self, canvas: Canvas, query: Query, sure: Tensor, free: Tensor) -> Tensor:
-        """`[B, Q]` the surest position of each run of neighbours in `free [B, Q]`; the first one on a tie."""
+    @staticmethod
+    def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
+        """`[B, Q]` the best `place [B, Q]` of each run of neighbours in `free [B, Q]`."""
         row = torch.zeros_like(canvas.masked).scatter(1, query.positions, free)  # padding is never open
-        run = (row & ~row.roll(1, 1)).cumsum(1).gather(1, query.positions)  # [B, Q]
-        size = canvas.ids.shape[1] + 1
-        score = sure.masked_fill(~free, -torch.inf)
-        best = score.new_full((sure.shape[0], size), -torch.inf).scatter_reduce(1, run, score, "amax")
-        leads = free & (score == best.gather(1, run))
-        order = torch.arange(sure.shape[1], device=sure.device).expand_as(run)
-        first = order.new_full((sure.shape[0], size), size).scatter_reduce(1, run, order.where(leads, size), "amin")
-        return leads & (order == first.gather(1, run))
+        run = (row & ~row.roll(1, 1)).cumsum(1).gather(1, query.positions)  # [B, Q], from 1 where it is free
+        worst = place.shape[1]
+        best = place.new_full((len(place), worst + 1), worst).scatter_reduce(1, run, place, "amin")
+        return free & (place == best.gather(1, run))

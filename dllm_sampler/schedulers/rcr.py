@@ -42,13 +42,14 @@ class RunningConfidence(Remasking):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         at = query.positions
-        first = torch.full_like(canvas.start, canvas.origin) if self.compat else canvas.start
-        reach = (at >= first[:, None]) & (at < canvas.stop[:, None])  # [B, Q]
+        first = canvas.origin if self.compat else canvas.start[:, None]
+        reach = (at >= first) & (at < canvas.stop[:, None])  # [B, Q]
         noise = reach & canvas.masked.gather(1, at)
         sure = torch.where(noise, readout.confidence[:, 0], carry.gather(1, at))
         length, steps = self.block(canvas)
-        kept = (length * (canvas.age + 1) + steps - 1) // steps  # [B] rounded up
-        drop = top(-sure, reach & sure.isfinite(), (length - kept).clamp(min=0))
-        back = drop & ~noise
-        ids = torch.where(back, self.mask, readout.token[:, 0])
-        return Edit(ids, noise & ~drop, back, hold=kept < length), carry.scatter(1, at, sure)
+        missing = length * (steps - canvas.age - 1) // steps  # [B] what it leaves as noise
+        drop = top(-sure, reach & (sure < torch.inf), missing)
+        still = drop & noise
+        back = drop ^ still
+        ids = readout.token[:, 0].masked_fill(back, self.mask)
+        return Edit(ids, noise ^ still, back, hold=missing > 0), carry.scatter(1, at, sure)

@@ -47,4 +47,6 @@ class Remasking(Scheduler):
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` positions of the block, and steps it may take: at most one per position."""
         length = (canvas.stop - canvas.start).clamp(min=1)
+        if self.steps is None:
+            return length, length
         return length, torch.minimum(block_steps(canvas, self.steps), length)

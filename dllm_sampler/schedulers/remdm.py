@@ -46,19 +46,20 @@ class Remdm(Remasking):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        at, eligible = query.positions, canvas.eligible(query.positions)  # [B, Q]
+        at, inside = query.positions, canvas.inside(query.positions)  # [B, Q]
+        eligible = inside & canvas.masked.gather(1, at)
         length, steps = self.block(canvas)
-        first = torch.minimum(steps * 7 // 8, steps - 1).clamp(min=1)  # [B] the first revision
+        first = (steps * 7 // 8).clamp(min=1)  # [B] steps before the revisions
+        beyond = canvas.age + 1 - first
         # Steps of the plain schedule behind us after this forward: revisions stand still.
-        made = torch.minimum(canvas.age + 1, first) + (canvas.age + 1 - first - self.revisions).clamp(min=0)
-        target = made * (length // steps) + torch.minimum(made, length % steps)
+        made = first + beyond - beyond.clamp(0, self.revisions)
+        target = made if steps is length else made * (length // steps) + torch.minimum(made, length % steps)
         commit = top(readout.confidence[:, 0], eligible, target - length + eligible.sum(1))
 
-        record = torch.where((canvas.age == 0)[:, None], torch.inf, carry).gather(1, at)
-        record = torch.where(commit, readout.confidence[:, 0], record)
-        inside = (at >= canvas.start[:, None]) & (at < canvas.stop[:, None])
-        revise = (canvas.age + 1 >= first) & (canvas.age + 1 < first + self.revisions)  # [B] the next step
-        drop = top(-record, inside & record.isfinite(), torch.where(revise, self.tokens, 0))
-        back = drop & ~commit
-        ids = torch.where(back, self.mask, readout.token[:, 0])
-        return Edit(ids, commit & ~drop, back), carry.scatter(1, at, torch.where(drop, torch.inf, record))
+        record = torch.where(commit, readout.confidence[:, 0], carry.gather(1, at))
+        revise = (beyond >= 0) & (beyond < self.revisions)  # [B] the next step
+        drop = top(-record, inside & (record < torch.inf), revise * self.tokens)
+        undone = drop & commit
+        back = drop ^ undone
+        ids = readout.token[:, 0].masked_fill(back, self.mask)
+        return Edit(ids, commit ^ undone, back), carry.scatter(1, at, record.masked_fill(drop, torch.inf))

@@ -62,9 +62,9 @@ class SlowFast(Threshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         left, edge, slow, fast, seen = self._opened(canvas, carry)
-        running = fast >= 0  # [B] fast phase
+        running, slowly = fast >= 0, fast < 0  # [B] fast phase, slow phase
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        eligible = eligible & ((query.positions < edge[:, None]) | ~running[:, None])
+        eligible = eligible & ((query.positions < edge[:, None]) | slowly[:, None])
         commit = select.at_least_one(sure >= self.threshold, sure, eligible)
 
         glimpsed = torch.where(eligible & (sure >= self.glimpse), query.positions, left[:, None]).amax(1) + 1
@@ -73,15 +73,15 @@ class SlowFast(Threshold):
         counted = torch.arange(self.window, 0, -1, device=slow.device) <= slow[:, None]  # [B, window]
         mean = (seen * counted).sum(1) / counted.sum(1).clamp(min=1)
         stable = (slow >= self.window) & (seen.var(1, correction=0) < self.sigma**2)
-        edge = torch.where(~running & (edge == 0) & stable, seen[:, -1].long(), edge)
-        over = ~running & ((slow >= self.slow) | ((edge > 0) & (not self.compat)))
+        edge = torch.where(slowly & (edge == 0) & stable, seen[:, -1].long(), edge)
+        over = slow >= self.slow if self.compat else (slow >= self.slow) | (edge > 0)
+        over = over & slowly
         edge = torch.where(over & (edge == 0), mean.long(), edge)
-        fast = torch.where(running, fast + 1, torch.where(over, 0, fast))
+        fast = torch.where(running, fast + 1, fast.masked_fill(over, 0))
 
-        columns = canvas.columns()
-        after = canvas.masked.scatter(1, query.positions, canvas.masked.gather(1, query.positions) & ~commit)
-        inside = after & (columns >= canvas.start[:, None]) & (columns < edge[:, None])
-        full = (fast >= 0) & ~inside.any(1)
+        # Every mask before the edge was asked, in either phase.
+        open_ = (eligible ^ commit) & (query.positions < edge[:, None])
+        full = (fast >= 0) & ~open_.any(1)
         left = torch.where(full, edge, left)
         return Edit(readout.token[:, 0], commit), self._fresh(full, left, edge, slow, fast, seen)
 
@@ -93,6 +93,5 @@ class SlowFast(Threshold):
 
     def _fresh(self, anew: Tensor, left: Tensor, edge: Tensor, slow: Tensor, fast: Tensor, seen: Tensor) -> Carry:
         """The state with a new cycle, from `left` on, in the rows `anew [B]`; without a slow phase it starts fast."""
-        zero = torch.zeros_like(left)
-        phase = zero - 1 if self.slow else zero
-        return left, zero.where(anew, edge), zero.where(anew, slow), phase.where(anew, fast), seen
+        phase = -1 if self.slow else 0
+        return left, edge.masked_fill(anew, 0), slow.masked_fill(anew, 0), fast.masked_fill(anew, phase), seen

@@ -79,21 +79,22 @@ class Wino(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         assert readout.current is not None
-        sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        cap = (self.share * eligible.sum(1).double()).long().clamp(self.least, self.most)  # [B]
+        sure, inside = readout.confidence[:, 0], canvas.inside(query.positions)  # [B, Q]
+        eligible = inside & canvas.masked.gather(1, query.positions)
+        cap = (eligible.sum(1, dtype=torch.float64) * self.share).long().clamp(self.least, self.most)  # [B]
         wide = (eligible & (sure > self.threshold)).sum(1)
-        commit = top(sure, eligible, torch.minimum(wide, cap).clamp(min=1))
-        accepted = commit.sum(1)  # [B]
+        accepted = torch.minimum(wide, cap).clamp(min=1)  # an open block has a mask: no more than there are
 
-        inside = (query.positions >= canvas.start[:, None]) & (query.positions < canvas.stop[:, None])
         support = readout.current[:, 0].exp()
-        doubtful = inside & ~canvas.masked.gather(1, query.positions) & (support < self.back)
+        doubtful = (inside ^ eligible) & (support < self.back)
         bound = accepted
         if self.compat:
-            previous = torch.where(canvas.age == 0, 30, carry)
-            bound = torch.where(accepted > 1, previous, 1)
-        remask = top(-support, doubtful, bound - 1)
-        return Edit(torch.where(remask, self.mask, readout.token[:, 0]), commit, remask), accepted
+            previous = carry.masked_fill(canvas.age == 0, 30)
+            bound = previous.where(accepted > 1, 1)
+        # Both choices in one sort.
+        both = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), torch.cat([accepted, bound - 1]))
+        commit, remask = both.chunk(2)
+        return Edit(readout.token[:, 0].masked_fill(remask, self.mask), commit, remask), accepted
 
     def bound(self, tokens: int) -> int:
         """A step commits at least one token more than it remasks; under `compat` nothing says so."""

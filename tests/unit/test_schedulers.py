@@ -97,7 +97,11 @@ def test_budgeted_threshold():
     edit, carry = told(scheduler, [[0.9, 0.9, 0.9, 0.1]], carry, age=1)
     assert edit.commit.tolist() == [[True, True, True, False]], "quota 2 and a carry of 1"
     edit, carry = told(scheduler, [[0.9, 0.1, 0.1, 0.1]], (quota, rejected, steps), age=1)
-    assert [part.tolist() for part in carry] == [[0], [2], [4]], "the plan is over: two more steps, by the carry alone"
+    assert [part.tolist() for part in carry[:2]] == [[0], [2]], "the plan is over: the carry alone drives what follows"
+    edit, carry = told(scheduler, [[0.9, 0.9, 0.9, 0.9]], carry, age=2)
+    assert edit.commit.tolist() == [[True, True, False, False]], "no quota, a carry of 2"
+    edit, carry = told(scheduler, [[0.9, 0.9, 0.9, 0.9]], carry, age=3)
+    assert edit.commit.tolist() == [[True, False, False, False]], "neither, yet one in any case"
 
 
 @pytest.mark.parametrize("score", ["confidence", "margin", "entropy"])
