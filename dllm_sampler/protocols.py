@@ -8,6 +8,7 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import torch
@@ -40,6 +41,7 @@ class ModelSpec:
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
+    folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ class TransformerDenoiser:
     mask_id, eos_id, pad_id, eot_id: its special tokens; `pad_id` is `eos_id` by default
     shift: raw row i predicts the token at i + 1 (Dream)
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
+    folder: of the checkpoint it was loaded from
 
     Raises:
         UserError: the module is no `Transformer`, or a token lies outside its vocabulary.
@@ -39,6 +41,7 @@ class TransformerDenoiser:
     eot_id: int | None = None
     shift: bool = False
     device: torch.device | None = None
+    folder: Path | None = None
 
     def __post_init__(self) -> None:
         size = self.transformer.config.vocab_size
@@ -79,6 +82,7 @@ class TransformerDenoiser:
             dtype=dtype,
             device=device,
             shift=self.shift,
+            folder=self.folder,
         )
 
     # Not inference_mode: its tensors could not enter a later backward pass of the training loop around us.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,12 +26,14 @@ class MaskedLMDenoiser:
 
     model: the module, used as it is (weights, mode and `requires_grad` untouched)
     mask_id, eos_id, pad_id: its special tokens
+    folder: of the checkpoint it was loaded from
     """
 
     model: PreTrainedModel
     mask_id: int
     eos_id: int
     pad_id: int
+    folder: Path | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -50,6 +52,7 @@ class MaskedLMDenoiser:
             dtype=self.model.dtype,
             device=self.model.device,
             cacheable=False,
+            folder=self.folder,
         )
 
     @torch.no_grad()
@@ -100,7 +103,7 @@ def load(
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
-    return wrap(model.eval().to(device), tokenizer)
+    return replace(wrap(model.eval().to(device), tokenizer), folder=folder)
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> MaskedLMDenoiser:

@@ -22,7 +22,7 @@ from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.protocols import Denoiser
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DOWNLOADS = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja"]
+DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", "*.txt", "*.model", "*.jinja"]
 BALANCED = ("auto", "balanced", "balanced_low_0")
 Places = dict[str, str | int | torch.device]  # one of our modules to where it goes
 
@@ -91,7 +91,7 @@ def load(
 
 
 def find(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Path:
-    """The checkpoint's folder; a hub id is downloaded (config, safetensors, tokenizer files) unless it is cached."""
+    """The checkpoint's folder; a hub id is downloaded (config, safetensors, tokenizer, filter) unless it is cached."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -211,7 +211,7 @@ def _denoiser(
         eot_id = tokenizer.get_vocab().get(family.end_of_turn)
     return TransformerDenoiser(
         model, mask_id=mask_id, eos_id=eos_id, pad_id=token("pad_token_id"), eot_id=eot_id, shift=family.shift,
-        device=device,
+        device=device, folder=folder,
     )  # fmt: skip
 
 

@@ -1,14 +1,20 @@
 """The filter of Learn2PD: linear layers from a block's confidences to one logit per position, in a safetensors file."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import ModelSpec
 
+FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
+SCHEMA = 1
 Layers = tuple[tuple[Tensor, Tensor], ...]  # weight [out, in] and bias [out] of each
 
 
@@ -34,18 +40,41 @@ def lay_out(canvas: Canvas, positions: Tensor, values: Tensor, known: Tensor) ->
     return known.masked_fill(~there, 1), offset
 
 
-def load(path: str | None, device: torch.device) -> Layers:
-    """The layers `fc1.weight`, `fc1.bias`, `fc2.weight`, ... of a file.
+def find(path: str | None, spec: ModelSpec) -> Path:
+    """The file that was named, or else the one that the model's checkpoint ships.
 
     Raises:
-        UserError: no file named, none there, or no such layers in it.
+        UserError: none was named and the model ships none.
     """
-    if path is None:
-        raise UserError("scheduler.filter is missing: name the safetensors file of a trained Learn2PD filter")
+    if path is not None:
+        return Path(path).expanduser()
+    if spec.folder is None or not (spec.folder / FILE).is_file():
+        raise UserError(
+            "scheduler.filter is missing, and this model ships none: train one with"
+            f" `dllm-train train=filter train.model={spec.folder or 'MODEL'} train.output={FILE}` and name that file"
+        )
+    return spec.folder / FILE
+
+
+def about(spec: ModelSpec, block_length: int) -> dict[str, Any]:
+    """What a filter's file says of the model and the blocks it was trained on."""
+    shape = {"vocab_size": spec.vocab_size, "num_layers": spec.num_layers}
+    return {"schema": SCHEMA, "block_length": block_length, **shape}
+
+
+def load(path: Path, spec: ModelSpec) -> Layers:
+    """The layers `fc1.weight`, `fc1.bias`, `fc2.weight`, ... of a file, on the model's device.
+
+    Raises:
+        UserError: no file there, no such layers in it, or it says that it was trained on another model.
+    """
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            said = json.loads((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"scheduler.filter: {path} cannot be read as a safetensors file ({error})") from error
+    _check_made_for(spec, said, path)
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
         raise UserError(f"scheduler.filter: {path} should hold fc1.weight, fc1.bias, fc2..., not {', '.join(tensors)}")
@@ -57,4 +86,17 @@ def load(path: str | None, device: torch.device) -> Layers:
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         raise UserError(f"scheduler.filter: {path} maps {layers[0][0].shape[1]} positions to {size}, not to themselves")
-    return tuple((weight.to(device), bias.to(device)) for weight, bias in layers)
+    return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)
+
+
+def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
+    """Confidences fit any model, so the wrong filter would run, and commit the wrong tokens."""
+    said = said if isinstance(said, dict) else {}
+    if said.get("schema", SCHEMA) != SCHEMA:
+        raise UserError(f"scheduler.filter: {path} has schema {said['schema']!r}, and only {SCHEMA} is known here")
+    for name, what in (("vocab_size", "tokens"), ("num_layers", "layers")):
+        if said.get(name, getattr(spec, name)) != getattr(spec, name):
+            raise UserError(
+                f"scheduler.filter: {path} was trained on a model of {said[name]} {what}, and this one has"
+                f" {getattr(spec, name)}: train one for this model with `dllm-train train=filter`"
+            )

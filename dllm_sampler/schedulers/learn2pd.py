@@ -9,7 +9,7 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
 from dllm_sampler.schedulers.budget import check_steps, even_share
-from dllm_sampler.schedulers.filter import Layers, judge, lay_out, load
+from dllm_sampler.schedulers.filter import Layers, find, judge, lay_out, load
 from dllm_sampler.select import top
 
 
@@ -24,7 +24,8 @@ class LearnedFilter(Scheduler):
     in a later block when the share exceeds the masks left; here it ends at those.
 
     Args:
-        filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ...
+        filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ...; None: `filter.safetensors` in the
+            checkpoint's folder.
         threshold: probability that the filter's output must exceed; 1 accepts nothing.
         steps: forwards for the whole generation if the filter accepts nothing; None: one per token.
     """
@@ -45,10 +46,10 @@ class LearnedFilter(Scheduler):
         """Load the filter onto the model's device.
 
         Raises:
-            UserError: no file given, none there, or not a filter.
+            UserError: no file given and none shipped, none there, not a filter, or one of another model.
         """
         bound = replace(self)
-        object.__setattr__(bound, "layers", load(self.filter, spec.device))
+        object.__setattr__(bound, "layers", load(find(self.filter, spec), spec))
         return bound
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,20 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     partial.write_bytes(serialise(plain, metadata))
     os.replace(partial, path)
+
+
+def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run of other settings.
+
+    Raises:
+        UserError: naming the first that differs.
+    """
+    for key, value in settings.items():
+        if saved.get(key) != json.loads(json.dumps(value)):
+            raise UserError(
+                f"{path} holds an unfinished run with another train.{key} ({saved.get(key)}, not {value});"
+                " resume it as it was or choose another train.output"
+            )
 
 
 def save(folder: Path, model: nn.Module, optimizer: optim.Optimizer, state: dict[str, Any]) -> None:

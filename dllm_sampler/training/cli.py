@@ -25,11 +25,14 @@ Usage: dllm-train train=NAME [train.FIELD=VALUE ...]
   dllm-train train=mini train.output=my-mini
   dllm-train train=mini train.output=quick train.steps=4000 train.device=cuda
   dllm-sample model=my-mini "reverse: Ada, Ben, Cal, Dan"
+  dllm-train train=filter train.model=my-mini train.output=my-mini/filter.safetensors
+  dllm-sample model=my-mini scheduler=learn2pd "sort: Dan, Ada, Cal"
 
-The state is saved every train.checkpoint_every steps and after Ctrl-C; the same
-command goes on from there and ends up where an uninterrupted run would have.
-A folder with a finished model is never written to. The same seed, settings and
-machine give the same model, down to the arithmetic of the device.
+The state is saved on the way (of mini every train.checkpoint_every steps and after
+Ctrl-C, of a filter after every batch of answers); the same command goes on from there
+and ends up where an uninterrupted run would have. What is finished is never written
+to. The same seed, settings and machine give the same model, down to the arithmetic of
+the device.
 """
 ENDING = """
 Flags: -h, --help   --version

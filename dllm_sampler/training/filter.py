@@ -3,92 +3,66 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Any
+from zlib import crc32
 
 import torch
-from safetensors.torch import save
-from torch import Tensor, nn
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dllm_sampler.blocks import FixedBlocks
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.cli import inputs
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Carry, Scheduler
-from dllm_sampler.result import Result
+from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.filter import Layers, judge, lay_out
+from dllm_sampler.schedulers.filter import Layers, about, judge
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.training import tasks
+from dllm_sampler.training.checkpoint import write_tensors
+from dllm_sampler.training.comparison import Check, compare, rows
+from dllm_sampler.training.progress import bar
+from dllm_sampler.training.replay import Records, collect
+from dllm_sampler.training.tokenizer import vocabulary
 
-
-@dataclass(frozen=True)
-class Records:
-    """What a model said of a block, one row per forward: `[R, N]` each."""
-
-    known: Tensor  # float32 confidence of each position's candidate; 1 behind the block's end
-    final: Tensor  # bool: the candidate is the token of the reference
-    open: Tensor  # bool: still noise
-    there: Tensor  # bool: inside the block
-
-
-@dataclass(frozen=True)
-class Replay(Scheduler):
-    """Decode towards a known answer: commit every candidate that is right, and write down what was to be seen.
-
-    Where no new candidate is right the rest of the block is written from the answer. The published procedure makes
-    one more forward there, which says the same again.
-
-    Args:
-        answer: `[B, N]` the reference of each row of the batch.
-        size: positions per block.
-    """
-
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-
-    answer: Tensor
-    size: int
-    seen: list[Records] = field(default_factory=list)
-
-    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
-        at, eligible = query.positions, canvas.eligible(query.positions)  # [B, Q]
-        answer = self.answer.gather(1, (at - canvas.origin).clamp(0, self.answer.shape[1] - 1))
-        right = readout.token[:, 0] == answer
-        blank = torch.ones(at.shape[0], self.size, device=at.device)
-        live = ~canvas.done
-        known, offset = lay_out(canvas, at, readout.confidence[:, 0], blank)
-        there = torch.zeros_like(torch.cat([blank, blank[:, :1]], 1)).scatter(1, offset, 1.0)[:, : self.size] > 0
-        final, open_ = (lay_out(canvas, at, each, blank)[0] > 0 for each in (right, eligible))
-        self.seen.append(Records(known[live], final[live], (open_ & there)[live], there[live]))
-        new = eligible & right
-        return Edit(answer, new | (eligible & ~new.any(1, keepdim=True))), carry
+# Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
+SLOPE, CENTRE = 40.0, 0.9
+# An unfinished run with other values of these would have other records.
+_SAME = ("model", "new_tokens", "block_length", "batch")
 
 
 @dataclass
 class FilterTrainer:
     """Trains a filter on the sampler's own answers, one token per step, and measures what it buys.
 
-    output: safetensors file to write; the report lies beside it with the ending .json
+    Most of the time goes into the answers, which an interrupted run does not make again. Writes the filter, and beside
+    it, with the ending .json, the settings and the figures that are also printed.
+
+    output: safetensors file to write; as `filter.safetensors` in the model's folder it is that model's default
     model: name, folder or hub id
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
-    prompts: text or JSONL file of prompts; None: the tasks of `mini`
+    prompts: text or JSONL file of prompts; None: the tasks of `mini`, each as often, of which the test prompts are
+        drawn from those that are in nobody's training
     count: prompts used at most; a tenth of them validates, another tests
     new_tokens, block_length: of each answer; a filter is good for one block length
     batch: prompts decoded together
     depth: linear layers
     committed: also learn from positions already committed, as published
-    threshold: at which precision and recall are reported, and decoding is tried
-    steps, learning_rate, weight_decay: of AdamW on all records at once
-    seed: of weights and splits
+    caution: weight in the loss of a candidate that is not final; 1 as published
+    threshold: of the filter's output, for the reported precision, recall and decoding
+    against: thresholds of `scheduler=threshold` that decoding is compared with
+    steps, learning_rate: of AdamW on all records at once; the rate falls linearly to 0
+    weight_decay: towards the start, a plain threshold on the confidence
+    seed: of splits and prompts
     """
 
     output: str
@@ -101,7 +75,9 @@ class FilterTrainer:
     batch: int
     depth: int
     committed: bool
+    caution: float
     threshold: float
+    against: tuple[float, ...]
     steps: int
     learning_rate: float
     weight_decay: float
@@ -112,104 +88,99 @@ class FilterTrainer:
             least = 10 if name == "count" else 1
             if getattr(self, name) < least:
                 raise UserError(f"train.{name} must be at least {least}, not {getattr(self, name)}")
+        if self.output.endswith(".json"):
+            raise UserError(f"train.output is a safetensors file, and {self.output} is the name that its figures get")
+        if not 0 < self.caution < float("inf"):
+            raise UserError(f"train.caution must be a number above 0, not {self.caution}")
+        if not 0 <= self.threshold <= 1:
+            raise UserError(f"train.threshold must be a probability between 0 and 1, not {self.threshold}")
 
     def run(self) -> Path:
         """Collect, train, measure and save; returns the filter's file.
 
         Raises:
-            UserError: too few prompts, or a model or file that cannot be read.
+            UserError: the file exists, too few prompts, or a model or file that cannot be read.
         """
-        path = Path(self.output)
+        path = Path(self.output).expanduser()
+        if path.exists():
+            raise UserError(f"{path} already exists; choose another train.output or remove it")
         reference = Sampler.from_pretrained(
             self.model, device=self.device, scheduler=FixedSteps(), blocks=FixedBlocks(self.block_length), stop="none"
         )
-        prompts = self._prompts()
-        tenth = len(prompts) // 10
-        test, validation, training = prompts[:tenth], prompts[tenth : 2 * tenth], prompts[2 * tenth :]
-        layers, loss = fit(
-            self._collect(reference, training),
-            self._collect(reference, validation),
-            depth=self.depth,
-            committed=self.committed,
-            steps=self.steps,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-        )
+        splits, checks = self._splits(reference)
+        run = {name: getattr(self, name) for name in _SAME}
+        texts = json.dumps([[str(prompt) for prompt in split] for split in splits])
+        run["prompts"] = f"{self.prompts or 'tasks of mini'}, checksum {crc32(texts.encode()):08x}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {
-            f"fc{i}.{name}": t
-            for i, layer in enumerate(layers, 1)
-            for name, t in zip(("weight", "bias"), layer, strict=True)
-        }
-        # one entry: safetensors does not keep the order of several, and equal runs should give equal files
-        about = {"model": self.model, "block_length": self.block_length}
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_bytes(save(tensors, {"filter": json.dumps(about)}))
-        os.replace(partial, path)
+        unfinished = path.with_name(path.name + ".unfinished")
+        training, validation, test = collect(
+            reference, splits, self.new_tokens, self.block_length, self.batch, unfinished, run
+        )
+        layers, loss = fit(
+            training, validation, depth=self.depth, committed=self.committed, caution=self.caution, steps=self.steps,
+            learning_rate=self.learning_rate, weight_decay=self.weight_decay,
+        )  # fmt: skip
+        trained = path.with_name(path.name + ".trained")  # the file takes its name when all is done
+        self._write(trained, layers, about(reference.denoiser.spec, self.block_length))
         report = {
+            "settings": {key: value for key, value in asdict(self).items() if key not in ("output", "device")},
+            "records": {"training": len(training), "validation": len(validation), "test": len(test)},
             "validation_loss": loss,
-            "test": judged(layers, self._collect(reference, test), self.threshold),
-            "decoding": self._decode(reference, test),
-            "settings": asdict(self),
+            "test": judged(layers, test, self.threshold),
+            "decoding": self._decode(reference, str(trained), splits[2], checks),
         }
         path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        trained.replace(path)
+        unfinished.unlink()
+        show(report, Console(stderr=True))
         return path
 
-    def _prompts(self) -> list[Prompt]:
+    def _splits(self, reference: Sampler) -> tuple[list[list[Prompt]], list[Check] | None]:
+        """Prompts to train, validate and test with, and what tells a right answer to each of the last."""
+        checks: list[Check] | None = None
         if self.prompts is not None:
             prompts: list[Prompt] = list(inputs.read([], self.prompts, None))
             Random(self.seed).shuffle(prompts)
+            prompts = prompts[: self.count]
+            if len(prompts) < 10:
+                raise UserError(f"train.prompts holds {len(prompts)} prompts; at least 10 are needed")
+            tenth = len(prompts) // 10
+        elif reference.tokenizer is None or reference.tokenizer.get_vocab() != vocabulary():
+            raise UserError("train.prompts is missing: the tasks to draw from are for the vocabulary of mini only")
         else:
-            # What the test and the shipped model's card are measured on was in nobody's training.
-            draws, rng = [task.draw for task in tasks.TASKS.values()], Random(self.seed)
-            held = [number < self.count // 10 for number in range(self.count)]
-            prompts = [tasks.draw_example(rng.choice(draws), rng, held=one)[0] for one in held]
-        if len(prompts) < 10:
-            raise UserError(f"train.prompts holds {len(prompts)} prompts; at least 10 are needed")
-        return prompts[: self.count]
+            tenth, rng = self.count // 10, Random(self.seed)
+            chosen = [list(tasks.TASKS.values())[number % len(tasks.TASKS)] for number in range(self.count)]
+            drawn = [tasks.draw_example(task.draw, rng, held=number < tenth)[0] for number, task in enumerate(chosen)]
+            checks = [partial(task.check, prompt) for task, prompt in zip(chosen[:tenth], drawn, strict=False)]
+            prompts = list(drawn)
+        return [prompts[2 * tenth :], prompts[tenth : 2 * tenth], prompts[:tenth]], checks
 
-    def _batches(self, prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-        return [list(prompts[first : first + self.batch]) for first in range(0, len(prompts), self.batch)]
-
-    def _collect(self, reference: Sampler, prompts: Sequence[Prompt]) -> Records:
-        """Records of the one-per-step answers to some prompts."""
-        seen: list[Records] = []
-        for batch in self._batches(prompts):
-            trace = reference.generate(batch, max_new_tokens=self.new_tokens).trace
-            replay = Replay(trace.ids[:, trace.origin :].to(reference.device), self.block_length)
-            self._with(reference, replay).generate(batch, max_new_tokens=self.new_tokens)
-            seen += replay.seen
-        names = ("known", "final", "open", "there")
-        return Records(*(torch.cat([getattr(one, name) for one in seen]).cpu() for name in names))
-
-    def _with(self, reference: Sampler, scheduler: Scheduler) -> Sampler:
-        return Sampler(
-            reference.denoiser,
-            scheduler=scheduler,
-            blocks=FixedBlocks(self.block_length),
-            stop="none",
-            tokenizer=reference.tokenizer,
-        )
-
-    def _decode(self, reference: Sampler, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """Forwards per answer, and how often it is that of one token per step."""
-        contenders: dict[str, Scheduler] = {
-            "learn2pd": LearnedFilter(self.output, self.threshold),
-            "threshold 0.9": Threshold(0.9),
+    @staticmethod
+    def _write(path: Path, layers: Layers, said: dict[str, Any]) -> None:
+        tensors = {
+            f"fc{i}.{name}": tensor
+            for i, layer in enumerate(layers, 1)
+            for name, tensor in zip(("weight", "bias"), layer, strict=True)
         }
-        own = [reference.generate(batch, max_new_tokens=self.new_tokens) for batch in self._batches(prompts)]
-        report: dict[str, Any] = {"one per step": {"nfe": _mean(own)}}
-        for name, scheduler in contenders.items():
-            sampler = self._with(reference, scheduler)
-            results = [sampler.generate(batch, max_new_tokens=self.new_tokens) for batch in self._batches(prompts)]
-            same = [(a.tokens == b.tokens).all(1) for a, b in zip(results, own, strict=True)]
-            report[name] = {
-                "nfe": _mean(results),
-                "speed_up": _mean(own) / _mean(results),
-                "same_answer": float(torch.cat(same).double().mean()),
-            }
-        return report
+        # one entry: safetensors does not keep the order of several, and equal runs should give equal files
+        write_tensors(path, tensors, {"filter": json.dumps(said)})
+
+    def _decode(
+        self, reference: Sampler, filter: str, prompts: list[Prompt], checks: list[Check] | None
+    ) -> dict[str, dict[str, float]]:
+        """Each scheduler on the test prompts, in the sampler's default setting."""
+        contenders: dict[str, Scheduler] = {
+            "one per step": FixedSteps(),
+            f"learn2pd {self.threshold}": LearnedFilter(filter, self.threshold),
+            **{f"threshold {each}": Threshold(each) for each in self.against},
+        }
+        samplers = {
+            name: Sampler(
+                reference.denoiser, scheduler=scheduler, blocks=reference.plugins.blocks, tokenizer=reference.tokenizer
+            )
+            for name, scheduler in contenders.items()
+        }
+        return compare(samplers, prompts, self.new_tokens, self.batch, checks)
 
 
 def fit(
@@ -218,41 +189,46 @@ def fit(
     *,
     depth: int = 2,
     committed: bool = False,
+    caution: float = 1.0,
     steps: int = 2000,
-    learning_rate: float = 3e-3,
-    weight_decay: float = 0.01,
-    seed: int = 0,
+    learning_rate: float = 1e-2,
+    weight_decay: float = 0.1,
 ) -> tuple[Layers, float]:
-    """A filter for some records, the best on the validation records among those looked at; and its loss there."""
+    """A filter for some records, the best on the validation records among those looked at; and its loss there.
+
+    It starts as a threshold on each position's own confidence, and what is learnt is the difference: records are too
+    few to find the steep rise just below 1 from random weights, and where they say nothing a threshold is no bad guess.
+    """
     size = training.known.shape[1]
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
-        net = nn.ModuleList(nn.Linear(size, size) for _ in range(depth))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            # Confidences are positive: about half of the usual units would be dead from the start, and stay so.
-            parameter.mul_(0.1).add_(torch.eye(size) if parameter.dim() == 2 else 0.0)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=learning_rate, weight_decay=weight_decay)
+    scale = [1.0] * (depth - 1) + [SLOPE]
+    start = [(each * torch.eye(size), torch.zeros(size)) for each in scale]
+    start[-1] = start[-1][0], torch.full((size,), -SLOPE * CENTRE)
+    learnt = [(torch.zeros(size, size, requires_grad=True), torch.zeros(size, requires_grad=True)) for _ in scale]
+    optimizer = torch.optim.AdamW([each for pair in learnt for each in pair], weight_decay=weight_decay)
 
     def layers() -> Layers:
-        return tuple((one.weight, one.bias) for one in net if isinstance(one, nn.Linear))
+        return tuple((a + x, b + y) for (a, b), (x, y) in zip(start, learnt, strict=True))
 
     def loss(records: Records) -> Tensor:
         counts = (records.there if committed else records.open).float()
+        counts = torch.where(records.final, counts, caution * counts)
         each = binary_cross_entropy_with_logits(judge(layers(), records.known), records.final.float(), reduction="none")
         return (each * counts).sum() / counts.sum().clamp(min=1)
 
     best, kept = float("inf"), layers()
-    for step in range(steps + 1):
-        if step % 50 == 0 or step == steps:
-            with torch.no_grad():
-                now = float(loss(validation))
-            if now < best:
-                best, kept = now, tuple((weight.detach().clone(), bias.detach().clone()) for weight, bias in layers())
-        optimizer.zero_grad()
-        loss(training).backward()
-        optimizer.step()
-    return kept, best
+    with bar("training the filter", steps) as progress:
+        for step in range(steps + 1):
+            if step % 50 == 0 or step == steps:
+                with torch.no_grad():
+                    if (now := float(loss(validation))) < best:
+                        best, kept = now, layers()
+                progress.update(progress.task_ids[0], completed=step)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * (1 - step / (steps + 1))
+            optimizer.zero_grad()
+            loss(training).backward()
+            optimizer.step()
+    return tuple((weight.detach(), bias.detach()) for weight, bias in kept), best
 
 
 def judged(layers: Layers, records: Records, threshold: float) -> dict[str, float]:
@@ -265,9 +241,20 @@ def judged(layers: Layers, records: Records, threshold: float) -> dict[str, floa
         "recall": float(right.sum() / final.sum().clamp(min=1)),
         "false_positive_rate": float(wrong.sum() / other.sum().clamp(min=1)),
         "final": float(final.sum() / records.open.sum().clamp(min=1)),
-        "records": float(records.known.shape[0]),
+        "records": float(len(records)),
     }
 
 
-def _mean(results: Sequence[Result]) -> float:
-    return float(torch.cat([result.nfe for result in results]).double().mean())
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print the figures of a report."""
+    test = report["test"]
+    console.print(
+        f"of {test['records']:.0f} test records: precision {test['precision']:.4f}, recall {test['recall']:.4f},"
+        f" false positives {test['false_positive_rate']:.4f}; {test['final']:.4f} of the masks were final",
+        highlight=False,
+    )
+    head, cells = rows(report["decoding"])
+    table = Table(Column(head[0], no_wrap=True), *head[1:], box=box.SIMPLE)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)

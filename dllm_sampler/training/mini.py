@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 from torch import Tensor
 
 from dllm_sampler.config import check
@@ -25,6 +24,7 @@ from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training import checkpoint
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
+from dllm_sampler.training.progress import bar
 from dllm_sampler.training.tokenizer import MASK, build_tokenizer
 
 # A resumed run may change these; anything else would make it another run.
@@ -118,12 +118,7 @@ class MiniTrainer:
         if not (folder / checkpoint.FILE).exists():
             return {**fresh, "config": mine}
         state = checkpoint.load(folder, self.network, self.optimizer)
-        for key, value in mine.items():
-            if _plain(state["config"].get(key)) != _plain(value):
-                raise UserError(
-                    f"{folder} holds an unfinished run with another train.{key} ({state['config'].get(key)}, "
-                    f"not {value}); resume it as it was or choose another train.output"
-                )
+        checkpoint.check_same(folder, state["config"], mine)
         return {**state, "loss_sum": 0.0, "loss_steps": 0}
 
     def _batches(self, state: dict[str, Any]) -> Iterator[Batch]:
@@ -162,10 +157,7 @@ class MiniTrainer:
         return (losses * weights).sum() / (batch.ids.shape[1] - batch.prompts).sum()
 
     def _progress(self, state: Mapping[str, Any]) -> Progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-        progress.add_task("mini", total=self.steps, completed=state["step"])
-        return progress
+        return bar("mini", self.steps, state["step"])
 
     @staticmethod
     def _report(progress: Progress, state: Mapping[str, Any]) -> None:
@@ -183,13 +175,6 @@ def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
 def _line(state: Mapping[str, Any], steps: int) -> str:
     loss = state["loss_sum"] / state["loss_steps"] if state["loss_steps"] else math.nan
     return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {state['tokens']:,}  seconds {state['seconds']:.0f}"
-
-
-def _plain(value: Any) -> Any:
-    """A setting as JSON gives it back."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.schedulers.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
-
-trainer_of = pytest.importorskip(
-    "dllm_sampler.training.filter", exc_type=ImportError
-)  # its tasks come with the shipped model
+from dllm_sampler.training import checkpoint as states
+from dllm_sampler.training import cli, replay
+from dllm_sampler.training.filter import FilterTrainer, fit, judged
+from dllm_sampler.training.replay import Records, Replay
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -26,7 +26,9 @@ SETTINGS: dict[str, Any] = {
     "batch": 4,
     "depth": 2,
     "committed": False,
+    "caution": 1.0,
     "threshold": 0.8,
+    "against": (0.9,),
     "steps": 60,
     "learning_rate": 3e-3,
     "weight_decay": 0.0,
@@ -48,17 +50,17 @@ def records(count: int, seed: int) -> Any:
     draw = torch.rand(count, 8, generator=torch.Generator().manual_seed(seed))
     known = torch.where(draw < 0.5, draw * 1.6, 0.95 + (draw - 0.5) * 0.1)
     everywhere = torch.ones_like(known, dtype=torch.bool)
-    return trainer_of.Records(known, known > 0.9, everywhere, everywhere)
+    return Records(known, known > 0.9, everywhere, everywhere)
 
 
 def test_learns_a_threshold() -> None:
     """It then accepts what the threshold rule accepts."""
-    layers, loss = trainer_of.fit(records(1000, 0), records(200, 1), steps=1000, learning_rate=2e-2, weight_decay=0.0)
+    layers, loss = fit(records(1000, 0), records(200, 1), steps=1000, learning_rate=2e-2, weight_decay=0.0)
     assert loss < 0.05
     fresh = records(200, 2)
     agree = (judge(layers, fresh.known).sigmoid() > 0.5) == fresh.final
     assert agree.double().mean() > 0.99
-    scores = trainer_of.judged(layers, fresh, 0.9)
+    scores = judged(layers, fresh, 0.9)
     assert scores["precision"] > 0.99
     assert scores["recall"] > 0.95
 
@@ -69,9 +71,9 @@ def test_counts_only_what_is_open_unless_told() -> None:
     there = torch.ones_like(known, dtype=torch.bool)
     open_ = torch.tensor([[True, False]]).repeat(50, 1)
     final = torch.tensor([[True, False]]).repeat(50, 1)
-    one = trainer_of.Records(known, final, open_, there)
+    one = Records(known, final, open_, there)
     logit = {
-        committed: judge(trainer_of.fit(one, one, steps=300, learning_rate=2e-2, committed=committed)[0], known[:1])[0]
+        committed: judge(fit(one, one, steps=300, learning_rate=2e-2, committed=committed)[0], known[:1])[0]
         for committed in (False, True)
     }
     assert logit[False][0] > 2
@@ -79,14 +81,34 @@ def test_counts_only_what_is_open_unless_told() -> None:
     assert logit[True][1] < -2 < logit[False][1]
 
 
+def test_caution_accepts_less() -> None:
+    """Two thirds right wherever it looks: enough for even odds, not where a mistake weighs four times as much."""
+    known = torch.full((60, 2), 0.9)
+    everywhere = torch.ones_like(known, dtype=torch.bool)
+    one = Records(known, (torch.arange(60) % 3 > 0)[:, None].expand(60, 2), everywhere, everywhere)
+    chance = [
+        float(judge(fit(one, one, steps=400, caution=caution)[0], known[:1]).sigmoid().mean()) for caution in (1, 4)
+    ]
+    assert chance == pytest.approx([2 / 3, 1 / 3], abs=0.02)
+
+
 def test_scores_by_hand() -> None:
     layers = ((torch.eye(4) * 10, torch.full((4,), -5.0)),)  # accepts above 0.5
     known = torch.tensor([[0.9, 0.6, 0.2, 0.9]])
     final, open_ = torch.tensor([[True, False, True, True]]), torch.tensor([[True, True, True, False]])
-    scores = trainer_of.judged(layers, trainer_of.Records(known, final, open_, torch.ones_like(open_)), 0.5)
+    scores = judged(layers, Records(known, final, open_, torch.ones_like(open_)), 0.5)
     assert scores == pytest.approx(
         {"precision": 0.5, "recall": 0.5, "false_positive_rate": 1.0, "final": 2 / 3, "records": 1.0}
     )
+
+
+def test_starts_as_a_threshold() -> None:
+    """Where the records say nothing, what is sure by itself is accepted, whatever its neighbours are."""
+    nothing = torch.zeros(1, 8, dtype=torch.bool)
+    one = Records(torch.rand(1, 8), nothing, nothing, nothing)
+    layers, _ = fit(one, one, steps=1, depth=3)
+    known = torch.tensor([[0.5, 0.8, 0.89, 0.91, 0.95, 1.0, 0.0, 0.93]])
+    assert torch.equal(judge(layers, known) > 0, known > 0.9)
 
 
 def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
@@ -96,37 +118,104 @@ def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
     prompts = [[4, 9, 10], [5], [6, 11, 12, 13]]
     reference = sampler.generate(prompts, max_new_tokens=10)
     answer = reference.trace.ids[:, reference.trace.origin :]
-    replay = trainer_of.Replay(answer, 4)
-    result = Sampler(sampler.denoiser, scheduler=replay, **plugins).generate(prompts, max_new_tokens=10)
+    towards = Replay(answer, 4)
+    result = Sampler(sampler.denoiser, scheduler=towards, **plugins).generate(prompts, max_new_tokens=10)
     assert torch.equal(result.tokens, reference.tokens)
     assert (result.nfe < 10).all()
-    seen = trainer_of.Records(
-        *(torch.cat([getattr(one, n) for one in replay.seen]) for n in ("known", "final", "open", "there"))
-    )
-    assert len(seen.known) == int(result.nfe.sum())
+    seen = Records.join(towards.seen)
+    assert len(seen) == int(result.nfe.sum())
     assert (seen.open & ~seen.there).sum() == 0
     assert int((~seen.there).sum()) > 0  # the last block is short
     assert (seen.known[~seen.there] == 1).all()
 
 
-def test_run(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+def trainer(output: Path, checkpoint: Path, prompts: Path | None, **changes: Any) -> FilterTrainer:
+    named = None if prompts is None else str(prompts)
+    return FilterTrainer(str(output), str(checkpoint), prompts=named, **{**SETTINGS, **changes})
+
+
+def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "made" / "filter.safetensors"
-    trainer = trainer_of.FilterTrainer(str(output), str(checkpoint), prompts=str(prompts), **SETTINGS)
-    assert trainer.run() == output
-    assert [tuple(weight.shape) for weight, _ in load(str(output), torch.device("cpu"))] == [(4, 4), (4, 4)]
+    assert trainer(output, checkpoint, prompts).run() == output
+    spec = Sampler.from_pretrained(str(checkpoint), device="cpu").denoiser.spec
+    assert [tuple(weight.shape) for weight, _ in load(output, spec)] == [(4, 4), (4, 4)]
     report = json.loads(output.with_suffix(".json").read_text())
     assert set(report["test"]) >= {"precision", "recall", "false_positive_rate"}
-    assert report["decoding"]["one per step"]["nfe"] == 10
-    assert 1 <= report["decoding"]["learn2pd"]["speed_up"] <= 10
-    first = output.read_bytes()
-    trainer.run()
-    assert output.read_bytes() == first
+    assert set(report["decoding"]) == {"one per step", "learn2pd 0.8", "threshold 0.9"}
+    slow, fast = report["decoding"]["one per step"], report["decoding"]["learn2pd 0.8"]
+    assert slow["same"] == slow["speed_up"] == 1
+    assert 1 <= fast["nfe"] <= slow["nfe"] <= 10
+    assert set(fast) == {"same", "nfe", "tokens_per_forward", "seconds", "speed_up"}
+    printed = capsys.readouterr().err
+    assert f"precision {report['test']['precision']:.4f}" in printed
+    assert all(name in printed for name in report["decoding"])
+    assert sorted(file.name for file in output.parent.iterdir()) == ["filter.json", "filter.safetensors"]
+    with pytest.raises(UserError, match="already exists"):
+        trainer(output, checkpoint, prompts).run()
+    again = trainer(tmp_path / "again.safetensors", checkpoint, prompts).run()
+    assert output.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.parametrize("where", ["collecting", "writing"])
+def test_a_killed_run_goes_on(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Between batches or while the state is written: nothing is collected twice, and the same filter comes out."""
+    whole = trainer(tmp_path / "whole", checkpoint, prompts).run()
+    output, calls = tmp_path / "parts", []
+    with monkeypatch.context() as patch:
+        owner, name = (replay, "replay") if where == "collecting" else (states.os, "replace")
+        inner = getattr(owner, name)
+
+        def killed(*arguments: Any) -> Any:
+            if calls.append(0) or len(calls) == 4:
+                raise KeyboardInterrupt
+            return inner(*arguments)
+
+        patch.setattr(owner, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            trainer(output, checkpoint, prompts).run()
+    assert not output.exists()
+    with pytest.raises(UserError, match=r"unfinished run with another train\.new_tokens \(10, not 8\)"):
+        trainer(output, checkpoint, prompts, new_tokens=8).run()
+    other = tmp_path / "other.txt"
+    other.write_text("copy : Ada\n" * 20)
+    with pytest.raises(UserError, match=r"another train\.prompts"):
+        trainer(output, checkpoint, other).run()
+    done = []
+    plain = replay.replay
+    monkeypatch.setattr(replay, "replay", lambda *arguments: done.append(0) or plain(*arguments))
+    trainer(output, checkpoint, prompts).run()
+    assert len(done) == 6 - 3  # 16 training prompts in batches of 4, and two more of 2
+    assert output.read_bytes() == whole.read_bytes()
+    assert not output.with_name("parts.unfinished").exists()
 
 
 def test_refusals(prompts: Path, tmp_path: Path, checkpoint: Path) -> None:
     with pytest.raises(UserError, match=r"train\.count must be at least 10"):
-        trainer_of.FilterTrainer("x", "mini", prompts=None, **{**SETTINGS, "count": 9})
+        trainer(tmp_path / "f", checkpoint, None, count=9)
+    with pytest.raises(UserError, match=r"train\.output is a safetensors file"):
+        trainer(tmp_path / "f.json", checkpoint, None)
+    with pytest.raises(UserError, match=r"train\.caution must be a number above 0"):
+        trainer(tmp_path / "f", checkpoint, None, caution=0.0)
+    with pytest.raises(UserError, match=r"train\.threshold must be a probability"):
+        trainer(tmp_path / "f", checkpoint, None, threshold=1.5)
     few = tmp_path / "few.txt"
     few.write_text("copy : Ada\n" * 3)
     with pytest.raises(UserError, match="holds 3 prompts"):
-        trainer_of.FilterTrainer(str(tmp_path / "f"), str(checkpoint), prompts=str(few), **SETTINGS).run()
+        trainer(tmp_path / "f", checkpoint, few).run()
+    with pytest.raises(UserError, match=r"train\.prompts is missing: .* vocabulary of mini"):
+        trainer(tmp_path / "f", checkpoint, None).run()
+    (tmp_path / "f.unfinished").write_text("no tensors")
+    with pytest.raises(UserError, match=r"f\.unfinished is damaged"):
+        trainer(tmp_path / "f", checkpoint, prompts).run()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tasks of mini in a few seconds; right answers are counted, too."""
+    few = ["count=28", "steps=50", "batch=14", "against=[0.9]", "device=cpu", f"output={tmp_path / 'f.safetensors'}"]
+    assert cli.main(["train=filter", *(f"train.{one}" for one in few)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tmp_path / 'f.safetensors'}\n"
+    assert "right" in printed.err
+    assert json.loads((tmp_path / "f.json").read_text())["decoding"]["one per step"]["right"] > 0

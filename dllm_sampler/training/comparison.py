@@ -1,0 +1,82 @@
+"""What a scheduler buys: its answers and its cost beside those of one token per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from dllm_sampler.prompts import Prompt
+from dllm_sampler.result import Result
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.progress import bar
+
+Check = Callable[[str], bool]  # whether a text is a right answer
+Figures = dict[str, float]
+# what the columns of a table are called, and how their figures are written
+COLUMNS = {
+    "same": ("same", "{:.1%}"),
+    "right": ("right", "{:.1%}"),
+    "nfe": ("forwards", "{:.2f}"),
+    "tokens_per_forward": ("tokens per forward", "{:.2f}"),
+    "seconds": ("seconds", "{:.2f}"),
+    "speed_up": ("speed-up", "{:.1f}"),
+}
+
+
+def compare(
+    samplers: Mapping[str, Sampler],
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    batch: int,
+    checks: Sequence[Check] | None = None,
+) -> dict[str, Figures]:
+    """The figures of each sampler by its name; the first is the one that the others are measured by.
+
+    `same`: share of answers that are the first one's, up to the end token; `right`: share that the checks accept (with
+    `checks` only); `nfe`: mean forwards of an answer; `tokens_per_forward`: of all answers, end tokens counted once;
+    `seconds`: wall-clock time of all; `speed_up`: the first one's seconds over its own.
+    """
+    batches = [list(prompts[first : first + batch]) for first in range(0, len(prompts), batch)]
+    found: dict[str, Figures] = {}
+    own: list[list[int]] = []
+    with bar("comparing schedulers", len(samplers) * len(batches)) as progress:
+        for name, sampler in samplers.items():
+            sampler.generate(batches[0][:1], max_new_tokens=new_tokens)  # what only a first call costs
+            results, seconds = [], 0.0
+            for some in batches:
+                began = time.perf_counter()
+                results.append(sampler.generate(some, max_new_tokens=new_tokens))
+                seconds += time.perf_counter() - began
+                progress.advance(progress.task_ids[0])
+            answers = [answer for result in results for answer in _answers(result)]
+            own = own or answers
+            nfe = torch.cat([result.nfe for result in results])
+            figures = {
+                "same": _share(a == b for a, b in zip(answers, own, strict=True)),
+                "nfe": float(nfe.double().mean()),
+                "tokens_per_forward": float(torch.cat([result.lengths for result in results]).sum() / nfe.sum()),
+                "seconds": seconds,
+            }
+            if checks is not None:
+                texts = [text for result in results for text in result.texts or ()]
+                figures["right"] = _share(check(text) for check, text in zip(checks, texts, strict=True))
+            found[name] = figures | {"speed_up": next(iter(found.values()), figures)["seconds"] / seconds}
+    return found
+
+
+def rows(found: Mapping[str, Figures]) -> tuple[list[str], list[list[str]]]:
+    """The figures as text: the head of a table, and its rows."""
+    kinds = [kind for kind in COLUMNS if any(kind in figures for figures in found.values())]
+    cells = [[name, *(COLUMNS[kind][1].format(figures[kind]) for kind in kinds)] for name, figures in found.items()]
+    return ["scheduler", *(COLUMNS[kind][0] for kind in kinds)], cells
+
+
+def _answers(result: Result) -> list[list[int]]:
+    return [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+
+
+def _share(each: Iterable[bool]) -> float:
+    found = list(each)
+    return sum(found) / len(found)
