@@ -39,30 +39,32 @@ def compare(
     `seconds`: wall-clock time of all; `speed_up`: the first one's seconds over its own.
     """
     batches = [list(prompts[first : first + batch]) for first in range(0, len(prompts), batch)]
-    found: dict[str, Figures] = {}
-    own: list[list[int]] = []
+    results: dict[str, list[Result]] = {name: [] for name in samplers}
+    seconds = dict.fromkeys(samplers, 0.0)
+    for sampler in samplers.values():
+        sampler.generate(batches[0][:1], max_new_tokens=new_tokens)  # what only a first call costs
     with bar("comparing schedulers", len(samplers) * len(batches)) as progress:
-        for name, sampler in samplers.items():
-            sampler.generate(batches[0][:1], max_new_tokens=new_tokens)  # what only a first call costs
-            results, seconds = [], 0.0
-            for some in batches:
+        for some in batches:  # all take turns, so that whatever else the machine does hits them alike
+            for name, sampler in samplers.items():
                 began = time.perf_counter()
-                results.append(sampler.generate(some, max_new_tokens=new_tokens))
-                seconds += time.perf_counter() - began
+                results[name].append(sampler.generate(some, max_new_tokens=new_tokens))
+                seconds[name] += time.perf_counter() - began
                 progress.advance(progress.task_ids[0])
-            answers = [answer for result in results for answer in _answers(result)]
-            own = own or answers
-            nfe = torch.cat([result.nfe for result in results])
-            figures = {
-                "same": _share(a == b for a, b in zip(answers, own, strict=True)),
-                "nfe": float(nfe.double().mean()),
-                "tokens_per_forward": float(torch.cat([result.lengths for result in results]).sum() / nfe.sum()),
-                "seconds": seconds,
-            }
-            if checks is not None:
-                texts = [text for result in results for text in result.texts or ()]
-                figures["right"] = _share(check(text) for check, text in zip(checks, texts, strict=True))
-            found[name] = figures | {"speed_up": next(iter(found.values()), figures)["seconds"] / seconds}
+    first = next(iter(samplers))
+    own = _answers(results[first])
+    found: dict[str, Figures] = {}
+    for name, some in results.items():
+        nfe = torch.cat([result.nfe for result in some])
+        found[name] = {
+            "same": _share(a == b for a, b in zip(_answers(some), own, strict=True)),
+            "nfe": float(nfe.double().mean()),
+            "tokens_per_forward": float(torch.cat([result.lengths for result in some]).sum() / nfe.sum()),
+            "seconds": seconds[name],
+            "speed_up": seconds[first] / seconds[name],
+        }
+        if checks is not None:
+            texts = [text for result in some for text in result.texts or ()]
+            found[name]["right"] = _share(check(text) for check, text in zip(checks, texts, strict=True))
     return found
 
 
@@ -73,8 +75,10 @@ def rows(found: Mapping[str, Figures]) -> tuple[list[str], list[list[str]]]:
     return ["scheduler", *(COLUMNS[kind][0] for kind in kinds)], cells
 
 
-def _answers(result: Result) -> list[list[int]]:
-    return [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+def _answers(results: Sequence[Result]) -> list[list[int]]:
+    """Token ids up to and with the end token."""
+    rows = [pair for one in results for pair in zip(one.tokens.tolist(), one.lengths.tolist(), strict=True)]
+    return [row[:length] for row, length in rows]
 
 
 def _share(each: Iterable[bool]) -> float:
