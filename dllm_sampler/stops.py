@@ -170,7 +170,9 @@ class Prophet(Stop):
         there = region.gather(1, query.positions)  # [B, Q]
         asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, True)
         covered = (asked | ~self.positions(canvas)).all(1)
-        gap = (readout.gap[:, 0] * there).sum(1) / there.sum(1).clamp(min=1)
+        # Truncated to one token (top_p measured), a distribution has no second logit: the gap says nothing then.
+        usable = there & (readout.gap[:, 0] < torch.inf)
+        gap = readout.gap[:, 0].masked_fill(~usable, 0).sum(1) / there.sum(1).clamp(min=1)
         if self.steps is None:
             progress = 1 - canvas.masked.sum(1) / (canvas.end - canvas.origin)
         else:

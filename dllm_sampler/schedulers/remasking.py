@@ -40,10 +40,6 @@ class Remasking(Scheduler):
         """The whole block."""
         return Query.window(canvas, max(1, canvas.sizes.block))
 
-    def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
-        return max(tokens, self.steps or 0)
-
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` positions of the block, and steps it may take: at most one per position."""
         length = (canvas.stop - canvas.start).clamp(min=1)

@@ -41,8 +41,8 @@ class Remdm(Remasking):
         return self.revisions > 0
 
     def bound(self, tokens: int) -> int:
-        """Every block adds its revisions."""
-        return super().bound(tokens) + self.revisions * tokens
+        """Every block adds its revisions; blocks of one position reach it."""
+        return tokens * (1 + self.revisions)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

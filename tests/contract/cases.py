@@ -47,14 +47,26 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.entropy_bound": [{"gamma": 1.0}],
     "scheduler.eoser": [{"low": 0.0}, {"low": 0.3, "progress": "step", "steps": 6}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
-    "scheduler.klass": [{"threshold": 0.3, "divergence": 1.0}, {"steps": 8, "history": 1, "take": "steadiest"}],
+    "scheduler.klass": [
+        {"threshold": 0.3, "divergence": 1.0},
+        {"steps": 8, "history": 1, "take": "steadiest"},
+        {"steps": 9, "threshold": 0.2, "divergence": 0.5, "compat": True},
+    ],
     "scheduler.learn2pd": [{"filter": toys.FILTER, "threshold": 0.5}],
     "scheduler.localleap": [{"threshold": 0.7, "relaxed": 0.3, "radius": 2}],
     "scheduler.pc": [{}, {"steps": 7, "decay": 0.0}],
-    "scheduler.rcr": [{}, {"steps": 7}],
+    "scheduler.rcr": [{}, {"steps": 7}, {"steps": 9, "compat": True}],
     "scheduler.remdm": [{}, {"steps": 9, "revisions": 2, "tokens": 2}],
-    "scheduler.slowfast": [{"threshold": 0.7}, {"threshold": 0.6, "glimpse": 0.2, "slow": 2, "truncate": False}],
-    "scheduler.wino": [{"threshold": 0.4, "back": 0.5, "least": 2}, {"threshold": 0.2, "back": 0.9}],
+    "scheduler.slowfast": [
+        {"threshold": 0.7},
+        {"threshold": 0.6, "glimpse": 0.2, "slow": 2, "truncate": False},
+        {"threshold": 0.6, "slow": 3, "sigma": 3.0, "compat": True},
+    ],
+    "scheduler.wino": [
+        {"threshold": 0.4, "back": 0.5, "least": 2},
+        {"threshold": 0.2, "back": 0.9},
+        {"threshold": 0.3, "back": 0.7, "compat": True},
+    ],
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],
     "blocks.ascending": [{"count": 3}],
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],
@@ -121,8 +133,13 @@ class Case:
 
     @property
     def faithful(self) -> bool:
-        """Whether it is a published schedule with its quirks, which may pass over a step or leave masks behind."""
+        """Whether it is a published schedule with its quirks, which may pass over a step."""
         return bool(self.scheduler.get("compat"))
+
+    @property
+    def leaves_masks(self) -> bool:
+        """Published KLASS leaves a block when its steps are over, whatever is still masked in it."""
+        return self.faithful and self.scheduler["name"] == "klass"
 
 
 def label(chosen: Settings) -> str:

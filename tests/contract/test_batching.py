@@ -40,6 +40,18 @@ def test_neighbours_and_order_do_not_matter(case: Case) -> None:
         assert torch.equal(batch.trace.generated[row], other.trace.generated[place])
 
 
+def test_an_infinite_gap_says_nothing() -> None:
+    """A distribution truncated to one token has one, also at positions that only fill up a wider batch."""
+    measures = {"name": "top_p", "p": 0.7, "measured": True}
+    stop, blocks = {"name": "prophet", "early": 2.0, "mid": 1.5, "late": 1.0}, {"name": "fixed", "length": 6}
+    case = Case("cfg", {"name": "remdm"}, {"name": "dual"}, blocks, stop, measures)
+    batch = case.stream()[-1].result
+    assert batch is not None
+    assert (batch.nfe > 1).all()
+    for row in ROWS:
+        assert_same_row(batch, row, case.generate([row]))
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     toy=st.sampled_from(toys.TOYS),
