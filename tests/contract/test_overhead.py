@@ -1,0 +1,63 @@
+"""A decision takes few operations, what a GPU that waits for launches feels: a count that is the same everywhere."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import config
+
+# Above twice threshold's count, each with the count that it has; whoever lowers one lowers it here.
+DEARER = {
+    "budgeted": 34,  # a budget that goes from step to step, over a sort
+    "ccd": 62,  # a line of positions, and the one before it
+    "ccd_marginal": 84,  # distributions of the last steps
+    "certainty": 37,  # the fixed schedule and every position's neighbourhood
+    "credit": 58,  # remembered tokens of every position
+    "eoser": 36,  # the scheduler inside, and a factor
+    "klass": 73,  # distributions of the last step, and the fixed schedule
+    "learn2pd": 56,  # a network
+    "pc": 34,  # the fixed schedule, weighted by place and by frequency
+    "remdm": 49,  # two choices, the second of which looks at the first
+    "slowfast": 74,  # two phases
+}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        yield import_module("scheduler_overhead")
+
+
+@pytest.fixture(scope="module")
+def scene(bench: Any) -> Any:
+    return bench.Scene(batch=8, block=32, vocab=640)  # the count does not depend on them
+
+
+@pytest.mark.parametrize("name", config.names("scheduler"))
+def test_a_decision_takes_few_operations(bench: Any, scene: Any, name: str) -> None:
+    base = bench.Judge(scene, bench.Threshold()).operations
+    found = bench.Judge(scene, bench.schedulers(scene, [name])[name]).operations
+    allowed = bench.LIMIT * base
+    assert found <= DEARER.get(name, allowed)
+    assert DEARER.get(name, allowed + 1) > allowed, "it is within the rule: take it off the list"
+
+
+def test_views_are_not_counted(bench: Any) -> None:
+    x = torch.ones(2, 3)
+    assert bench.operations(lambda: x[:, None].expand(2, 4, 3).transpose(0, 1)) == 0
+    assert bench.operations(lambda: (x + 1).sum()) == 2
+
+
+def test_the_benchmark_runs(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "measured.json"
+    threads = torch.get_num_threads()
+    assert bench.main(["--smoke", "--json", str(file)]) == 0
+    torch.set_num_threads(threads)
+    found = {row["name"] for row in bench.json.loads(file.read_text())["rows"]}
+    groups = {f"{group}={name}" for group in ("blocks", "stop") for name in config.names(group)}
+    assert found == set(config.names("scheduler")) | groups
+    assert "read+tell" in capsys.readouterr().out
