@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 class Sizes:
     """What the host knows of the device between two steps: bounds that fix the static shapes of the next one."""
 
-    masks: int  # no live row has more noise than this inside its block
+    masks: int  # no live row has more noise inside its block, or less if `Scheduler.ahead` says what comes next
     block: int  # no live row's block is wider
-    first: int  # no live row's block starts before this column
-    some_open: bool  # some live row may open a block: a refresh is due
-    all_open: bool  # every live row opens one
+    computed: int  # for no live row does the cache compute more columns
+    whole: bool  # for every live row it computes all there are
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def canvas(
         row_seed=torch.tensor(seeds, device=spec.device),
         origin=origin,
         padded=cuts or any(len(row) != origin for row in rows),
-        sizes=Sizes(masks=width, block=width, first=origin, some_open=True, all_open=True),
+        sizes=Sizes(masks=width, block=width, computed=length, whole=True),
         noise=noise,
     )
 
@@ -65,25 +65,21 @@ def canvas(
 def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     """Sizes that are large enough whatever happened since the host last looked."""
     width = blocks.lookahead(canvas.length - canvas.origin)
-    return Sizes(masks=width, block=width, first=canvas.origin, some_open=True, all_open=False)
+    return Sizes(masks=width, block=width, computed=canvas.length, whole=False)
 
 
-def poll(canvas: Canvas, bad: Tensor, due: Tensor) -> tuple[Sizes, bool, bool]:
+def poll(canvas: Canvas, bad: Tensor, computes: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
     """Read the device: the sizes of the next step, whether every row is done, whether any row is `bad [B]`.
 
-    `due [B]` are the rows whose cache wants a refresh.
+    `computes [B, L+1]` are the columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
+    (None: the noise of the block).
     """
     live = ~canvas.done
-    values = torch.stack(
-        [
-            (canvas.noise_left() * live).amax(),
-            ((canvas.stop - canvas.start) * live).amax(),
-            torch.where(live, canvas.start, canvas.length).amin(),
-            (due & live).any(),
-            (due | canvas.done).all(),
-            canvas.done.all(),
-            bad.any(),
-        ]
-    ).tolist()
-    masks, block, first, some_due, all_due, finished, any_bad = values
-    return Sizes(masks, block, first, bool(some_due), bool(all_due)), bool(finished), bool(any_bad)
+    masks = canvas.noise_left() if ahead is None else ahead.sum(1)
+    values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), canvas.done.all(), bad.any()]
+    if computes is not None:
+        seen = canvas.seen() & live[:, None]
+        values += [(computes & seen).sum(1).amax(), (computes | ~seen).all()]
+    masks, block, finished, any_bad, *of_cache = torch.stack(values).tolist()
+    computed, whole = of_cache or (canvas.length, True)
+    return Sizes(masks, block, computed, bool(whole)), bool(finished), bool(any_bad)

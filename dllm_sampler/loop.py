@@ -26,6 +26,7 @@ class State:
     carry: Carry
     bad: Tensor  # [B] first step (from 1) at which the model returned no finite statistics for the row; 0: none
     recorder: Recorder
+    ahead: Tensor | None = None  # [B, L+1] see `Scheduler.ahead`
     finished: bool = False
 
 
@@ -40,7 +41,9 @@ class Engine:
         p = self.plugins
         cache = p.cache.init(canvas, self.denoiser.spec)
         bad = torch.zeros_like(canvas.step)
-        return State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas))
+        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas))
+        self._look_ahead(state)
+        return state
 
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
@@ -76,13 +79,20 @@ class Engine:
             nfe=canvas.nfe + spent.nfe,
             rows=canvas.rows + spent.rows,
         )
+        self._look_ahead(state)
+
+    def _look_ahead(self, state: State) -> None:
+        state.ahead = self.plugins.scheduler.ahead(state.canvas, state.carry)
+        if state.ahead is not None:
+            state.cache.expect(state.ahead)
 
     def poll(self, state: State, step: int, last: bool = False) -> None:
         """Read the device between two steps: who is done, and how large the next step must be."""
         if step % self.poll_every and not self.plugins.cache.stores and not last:
             state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, self.plugins.blocks))
             return
-        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, state.cache.due(state.canvas))
+        computes = state.cache.computes(state.canvas)
+        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, computes, state.ahead)
         state.canvas = replace(state.canvas, sizes=sizes)
         if bad:
             found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}

@@ -94,6 +94,7 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
     Raises:
         UserError: naming both sides and the way out.
     """
+    plugins.cache.refuse_live()
     if plugins.cache.stores and not spec.cacheable:
         raise UserError(
             f"cache={type(plugins.cache).__name__} cannot serve this model, whose forward computes whole rows only:"
@@ -109,6 +110,11 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
         raise UserError(
             f"scheduler={scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows"
             " only: use another scheduler, threshold say"
+        )
+    if plugins.cache.foresees and not plugins.scheduler.plans:
+        raise UserError(
+            f"cache={cache} must know before each forward what it will commit, and scheduler={scheduler} decides that"
+            " by the forward's predictions: use scheduler=random_order, or another cache, dkv say"
         )
     trained = plugins.scheduler.block_length
     if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:

@@ -129,6 +129,11 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def plans(self) -> bool:
+        """Whether it knows before a forward which positions the forward will commit, and says so in `ahead`."""
+        return False
+
+    @property
     def block_length(self) -> int | None:
         """The one block length it was made for (a learned rule); None: any."""
         return None
@@ -140,6 +145,10 @@ class Scheduler(PlugIn):
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The query of this step, `width` columns wide; default: the noise of the active block."""
         return Query.masks(canvas, width) if self.asks == "masks" else Query.window(canvas, width)
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """`[B, L+1] bool` what the next `ask` names and `tell` commits, where that needs no prediction (`plans`)."""
+        return None
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""

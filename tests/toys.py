@@ -127,7 +127,7 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
         "done": zero > 0,
         "origin": 0,
         "padded": False,
-        "sizes": Sizes(length, length, 0, True, True),
+        "sizes": Sizes(length, length, length, True),
         "noise": CounterNoise(),
     }
     return Canvas(**{**fields, **changes})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
@@ -42,34 +43,73 @@ class Slots:
 
 @dataclass
 class Cache:
-    """Decides which rows a forward computes. The configured object is a template; `init` returns a live copy."""
+    """Decides which rows a forward computes. The configured object is a template; `init` returns a live copy.
+
+    A cache says in `computes` which columns the next forward computes. The loop counts them between two steps, so
+    that plans have static sizes; queries lose the positions whose predicting row is not among them.
+    """
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
+    foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
     twin: Self | None = field(init=False, default=None, repr=False, compare=False)
+    live: bool = field(init=False, default=False, repr=False, compare=False)
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """A live copy for one generation with its own slots, and under classifier-free guidance its twin."""
+        """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
+
+        Raises:
+            UserError: this is a live copy already.
+        """
+        self.refuse_live()
         live = replace(self)
-        live.spec = spec
+        live.spec, live.live = spec, True
         live.slots = Slots(spec, *canvas.ids.shape) if self.stores else None
         if spec.branches == 2:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
 
+    def refuse_live(self) -> None:
+        """Refuse to serve a second generation.
+
+        Raises:
+            UserError: this is a live copy.
+        """
+        if self.live:
+            raise UserError(
+                f"this {type(self).__name__} belongs to one generation and holds its keys and values: hand over the"
+                " cache it was made from, or its name"
+            )
+
     def due(self, canvas: Canvas) -> Tensor:
         """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
         return canvas.age == 0
 
+    def expect(self, ahead: Tensor) -> None:
+        """Take note of the columns `[B, L+1] bool` that the next forward will commit (see `foresees`)."""
+
+    def computes(self, canvas: Canvas) -> Tensor | None:
+        """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
+        return None
+
     def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """Drop the positions that will not be computed, unless the query is exact; default: none."""
-        return query
+        """Drop the positions that nothing will predict, unless the query is exact; default: by `computes`."""
+        computed = None if query.exact or canvas.sizes.whole else self.computes(canvas)
+        return query if computed is None else query.drop(canvas, self.predicted(canvas, computed))
+
+    def predicted(self, canvas: Canvas, computed: Tensor) -> Tensor:
+        """`[B, L+1] bool` columns that the rows at `computed [B, L+1]` predict."""
+        if not self.spec.shift:
+            return computed
+        # The row's very first position has no row before it and is predicted by its own.
+        return torch.where(canvas.columns() > canvas.begin[:, None], computed.roll(1, 1), computed)
 
     def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """Which rows to compute for `query`, and what they see."""
-        raise NotImplementedError
+        """Which rows to compute for `query`, and what they see; default: by `computes`."""
+        computed = None if canvas.sizes.whole else self.computes(canvas)
+        return self.whole(canvas, query) if computed is None else self.part(canvas, query, computed)
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on `hidden [B*K, M, D]`; default: store the fresh keys and values, attend, feed forward."""
@@ -88,7 +128,7 @@ class Cache:
 
     def whole(self, canvas: Canvas, query: Query) -> Plan:
         """A plan that computes every column."""
-        seen = _visible(canvas, query)
+        seen = visible(canvas, query)
         length = canvas.length
         positions = torch.arange(length, device=seen.device).expand(seen.shape[0], length)
         keys = None
@@ -96,17 +136,26 @@ class Cache:
             keys = seen if self.stores else seen[:, :length]
         return Plan(self, positions, keys, seen.sum(1), contiguous=True)
 
-    def part(self, canvas: Canvas, query: Query, chosen: Tensor, width: int) -> Plan:
-        """A plan that computes the set `chosen [B, L+1] bool`, at most `width` columns, against every stored one."""
-        seen = _visible(canvas, query)
+    def part(self, canvas: Canvas, query: Query, chosen: Tensor) -> Plan:
+        """A plan that computes the set `chosen [B, L+1] bool`, `sizes.computed` columns, against every stored one."""
+        seen = visible(canvas, query)
         chosen = chosen & seen & ~canvas.done[:, None]
         keys = seen if canvas.padded or query.limit is not None else None
-        positions = select.columns(chosen, width)  # [B, M]
+        positions = select.columns(chosen, max(1, canvas.sizes.computed))  # [B, M]
         batch, columns = chosen.shape
         slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
         return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten())
 
 
-def _visible(canvas: Canvas, query: Query) -> Tensor:
+def visible(canvas: Canvas, query: Query) -> Tensor:
+    """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
     seen = canvas.seen()  # [B, L+1]
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
+
+
+def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
+    """`[B, L+1] bool` committed columns that `edit` writes again or takes back: what is stored of them is void."""
+    touched = edit.commit if edit.remask is None else edit.commit | edit.remask
+    touched = touched & ~canvas.masked.gather(1, query.positions)
+    # Filler positions share a slot, the empty one, and no other position occurs twice.
+    return torch.zeros_like(canvas.masked).scatter(1, query.positions, touched)
