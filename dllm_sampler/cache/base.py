@@ -50,6 +50,7 @@ class Cache:
     """
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
+    syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
     foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
@@ -66,10 +67,14 @@ class Cache:
         self.refuse_live()
         live = replace(self)
         live.spec, live.live = spec, True
-        live.slots = Slots(spec, *canvas.ids.shape) if self.stores else None
+        live.slots = live.buffers(canvas) if self.stores else None
         if spec.branches == 2:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
+
+    def buffers(self, canvas: Canvas) -> Slots:
+        """The buffers that `spec` and the canvas ask for; default: a slot for every column."""
+        return Slots(self.spec, *canvas.ids.shape)
 
     def refuse_live(self) -> None:
         """Refuse to serve a second generation.
@@ -114,14 +119,22 @@ class Cache:
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on `hidden [B*K, M, D]`; default: store the fresh keys and values, attend, feed forward."""
         q, k, v = parts.qkv(hidden, rope)
+        k, v, mask = self.store(index, k, v, plan)
+        hidden = hidden + parts.attend(q, k, v, mask)
+        return hidden + parts.mlp(hidden)
+
+    def store(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep the fresh `k, v [B*K, Hkv, M, Dh]`; return the `k, v [B*K, Hkv, S, Dh]` to attend to and their mask."""
         if self.slots is not None:
             self.slots.write(index, k, v, plan)
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[1])
-        mask = None
-        if plan.keys is not None:
-            mask = plan.keys[:, None] if plan.keys.dim() == 3 else plan.keys[:, None, None]
-        hidden = hidden + parts.attend(q, k, v, mask)
-        return hidden + parts.mlp(hidden)
+        if plan.keys is None:
+            return k, v, None
+        return k, v, plan.keys[:, None] if plan.keys.dim() == 3 else plan.keys[:, None, None]
+
+    def rows(self, plan: Plan) -> Tensor:
+        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
+        return plan.computed
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""

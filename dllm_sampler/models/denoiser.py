@@ -124,7 +124,7 @@ def spent(canvas: Canvas, query: Query, plan: Plan) -> Spent:
     """The cost of one pass: rows of finished generations and filler candidates are free."""
     live = (~canvas.done).long()  # [B]
     candidates = query.ids.shape[1] if query.live is None else query.live
-    return Spent(live, plan.computed * candidates * live)
+    return Spent(live, plan.cache.rows(plan) * candidates * live)
 
 
 def _drive(plan: Plan, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
