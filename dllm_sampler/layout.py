@@ -68,18 +68,17 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     return Sizes(masks=width, block=width, computed=canvas.length, whole=False)
 
 
-def poll(canvas: Canvas, bad: Tensor, computes: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
+def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
     """Read the device: the sizes of the next step, whether every row is done, whether any row is `bad [B]`.
 
-    `computes [B, L+1]` are the columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
+    `count [B]` is how many columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
     (None: the noise of the block).
     """
     live = ~canvas.done
     masks = canvas.noise_left() if ahead is None else ahead.sum(1)
     values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), canvas.done.all(), bad.any()]
-    if computes is not None:
-        seen = canvas.seen() & live[:, None]
-        values += [(computes & seen).sum(1).amax(), (computes | ~seen).all()]
+    if count is not None:
+        values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
     masks, block, finished, any_bad, *of_cache = torch.stack(values).tolist()
     computed, whole = of_cache or (canvas.length, True)
     return Sizes(masks, block, computed, bool(whole)), bool(finished), bool(any_bad)

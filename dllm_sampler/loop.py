@@ -50,10 +50,10 @@ class Engine:
         p, spec, canvas = self.plugins, self.denoiser.spec, state.canvas
         width = max(1, canvas.sizes.masks if p.scheduler.asks == "masks" else canvas.sizes.block)
         query = p.scheduler.ask(canvas, width, state.carry)
+        query = state.cache.narrow(canvas, query)
         watched = p.stop.positions(canvas)
         if watched is not None:
-            query = query.join(canvas, watched, canvas.length)
-        query = state.cache.narrow(canvas, query)
+            query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
         plan = state.cache.plan(canvas, query)
         hidden, spent = self.denoiser(canvas, query, plan)
         logits = self.denoiser.head(hidden)
@@ -91,8 +91,8 @@ class Engine:
         if step % self.poll_every and not self.plugins.cache.stores and not last:
             state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, self.plugins.blocks))
             return
-        computes = state.cache.computes(state.canvas)
-        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, computes, state.ahead)
+        count = state.cache.count(state.canvas)
+        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead)
         state.canvas = replace(state.canvas, sizes=sizes)
         if bad:
             found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}

@@ -99,15 +99,20 @@ class Cache:
         """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
         return None
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """Drop the positions that nothing will predict, unless the query is exact; default: by `computes`."""
-        computed = None if query.exact or canvas.sizes.whole else self.computes(canvas)
-        return query if computed is None else query.drop(canvas, self.predicted(canvas, computed))
+    def count(self, canvas: Canvas) -> Tensor | None:
+        """`[B]` how many columns that is, for the host to size the next step by; None: all of them."""
+        computed = self.computes(canvas)
+        return None if computed is None else (computed & canvas.seen()).sum(1)
 
-    def predicted(self, canvas: Canvas, computed: Tensor) -> Tensor:
-        """`[B, L+1] bool` columns that the rows at `computed [B, L+1]` predict."""
-        if not self.spec.shift:
-            return computed
+    def narrow(self, canvas: Canvas, query: Query) -> Query:
+        """Drop the positions that nothing will predict, unless the query is exact."""
+        return query if query.exact or canvas.sizes.whole else query.drop(canvas, self.answered(canvas))
+
+    def answered(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` columns that the next forward predicts."""
+        computed = self.computes(canvas)
+        if computed is None or not self.spec.shift:
+            return canvas.seen() if computed is None else computed
         # The row's very first position has no row before it and is predicted by its own.
         return torch.where(canvas.columns() > canvas.begin[:, None], computed.roll(1, 1), computed)
 

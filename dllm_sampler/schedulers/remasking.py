@@ -37,8 +37,8 @@ class Remasking(Scheduler):
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
-        """The whole block."""
-        return Query.window(canvas, max(1, canvas.sizes.block))
+        """The whole block; committed positions to be taken back, not to be predicted, so a cache need not have them."""
+        return replace(Query.window(canvas, max(1, canvas.sizes.block)), exact=True)
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`."""
