@@ -51,6 +51,7 @@ class Canvas:
     sizes: Sizes
     noise: Noise
 
+    grid: int | None = None  # no block crosses a multiple of it, counted from the row's first token
     @property
     def length(self) -> int:
         """L, the number of columns without the empty slot."""
@@ -71,6 +72,16 @@ class Canvas:
         return (column >= self.start[:, None]) & (column < self.stop[:, None])
 
     def window(self, width: int, back: int = 0) -> Tensor:
+    def reach(self, start: Tensor, lookahead: int) -> Tensor:
+        """`[B]` provisional end of blocks that begin at `start [B]`."""
+        stop = torch.minimum(start + lookahead, self.end)
+        return stop if self.grid is None else torch.minimum(stop, self.on_grid(start) + self.grid)
+
+    def on_grid(self, column: Tensor) -> Tensor:
+        """`[B]` first column of the grid's block that `column [B]` lies in."""
+        assert self.grid is not None
+        return column - (column - self.begin) % self.grid
+
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
         column = (self.start - back)[:, None] + torch.arange(width, device=self.ids.device)[None]
         return torch.where(column < self.stop[:, None], column, self.length)
@@ -121,7 +132,7 @@ class Canvas:
         return replace(
             self,
             start=start,
-            stop=torch.where(closed, torch.minimum(start + lookahead, self.end), self.stop),
+            stop=torch.where(closed, self.reach(start, lookahead), self.stop),
             age=torch.where(live, torch.where(closed, 0, self.age + 1), self.age),
             step=self.step + live,
             done=done,
@@ -198,3 +209,4 @@ class Edit:
     finish: Tensor | None = None  # [B] bool: stop the row
     end: Tensor | None = None  # [B] cut the canvas here
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
+    confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,14 +42,14 @@ def canvas(
     zero = torch.zeros_like(begin)
     start, end = zero + origin, zero + length
     width = blocks.lookahead(new_tokens)
-    return Canvas(
+    laid = Canvas(
         ids=ids,
         masked=masked,
         frozen=~masked,
         begin=begin,
         end=end,
         start=start,
-        stop=start + width,
+        stop=end,
         age=zero,
         step=zero,
         done=zero > 0,
@@ -59,7 +60,9 @@ def canvas(
         padded=cuts or any(len(row) != origin for row in rows),
         sizes=Sizes(masks=width, block=width, computed=length, whole=True),
         noise=noise,
+        grid=blocks.grid,
     )
+    return replace(laid, stop=laid.reach(start, width))
 
 
 def widest(canvas: Canvas, blocks: Blocks) -> Sizes:

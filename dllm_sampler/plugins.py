@@ -7,12 +7,14 @@ from typing import Any, TypeVar, cast
 
 from dllm_sampler import config
 from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
 from dllm_sampler.schedulers.forced import ForcedFirst
+from dllm_sampler.schedulers.stored import StorePass
 
 Kind = TypeVar("Kind")
 
@@ -61,15 +63,18 @@ def assemble(
         _set(guides, TopK(k=top_k), "k", len(guides))
     if top_p is not None:
         _set(guides, TopP(p=top_p), "p", len(guides))
+    rule = _of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(spec)
     plugins = Plugins(
-        scheduler=_of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(spec),
+        scheduler=rule,
         blocks=_of(Blocks, "blocks", config.build("blocks", blocks)).bind(spec),
         stop=_of(Stop, "stop", config.build("stop", stop)).bind(spec),
         cache=_of(Cache, "cache", config.build("cache", cache)),
-        guides=tuple(_of(Guide, "guide", one).bind(spec) for one in guides),
+        guides=(*(_of(Guide, "guide", one).bind(spec) for one in guides), *rule.guides),
         compat=compat,
     )
     check(plugins, spec)
+    if isinstance(plugins.cache, BlockCausalCache) and plugins.cache.store_pass == "separate":
+        return replace(plugins, scheduler=StorePass(plugins.scheduler))
     return plugins
 
 
@@ -121,6 +126,36 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
         raise UserError(
             f"scheduler={scheduler} was trained on blocks of {trained} positions, and blocks="
             f"{type(plugins.blocks).__name__} makes others: use blocks=fixed with blocks.length={trained} or train anew"
+        )
+    blocks = type(plugins.blocks).__name__
+    if spec.mask_id is None and not plugins.scheduler.uniform:
+        raise UserError(
+            f"scheduler={scheduler} fills masks, and this model has none, its noise are random tokens (uniform"
+            " diffusion): use scheduler=entropy_renoise or scheduler=block_refine"
+        )
+    if spec.encoder and plugins.blocks.lookahead((spec.block_length or 1) * 2**16) != spec.block_length:
+        raise UserError(
+            f"this model denoises canvases of {spec.block_length} positions, and blocks={blocks} makes others: use"
+            f" blocks=fixed with blocks.length={spec.block_length} or null"
+        )
+    if spec.encoder and plugins.stop.cuts:
+        raise UserError(
+            f"stop={type(plugins.stop).__name__} cuts the canvas behind an end token, and this model knows whole"
+            " canvases only: use stop=prefix or stop=block"
+        )
+    if spec.attention == "block_causal" and plugins.blocks.grid is None:
+        raise UserError(
+            f"this model is block-causal, its attention knows blocks of one length from the first token on, and blocks="
+            f"{blocks} makes others: use blocks=fixed"
+        )
+    if spec.attention == "block_causal" and plugins.cache.stores and not isinstance(plugins.cache, BlockCausalCache):
+        raise UserError(
+            f"cache={cache} is for models that see the whole canvas, and this one is block-causal: use"
+            " cache=block_causal, which is exact, or cache=none"
+        )
+    if spec.attention != "block_causal" and isinstance(plugins.cache, BlockCausalCache):
+        raise UserError(
+            f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual or cache=none"
         )
     starved = spec.shift and isinstance(plugins.cache, PrefixCache | DualCache) and plugins.cache.compat
     if starved and not isinstance(plugins.scheduler, ForcedFirst):

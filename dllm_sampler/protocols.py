@@ -37,6 +37,7 @@ class ModelSpec:
     device: torch.device
     eot_id: int | None = None  # end of turn, where it differs from eos
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
@@ -176,6 +177,11 @@ class Blocks(PlugIn):
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor | None:
         """`[B]` final `stop` of the rows with age 0 (others ignored); may only shorten it. None: leave all."""
+        return None
+
+    @property
+    def grid(self) -> int | None:
+        """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
         return None
 
     def close(self, before: Canvas, after: Canvas, edit: Edit) -> Tensor:

@@ -225,7 +225,7 @@ class Sampler:
         if not isinstance(self.plugins.blocks, FixedBlocks):
             name = type(self.plugins.blocks).__name__
             raise UserError(f"block_length belongs to blocks=fixed, but blocks is {name}: leave one of them out")
-        plugins = replace(self.plugins, blocks=FixedBlocks(block_length))
+        plugins = replace(self.plugins, blocks=FixedBlocks(block_length).bind(self.denoiser.spec))
         check(plugins, self.denoiser.spec)
         return plugins
 

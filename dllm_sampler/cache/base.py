@@ -11,6 +11,7 @@ from torch import Tensor
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.transformer import block_causal
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
@@ -132,7 +133,7 @@ class Cache:
         """Keep the fresh `k, v [B*K, Hkv, M, Dh]`; return the `k, v [B*K, Hkv, S, Dh]` to attend to and their mask."""
         if self.slots is not None:
             self.slots.write(index, k, v, plan)
-            k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[1])
+            k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
         if plan.keys is None:
             return k, v, None
         return k, v, plan.keys[:, None] if plan.keys.dim() == 3 else plan.keys[:, None, None]
@@ -149,18 +150,18 @@ class Cache:
         seen = visible(canvas, query)
         length = canvas.length
         positions = torch.arange(length, device=seen.device).expand(seen.shape[0], length)
-        keys = None
-        if canvas.padded or query.limit is not None:
-            keys = seen if self.stores else seen[:, :length]
+        keys = keys_of(canvas, query, seen, positions)
+        if keys is not None and not self.stores:
+            keys = keys[..., :length]
         return Plan(self, positions, keys, seen.sum(1), contiguous=True)
 
     def part(self, canvas: Canvas, query: Query, chosen: Tensor) -> Plan:
         """A plan that computes the set `chosen [B, L+1] bool`, `sizes.computed` columns, against every stored one."""
         seen = visible(canvas, query)
         chosen = chosen & seen & ~canvas.done[:, None]
-        keys = seen if canvas.padded or query.limit is not None else None
         positions = select.columns(chosen, max(1, canvas.sizes.computed))  # [B, M]
         batch, columns = chosen.shape
+        keys = keys_of(canvas, query, seen, positions)
         slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
         return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten())
 
@@ -172,6 +173,14 @@ def visible(canvas: Canvas, query: Query) -> Tensor:
 
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
+def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
+    """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `Plan.keys` has it."""
+    if canvas.grid is not None:
+        begin = canvas.begin[:, None]
+        return seen[:, None] & block_causal(positions - begin, canvas.columns() - begin, canvas.grid)
+    return seen if canvas.padded or query.limit is not None else None
+
+
     """`[B, L+1] bool` committed columns that `edit` writes again or takes back: what is stored of them is void."""
     touched = edit.commit if edit.remask is None else edit.commit | edit.remask
     touched = touched & ~canvas.masked.gather(1, query.positions)

@@ -6,7 +6,7 @@ enter it here: under the `system` of its lines, or under the part before the sla
 
 from __future__ import annotations
 
-from dllm_sampler.eval.conformance import dinfer, dream, klass_wino, learn2pd, llada, unmasking
+from dllm_sampler.eval.conformance import block_causal, caches, dinfer, dream, klass_wino, learn2pd, llada, unmasking
 from dllm_sampler.eval.conformance.builder import Builder, Unsupported
 
 SYSTEMS: dict[str, Builder] = {
@@ -28,12 +28,17 @@ SYSTEMS: dict[str, Builder] = {
     "dinfer-threshold": dinfer.dinfer,
     "dinfer-hierarchy": dinfer.dinfer,
     "dinfer-credit": dinfer.dinfer,
+    "sdar": block_causal.sdar,
+    "llada2": block_causal.llada2,
     "learn2pd": learn2pd.plain,
     "learn2pd-eot": learn2pd.end_of_text,
     "klass": klass_wino.klass,
     "wino": klass_wino.wino,
     "pcs-entropy": klass_wino.baseline,
     "pcs-margin": klass_wino.baseline,
+    "dkv-cache-decode": caches.dkv_decode,
+    "dkv-cache-greedy": caches.dkv_greedy,
+    "dkv-cache-dream": caches.dkv_dream,
 }
 
 
