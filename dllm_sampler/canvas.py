@@ -27,6 +27,7 @@ class Sizes:
     block: int  # no live row's block is wider
     computed: int  # for no live row does the cache compute more columns
     whole: bool  # for every live row it computes all there are
+    opens: bool = True  # some live row may open a block
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Canvas:
     padded: bool  # some row does not see every column: attention needs a key mask
     sizes: Sizes
     noise: Noise
-
     grid: int | None = None  # no block crosses a multiple of it, counted from the row's first token
+
     @property
     def length(self) -> int:
         """L, the number of columns without the empty slot."""
@@ -71,7 +72,6 @@ class Canvas:
         column = self.columns()
         return (column >= self.start[:, None]) & (column < self.stop[:, None])
 
-    def window(self, width: int, back: int = 0) -> Tensor:
     def reach(self, start: Tensor, lookahead: int) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`."""
         stop = torch.minimum(start + lookahead, self.end)
@@ -82,6 +82,7 @@ class Canvas:
         assert self.grid is not None
         return column - (column - self.begin) % self.grid
 
+    def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
         column = (self.start - back)[:, None] + torch.arange(width, device=self.ids.device)[None]
         return torch.where(column < self.stop[:, None], column, self.length)
@@ -121,6 +122,16 @@ class Canvas:
             masked=after.masked & (self.columns() < end[:, None]),
         )
 
+    def renoised(self, vocab: int) -> Canvas:
+        """The canvas of uniform diffusion as the next forward is to see it: fresh random tokens where there is noise.
+
+        A row draws for its block only. What stands at noise has no meaning, so this writes nothing.
+        """
+        at = self.window(max(1, self.sizes.block))  # [B, W]
+        fresh = self.masked.gather(1, at) & ~self.done[:, None]
+        drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
+        return replace(self, ids=self.ids.scatter(1, at, drawn))
+
     def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None) -> Canvas:
         """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest."""
         live = ~self.done
@@ -148,6 +159,7 @@ class Query:
     live: Tensor | None = None  # [B] candidates that count; None: all K
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
+    previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions
     blind: bool = False  # re-predict committed positions without seeing their token
 
@@ -208,5 +220,5 @@ class Edit:
     leave: Tensor | None = None  # [B] bool: leave the block unfinished
     finish: Tensor | None = None  # [B] bool: stop the row
     end: Tensor | None = None  # [B] cut the canvas here
-    forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
+    forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on

@@ -79,9 +79,10 @@ def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None
     """
     live = ~canvas.done
     masks = canvas.noise_left() if ahead is None else ahead.sum(1)
-    values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), canvas.done.all(), bad.any()]
+    opens = ((canvas.age == 0) & live).any()
+    values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), opens, canvas.done.all(), bad.any()]
     if count is not None:
         values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
-    masks, block, finished, any_bad, *of_cache = torch.stack(values).tolist()
+    masks, block, opened, finished, any_bad, *of_cache = torch.stack(values).tolist()
     computed, whole = of_cache or (canvas.length, True)
-    return Sizes(masks, block, computed, bool(whole)), bool(finished), bool(any_bad)
+    return Sizes(masks, block, computed, bool(whole), bool(opened)), bool(finished), bool(any_bad)

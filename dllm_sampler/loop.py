@@ -27,6 +27,7 @@ class State:
     bad: Tensor  # [B] first step (from 1) at which the model returned no finite statistics for the row; 0: none
     recorder: Recorder
     ahead: Tensor | None = None  # [B, L+1] see `Scheduler.ahead`
+    previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
 
 
@@ -48,16 +49,22 @@ class Engine:
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
         p, spec, canvas = self.plugins, self.denoiser.spec, state.canvas
+        if spec.mask_id is None:
+            canvas = canvas.renoised(spec.vocab_size)
         width = max(1, canvas.sizes.masks if p.scheduler.asks == "masks" else canvas.sizes.block)
         query = p.scheduler.ask(canvas, width, state.carry)
         query = state.cache.narrow(canvas, query)
         watched = p.stop.positions(canvas)
         if watched is not None:
             query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
+        needs = p.needs
+        if spec.self_conditioning:
+            needs |= {"logits"}
+            query = replace(query, previous=state.previous)
         plan = state.cache.plan(canvas, query)
         hidden, spent = self.denoiser(canvas, query, plan)
         logits = self.denoiser.head(hidden)
-        seen = readout.read(logits, hidden, canvas, query, spec, p.guides, p.needs, p.compat)
+        seen = readout.read(logits, hidden, canvas, query, spec, p.guides, needs, p.compat)
 
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:
@@ -79,6 +86,8 @@ class Engine:
             nfe=canvas.nfe + spent.nfe,
             rows=canvas.rows + spent.rows,
         )
+        if seen.logits is not None and spec.self_conditioning:
+            state.previous = seen.logits[:, 0].to(spec.dtype)
         self._look_ahead(state)
 
     def _look_ahead(self, state: State) -> None:

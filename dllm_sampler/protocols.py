@@ -40,6 +40,8 @@ class ModelSpec:
     block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
+    encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
+    self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
 
 
@@ -113,6 +115,12 @@ class Scheduler(PlugIn):
     """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML."""
 
     asks: ClassVar[Literal["masks", "window"]] = "masks"  # how wide `ask` must be: the block's noise, or all of it
+    uniform: ClassVar[bool] = False  # its rule is also good for uniform diffusion, whose noise are random tokens
+
+    @property
+    def guides(self) -> tuple[Guide, ...]:
+        """What it does to the logits itself, after the user's guides (a temperature that falls, say); default: nothing."""
+        return ()
 
     @property
     def whole(self) -> bool:
@@ -171,17 +179,17 @@ def block_over(after: Canvas, edit: Edit) -> Tensor:
 class Blocks(PlugIn):
     """Where blocks end."""
 
+    @property
+    def grid(self) -> int | None:
+        """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
+        return None
+
     def lookahead(self, tokens: int) -> int:
         """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""
         raise NotImplementedError
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor | None:
         """`[B]` final `stop` of the rows with age 0 (others ignored); may only shorten it. None: leave all."""
-        return None
-
-    @property
-    def grid(self) -> int | None:
-        """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
         return None
 
     def close(self, before: Canvas, after: Canvas, edit: Edit) -> Tensor:

@@ -56,6 +56,7 @@ class Cache:
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
+    memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
     twin: Self | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
 
@@ -111,7 +112,7 @@ class Cache:
 
     def answered(self, canvas: Canvas) -> Tensor:
         """`[B, L+1] bool` columns that the next forward predicts."""
-        computed = self.computes(canvas)
+        computed = canvas.in_block() if self.spec.encoder else self.computes(canvas)
         if computed is None or not self.spec.shift:
             return canvas.seen() if computed is None else computed
         # The row's very first position has no row before it and is predicted by its own.
@@ -160,8 +161,8 @@ class Cache:
         seen = visible(canvas, query)
         chosen = chosen & seen & ~canvas.done[:, None]
         positions = select.columns(chosen, max(1, canvas.sizes.computed))  # [B, M]
-        batch, columns = chosen.shape
         keys = keys_of(canvas, query, seen, positions)
+        batch, columns = chosen.shape
         slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
         return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten())
 
@@ -172,7 +173,6 @@ def visible(canvas: Canvas, query: Query) -> Tensor:
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
 
 
-def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
 def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
     """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `Plan.keys` has it."""
     if canvas.grid is not None:
@@ -181,6 +181,7 @@ def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Te
     return seen if canvas.padded or query.limit is not None else None
 
 
+def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
     """`[B, L+1] bool` committed columns that `edit` writes again or takes back: what is stored of them is void."""
     touched = edit.commit if edit.remask is None else edit.commit | edit.remask
     touched = touched & ~canvas.masked.gather(1, query.positions)
