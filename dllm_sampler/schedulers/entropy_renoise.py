@@ -18,8 +18,8 @@ from dllm_sampler.schedulers.entropy_bound import bounded
 class EntropyRenoise(Scheduler):
     """Accept sampled tokens by an entropy bound in each step, renoise all others, and answer with the best tokens.
 
-    Source: the entropy-bound sampler of DiffusionGemma (transformers 5.23, `models/diffusion_gemma`), whose bound is the
-    EB-Sampler's (arXiv 2505.24857). Acceptance is decided anew at every step: what an earlier one accepted may become
+    Source: the entropy-bound sampler of DiffusionGemma (transformers 5.23, `models/diffusion_gemma`), whose bound is
+    the EB-Sampler's (arXiv 2505.24857). Acceptance is decided anew at every step: what an earlier one accepted may become
     noise again. A block ends after `max_denoising_steps`, or when the best tokens stood still and are sure; it is then
     filled with the best tokens of that forward, not with the accepted ones. Tokens are sampled at a temperature that
     falls linearly from `t_max` towards `t_min` and is also what entropies are measured at; other guides apply before
@@ -30,7 +30,8 @@ class EntropyRenoise(Scheduler):
             one position (those of no entropy besides), infinity all.
         max_denoising_steps: forwards per block at most.
         t_min, t_max: temperatures; both 0: the best tokens, measured as they are.
-        stability_threshold: earlier forwards of the block that must have had the same best tokens; None: never stop early.
+        stability_threshold: forwards of the block before this one that must have had the same best tokens; None: never
+            stop early.
         confidence_threshold: nats that the block's mean entropy must be below, besides; None: never stop early.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.conformance.lines import Line
+from dllm_sampler.eval.conformance.lines import Line, Steps
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
@@ -82,6 +82,9 @@ class Setup:
         measured: the sampler's denoiser, where the record says how many positions each forward computed.
         guided: whether the record has two forwards for the step of this number (from 0), one of them without prompt.
         only_commits: the record lists no forwards that committed nothing, though it counts them.
+        accepted: positions that each forward accepted, where the record has those and acceptance is not for good.
+        ends: tokens with which an output ends, where what was never begun is no part of it and `pad` stands behind
+            the first of them up to the end of its block.
         cut: the recorded output ends behind the first end token, or at this length; `steps` goes on.
     """
 
@@ -95,6 +98,9 @@ class Setup:
     guided: Callable[[int], bool] | None = None
     only_commits: bool = False
     cut: int | None = None
+    accepted: Steps | None = None
+    ends: tuple[int, ...] | None = None
+    pad: int | None = None
 
 
 Builder = Callable[[Line, Checkpoints], Setup]

@@ -104,7 +104,18 @@ def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Ste
     if setup.cut is not None:
         eos = setup.sampler.denoiser.spec.eos_id
         tokens = [row[: min([setup.cut, *(i + 1 for i, token in enumerate(row) if token == eos)])] for row in tokens]
+    if setup.ends is not None:
+        noise = last.masked.tolist()
+        tokens = [[t for t, open_ in zip(*pair, strict=True) if not open_] for pair in zip(tokens, noise, strict=True)]
+        tokens = [_padded(row, setup.ends, setup.pad) for row in tokens]
+    if setup.accepted is not None:
+        committed = [setup.accepted]
     return tokens, committed, remasked
+
+
+def _padded(row: Tokens, ends: tuple[int, ...], pad: int | None) -> Tokens:
+    first = min((i for i, token in enumerate(row) if token in ends), default=len(row))
+    return row if pad is None else row[: first + 1] + [pad] * len(row[first + 1 :])
 
 
 def counts(verdicts: Iterable[Verdict]) -> dict[Status, int]:

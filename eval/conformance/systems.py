@@ -6,7 +6,17 @@ enter it here: under the `system` of its lines, or under the part before the sla
 
 from __future__ import annotations
 
-from dllm_sampler.eval.conformance import block_causal, caches, dinfer, dream, klass_wino, learn2pd, llada, unmasking
+from dllm_sampler.eval.conformance import (
+    block_causal,
+    caches,
+    diffusion_gemma,
+    dinfer,
+    dream,
+    klass_wino,
+    learn2pd,
+    llada,
+    unmasking,
+)
 from dllm_sampler.eval.conformance.builder import Builder, Unsupported
 
 SYSTEMS: dict[str, Builder] = {
@@ -30,6 +40,7 @@ SYSTEMS: dict[str, Builder] = {
     "dinfer-credit": dinfer.dinfer,
     "sdar": block_causal.sdar,
     "llada2": block_causal.llada2,
+    "diffusion-gemma": diffusion_gemma.generate,
     "learn2pd": learn2pd.plain,
     "learn2pd-eot": learn2pd.end_of_text,
     "klass": klass_wino.klass,
