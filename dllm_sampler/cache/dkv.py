@@ -27,7 +27,7 @@ class DelayedCache(Cache):
     that ranks masks sees fresh predictions.
 
     On a model with a logit shift row i predicts position i + 1, so the row of a token is still needed while its
-    successor is a mask. `un` keeps a row when its successor is committed, as most of the paper's figures have it: it may
+    successor is a mask. `un` keeps a row when its successor is committed, as the paper's main figures have it: it may
     then hold the row of a mask, and goes on serving it until a refresh. `un_right` wants both committed, and scored
     higher in the paper. (Its third variant, `right`, loses rows that masks need and is refused.) The canvas's last row
     predicts nothing and is kept once its own position is committed.
