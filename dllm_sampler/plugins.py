@@ -111,6 +111,11 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
             f"scheduler={scheduler} needs every position computed in each forward, and cache={cache} computes a part:"
             " use cache=none"
         )
+    if plugins.scheduler.exact and plugins.cache.chooses:
+        raise UserError(
+            f"scheduler={scheduler} needs a prediction at every position it asks about, and cache={cache} chooses"
+            " which masks to predict: use cache=dual or cache=none"
+        )
     if plugins.scheduler.blind and not (spec.cacheable and spec.mask_id is not None):
         raise UserError(
             f"scheduler={scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows"

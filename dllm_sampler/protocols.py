@@ -133,6 +133,11 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def exact(self) -> bool:
+        """Whether it must hear about every mask it asks: no cache may choose among them."""
+        return False
+
+    @property
     def revises(self) -> bool:
         """Whether it may take back or replace tokens that are committed."""
         return False
@@ -156,7 +161,10 @@ class Scheduler(PlugIn):
         return Query.masks(canvas, width) if self.asks == "masks" else Query.window(canvas, width)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """`[B, L+1] bool` what the next `ask` names and `tell` commits, where that needs no prediction (`plans`)."""
+        """What the next `ask` names and `tell` commits, where that needs no prediction (`plans`).
+
+        `[B, L+1] int64` places in the step's order, from 1; 0: not in this step.
+        """
         return None
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

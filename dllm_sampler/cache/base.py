@@ -52,6 +52,7 @@ class Cache:
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
     syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
+    chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
     foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
@@ -95,7 +96,7 @@ class Cache:
         return canvas.age == 0
 
     def expect(self, ahead: Tensor) -> None:
-        """Take note of the columns `[B, L+1] bool` that the next forward will commit (see `foresees`)."""
+        """Take note of `Scheduler.ahead [B, L+1]`, what the next forward will commit (see `foresees`)."""
 
     def computes(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""

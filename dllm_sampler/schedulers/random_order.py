@@ -29,6 +29,11 @@ class RandomOrder(Scheduler):
         check_steps(self.steps)
 
     @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`."""
+        return True
+
+    @property
     def plans(self) -> bool:
         """It does."""
         return True
@@ -40,18 +45,19 @@ class RandomOrder(Scheduler):
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor:
         """See `Scheduler.ahead`."""
         share, _ = even_share(canvas, self.steps, carry)
-        columns = canvas.columns().expand_as(canvas.masked)
-        return select.top(self._place(canvas, columns), canvas.masked & canvas.in_block(), share)
+        noise = canvas.masked & canvas.in_block()
+        turn = select.rank(self._number(canvas, canvas.columns().expand_as(noise)), noise)  # [B, L+1]
+        return torch.where(noise & (turn < share[:, None]), turn + 1, 0)
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """What comes next, and nothing else."""
-        return Query.at(canvas, select.columns(self.ahead(canvas, carry), width), exact=True)
+        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, width), exact=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         share, carry = even_share(canvas, self.steps, carry)
         # A stop may have joined later positions, and a block that this forward sized may have lost some.
-        commit = select.top(self._place(canvas, query.positions), canvas.eligible(query.positions), share)
+        commit = select.top(self._number(canvas, query.positions), canvas.eligible(query.positions), share)
         return Edit(readout.token[:, 0], commit), carry
 
     def bound(self, tokens: int) -> int:
@@ -59,6 +65,6 @@ class RandomOrder(Scheduler):
         return 2 * tokens
 
     @staticmethod
-    def _place(canvas: Canvas, positions: Tensor) -> Tensor:
+    def _number(canvas: Canvas, positions: Tensor) -> Tensor:
         """`[B, Q]` number of each position, the same in every step; the highest is next."""
         return canvas.noise.uniform(replace(canvas, step=torch.zeros_like(canvas.step)), positions)

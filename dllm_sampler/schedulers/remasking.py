@@ -28,6 +28,11 @@ class Remasking(Scheduler):
         return bound
 
     @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`."""
+        return True
+
+    @property
     def revises(self) -> bool:
         """They are taken back."""
         return True
