@@ -78,7 +78,7 @@ def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None
     (None: the noise of the block).
     """
     live = ~canvas.done
-    masks = canvas.noise_left() if ahead is None else ahead.sum(1)
+    masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
     opens = ((canvas.age == 0) & live).any()
     values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), opens, canvas.done.all(), bad.any()]
     if count is not None:

@@ -22,7 +22,7 @@ class GreedyCache(Cache):
     Source: dKV-Cache-Greedy, arXiv 2505.15781. Everything else is served as it was last computed, also masks. A step
     costs a number of rows that does not grow with the canvas, but the positions of the step must be known before its
     forward: `scheduler=random_order`. As in the published code the window lies around each position to be committed,
-    in order of position, and takes masks outwards, left and right in turns, wherever they are on the canvas.
+    and takes masks outwards, left and right in turns, wherever they are on the canvas.
 
     Args:
         refresh_every: forwards from one full one to the next; they are counted in each block, which opens with one.
@@ -34,7 +34,7 @@ class GreedyCache(Cache):
 
     refresh_every: int = 2
     window: int = 4
-    ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the next forward commits
+    ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `Scheduler.ahead`
     wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the last one wrote
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class GreedyCache(Cache):
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)
-        live.ahead = live.wrote = torch.zeros_like(canvas.masked)
+        live.ahead, live.wrote = torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked)
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
@@ -60,25 +60,25 @@ class GreedyCache(Cache):
     def count(self, canvas: Canvas) -> Tensor:
         """See `Cache.count`."""
         sure, free = self._sure(canvas)
-        beside = torch.minimum(self.window * self.ahead.sum(1), free.sum(1))
+        beside = torch.minimum(self.window * (self.ahead > 0).sum(1), free.sum(1))
         return torch.where(self.due(canvas), canvas.end - canvas.begin, sure.sum(1) + beside)
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         chosen, free = self._sure(canvas)
-        column = canvas.columns()
-        for position in select.columns(self.ahead, canvas.sizes.masks).split(1, 1):  # [B, 1]
-            # The n-th free mask to the left comes (2n - 1)-th, the n-th to the right 2n-th.
-            number = free.cumsum(1)
-            away = number - number.gather(1, position)  # 0 and falling to the left, from 1 on to the right
-            turn = torch.where(column < position, 1 - 2 * away, 2 * away)
-            beside = select.top(-turn.double(), free, self.window * (position < canvas.length)[:, 0])
+        for place in range(1, canvas.sizes.masks + 1):
+            own = self.ahead == place  # [B, L+1], none where the row commits fewer
+            away = canvas.columns() - own.long().argmax(1, keepdim=True)
+            turn = torch.where(away < 0, -2 * away - 1, 2 * away)  # left comes before right
+            beside = select.top(-turn.double(), free, self.window * own.any(1))
             chosen, free = chosen | beside, free & ~beside
         return chosen | self.due(canvas)[:, None]
 
     def _sure(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B, L+1]` columns computed in any case, and the masks left for windows."""
-        ahead = self.ahead | self.ahead.roll(-1, 1) if self.spec.shift else self.ahead  # also the row that predicts
+        ahead = self.ahead > 0
+        if self.spec.shift:
+            ahead = ahead | ahead.roll(-1, 1)  # the rows that predict
         sure = (ahead | self.wrote) & canvas.seen()
         return sure, canvas.masked & ~sure
 
