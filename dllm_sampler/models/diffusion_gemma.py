@@ -82,10 +82,14 @@ class DiffusionGemmaDenoiser:
     eot_id: int | None = None
 
     @property
+    def text(self) -> Any:
+        """The config of the network's text part."""
+        return self.model.config.text_config
+
+    @property
     def spec(self) -> ModelSpec:
         """What the loop must know; layers differ in their heads, so caches that store cannot serve it."""
-        text = self.model.config.text_config
-        first = text.per_layer_config[0]
+        text, first = self.text, self.text.per_layer_config[0]
         return ModelSpec(
             vocab_size=text.vocab_size,
             mask_id=None,
@@ -97,7 +101,7 @@ class DiffusionGemmaDenoiser:
             num_kv_heads=first.num_key_value_heads,
             head_dim=first.head_dim,
             dtype=self.model.dtype,
-            device=self.model.get_input_embeddings().weight.device,
+            device=self.model.lm_head.weight.device,
             cacheable=False,
             block_length=self.model.config.canvas_length,
             encoder=True,
@@ -157,7 +161,7 @@ class DiffusionGemmaDenoiser:
         at = columns.clamp(min=0)
         key, begin = canvas.columns()[:, None], canvas.begin[:, None, None]  # [1, 1, L+1], [B, 1, 1]
         causal = (key <= at[..., None]) & (key >= begin)  # [B, W, L+1]
-        near = causal & (at[..., None] - key < self.model.config.text_config.sliding_window)
+        near = causal & (at[..., None] - key < self.text.sliding_window)
         self.model.model.encoder.language_model(
             input_ids=canvas.ids.gather(1, at),
             attention_mask={"full_attention": self._mask(causal), "sliding_attention": self._mask(near)},
@@ -172,7 +176,7 @@ class DiffusionGemmaDenoiser:
         end = canvas.length if query.limit is None else query.limit[:, None]
         key, start = canvas.columns(), canvas.start[:, None]
         text = (key >= canvas.begin[:, None]) & (key < start) & (key < end)  # [B, L+1]
-        near = text & (key > start - self.model.config.text_config.sliding_window)
+        near = text & (key > start - self.text.sliding_window)
         block = (columns < canvas.length) & (columns < end)  # [B, W]
         kinds = (("full_attention", text), ("sliding_attention", near))
         return [(kind, self._mask(torch.cat([seen, block], 1)[:, None])) for kind, seen in kinds]
@@ -234,7 +238,7 @@ def wrap(
     Raises:
         UserError: it has no end token, or its encoder is not causal.
     """
-    text = model.config.text_config
+    text: Any = model.config.text_config
     if text.use_bidirectional_attention == "all":
         raise UserError("a DiffusionGemma whose encoder attends in both directions is not implemented")
     listed = next(

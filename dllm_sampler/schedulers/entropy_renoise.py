@@ -19,11 +19,11 @@ class EntropyRenoise(Scheduler):
     """Accept sampled tokens by an entropy bound in each step, renoise all others, and answer with the best tokens.
 
     Source: the entropy-bound sampler of DiffusionGemma (transformers 5.23, `models/diffusion_gemma`), whose bound is
-    the EB-Sampler's (arXiv 2505.24857). Acceptance is decided anew at every step: what an earlier one accepted may become
-    noise again. A block ends after `max_denoising_steps`, or when the best tokens stood still and are sure; it is then
-    filled with the best tokens of that forward, not with the accepted ones. Tokens are sampled at a temperature that
-    falls linearly from `t_max` towards `t_min` and is also what entropies are measured at; other guides apply before
-    it. For models with a mask token noise is that token.
+    the EB-Sampler's (arXiv 2505.24857). Acceptance is decided anew at every step: what an earlier one accepted may
+    become noise again. A block ends after `max_denoising_steps`, or when the best tokens stood still and are sure; it
+    is then filled with the best tokens of that forward, not with the accepted ones. Tokens are sampled at a temperature
+    that falls linearly from `t_max` towards `t_min`, at which entropies are measured too; other guides apply before it.
+    For models with a mask token noise is that token.
 
     Args:
         entropy_bound: nats that the entropies of the accepted positions may sum to without the largest one; 0 accepts
@@ -77,6 +77,11 @@ class EntropyRenoise(Scheduler):
     def needs(self) -> frozenset[str]:
         """Entropies, and logits for the best tokens."""
         return frozenset({"entropy", "logits", "logsumexp"})
+
+    @property
+    def exact(self) -> bool:
+        """It judges the block as a whole."""
+        return True
 
     @property
     def revises(self) -> bool:

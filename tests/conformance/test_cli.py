@@ -31,6 +31,7 @@ SYSTEMS = {
     "learn2pd": 7,
     "learn2pd-eot": 2,
     "localleap": 8,
+    "diffusion-gemma": 5,
     "pc-sampler": 8,
     "pcs-entropy": 4,
     "pcs-margin": 4,
