@@ -89,8 +89,16 @@ class LayerParts(Protocol):
         """Normed and rotated heads of `[N, M, D]`: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`."""
         ...
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values alone `[N, Hkv, M, Dh]` of `[N, M, D]`, as in `qkv`."""
+        ...
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention and output projection `[N, M, D]`, residual not added; mask bool, broadcast to `[N, 1, M, S]`."""
+        ...
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention probabilities `[N, H, M, S]`, for caches that look at them; arguments as `attend`."""
         ...
 
     def mlp(self, hidden: Tensor) -> Tensor:
