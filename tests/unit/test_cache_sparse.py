@@ -12,6 +12,7 @@ from dllm_sampler import Canvas, Result, Sampler, UserError
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.sparse import SparseCache, best, importance
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
@@ -37,6 +38,7 @@ def forward(
     hidden = network.embed(torch.tensor(ids)[at])[None]
     rope = network.rope(at[None], hidden.dtype)
     for index, layer in enumerate(network.layers):
+        assert isinstance(layer, Layer)
         q, k, v = layer.qkv(hidden, rope)
         heads.append((q, k, v))
         if kept:
@@ -83,7 +85,7 @@ def decode(kind: str, prompt: list[int], keep: float, kernel: int, delay: int) -
 
 
 @pytest.mark.parametrize("kind", ["llada", "gqa", "dream"])
-@pytest.mark.parametrize("keep, kernel, delay", [(0.5, 3, 1), (0.3, 1, 1), (0.2, 5, 0), (0.0, 3, 1), (0.8, 3, 2)])
+@pytest.mark.parametrize(("keep", "kernel", "delay"), [(0.5, 3, 1), (0.3, 1, 1), (0.2, 5, 0), (0.0, 3, 1), (0.8, 3, 2)])
 def test_it_is_its_paper(kind: str, keep: float, kernel: int, delay: int) -> None:
     result = run(SparseCache(keep=keep, kernel=kernel, delay=delay), kind)
     for row, prompt in enumerate(toys.PROMPTS):
@@ -165,7 +167,7 @@ def test_what_is_evicted_takes_no_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, says",
+    ("fields", "says"),
     [
         ({"keep": 1.2}, "cache.keep must be a share"),
         ({"keep": -0.1}, "cache.keep must be a share"),
