@@ -160,7 +160,7 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
         )
     if spec.attention != "block_causal" and isinstance(plugins.cache, BlockCausalCache):
         raise UserError(
-            f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual or cache=none"
+            f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
         )
     starved = spec.shift and isinstance(plugins.cache, PrefixCache | DualCache) and plugins.cache.compat
     if starved and not isinstance(plugins.scheduler, ForcedFirst):

@@ -256,8 +256,8 @@ def _experts(fields: Fields, **settings: Any) -> MoeConfig:
     )
     if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
         raise UserError(
-            f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which {moe.top_groups}"
-            " are kept"
+            f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which"
+            f" {moe.top_groups} are kept"
         )
     available = moe.num_experts // moe.groups * moe.top_groups
     if moe.top_k > available:
@@ -277,7 +277,9 @@ def _own_head_dim(fields: Fields) -> int:
 def _rotary_dim(fields: Fields, head_dim: int, default: float) -> int | None:
     size = int(head_dim * fields.number("partial_rotary_factor", default))
     if size % 2 or not 0 < size <= head_dim:
-        raise UserError(f"{fields.source}: partial_rotary_factor leaves {size} of {head_dim} dimensions to turn in pairs")
+        raise UserError(
+            f"{fields.source}: partial_rotary_factor leaves {size} of {head_dim} dimensions to turn"
+        )
     return None if size == head_dim else size
 
 

@@ -202,7 +202,7 @@ def _denoiser(
     device: torch.device,
     mask_id: int | None,
 ) -> TransformerDenoiser:
-    """The model with its special tokens: as given, from `config.json`, else the generation config, else the tokenizer."""
+    """The model with its special tokens: as given, else by `config.json`, the generation config or the tokenizer."""
     generation = folder / "generation_config.json"
     generating = weights.read_json(generation) if generation.is_file() else {}
 
@@ -264,4 +264,5 @@ def _reason(error: Exception) -> str:
 
 
 def _known() -> str:
-    return " and ".join(family.name for family in FAMILIES)
+    *names, last = (family.name for family in FAMILIES)
+    return f"{', '.join(names)} and {last}"

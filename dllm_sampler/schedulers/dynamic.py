@@ -50,7 +50,7 @@ class DynamicThreshold(Threshold):
         length = torch.where(canvas.age == 0, canvas.stop - canvas.start, carry)
         whole = length if canvas.grid is None else torch.full_like(length, canvas.grid)
         steps = whole if self.steps is None else torch.full_like(whole, self.steps)
-        share = uniform_share(whole, steps, canvas.age).clamp(min=1)
+        share = uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
         eligible = canvas.eligible(query.positions)
         sure = eligible & (readout.confidence[:, 0] > self.threshold)
         paced = top(rate(self.score, canvas, query, readout), eligible, share)

@@ -60,10 +60,12 @@ SETTINGS: dict[str, list[Settings]] = {
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],
     "stop.prophet": [{"early": 2.0, "mid": 1.5, "late": 1.0}, {"start": 5, "early": 2.0, "mid": 1.5, "late": 1.0}],
     "cache.periodic_prefix": [{"every": 2}],
+    "scheduler.dynamic": [{"threshold": 0.6}, {"threshold": 0.7, "steps": 3}, {"score": "position", "steps": 4}],
     "cache.periodic_dual": [{"every": 3}],
     "blocks.fixed": [{"length": toys.FILTER_BLOCK}, {"length": 17}, {"length": 1}, {"length": 8}],
     "guide.temperature": [{"value": 0.8}, {"value": 1.5, "measured": True}],
     "guide.top_k": [{"k": 4, "measured": True}],
+    "cache.block_causal": [{}, {"store_pass": "separate"}],
     "guide.top_p": [{"p": 0.7, "measured": True}],
     "guide.end_tokens": [{}, {"mode": "defer"}],
 }
@@ -134,6 +136,11 @@ def legal(**plugins: Any) -> bool:
     try:
         toys.sampler(**plugins)
     except UserError:
+def toy_of(cache: Settings) -> str:
+    """A toy that the cache serves."""
+    return "causal" if cache["name"] == "block_causal" else "llada"
+
+
         return False
     return True
 
@@ -148,6 +155,20 @@ def cases() -> list[Case]:
 
     Every pair of plug-ins, and more, runs in test_product.
     """
+def causal_cases() -> Iterator[Case]:
+    """Every scheduler on the block-causal toy, whose blocks are fixed ones."""
+    turns = {group: _turns(f"causal {group}", settings(group)) for group in ("stop", "guide")}
+    caches = _turns("causal cache", [cache for cache in settings("cache") if cache["name"] == "block_causal"])
+    blocks = _turns("causal blocks", [one for one in settings("blocks") if one["name"] == "fixed"])
+    for scheduler in settings("scheduler"):
+        length = next(one for one in blocks if legal(kind="causal", scheduler=scheduler, blocks=one))
+        cache = next(caches)
+        if not legal(kind="causal", scheduler=scheduler, blocks=length, cache=cache):
+            cache = {"name": "none"}
+        if legal(kind="causal", scheduler=scheduler, blocks=length, cache=cache):
+            yield Case("causal", scheduler, cache, length, next(turns["stop"]), next(turns["guide"]))
+
+
     toy = _turns("toy", [{"toy": toy} for toy in toys.TOYS])
     turns = {group: _turns(group, settings(group)) for group in ("blocks", "stop", "guide", "cache")}
     return [
@@ -161,7 +182,7 @@ def cases() -> list[Case]:
         )
         for scheduler in settings("scheduler")
         for cache in _two(turns["cache"], legal_caches(scheduler))
-    ]
+    ] + list(causal_cases())
 
 
 def _two(turn: Iterator[Settings], among: list[Settings]) -> list[Settings]:

@@ -183,6 +183,8 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "guide.top_k": ({"guide": [DRAWN, {"name": "top_k", "k": 2}]}, {"guide": DRAWN}, answers_differ),
     "guide.top_p": ({"guide": [DRAWN, {"name": "top_p", "p": 0.4}]}, {"guide": DRAWN}, answers_differ),
     "guide.end_tokens": ({"guide": "end_tokens"}, {}, answers_differ),
+    "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
+    "cache.block_causal": ({"kind": "causal", "cache": "block_causal"}, {"kind": "causal"}, skips_rows),
 }
 # Compared with others, these are what "nothing happens" means.
 NEUTRAL = {"cache.none", "stop.none", "guide.none"}
