@@ -119,6 +119,10 @@ class Cache:
         # The row's very first position has no row before it and is predicted by its own.
         return torch.where(canvas.columns() > canvas.begin[:, None], computed.roll(1, 1), computed)
 
+    def predictors(self, columns: Tensor) -> Tensor:
+        """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
+        return columns.roll(-1, 1) if self.spec.shift else columns
+
     def plan(self, canvas: Canvas, query: Query) -> Plan:
         """Which rows to compute for `query`, and what they see; default: by `computes`."""
         computed = None if canvas.sizes.whole else self.computes(canvas)
@@ -184,7 +188,17 @@ def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Te
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
     """`[B, L+1] bool` committed columns that `edit` writes again or takes back: what is stored of them is void."""
+    return written(canvas, query, edit) & ~canvas.masked
+
+
+def written(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
+    """`[B, L+1] bool` columns whose token `edit` writes or takes back: they must be computed again."""
     touched = edit.commit if edit.remask is None else edit.commit | edit.remask
-    touched = touched & ~canvas.masked.gather(1, query.positions)
     # Filler positions share a slot, the empty one, and no other position occurs twice.
     return torch.zeros_like(canvas.masked).scatter(1, query.positions, touched)
+
+
+def put(stored: Tensor, columns: Tensor, fresh: Tensor) -> None:
+    """Write `fresh [B, M, ...]` over `columns [B, M]` of `stored [B, L+1, ...]`, in place."""
+    at = columns.view(*columns.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)
+    stored.scatter_(1, at, fresh.to(stored.dtype))
