@@ -52,11 +52,17 @@ class Canvas:
     sizes: Sizes
     noise: Noise
     grid: int | None = None  # no block crosses a multiple of it, counted from the row's first token
+    surplus: int = 0  # last columns that are decoded with the others but are no part of the answer
 
     @property
     def length(self) -> int:
         """L, the number of columns without the empty slot."""
         return self.ids.shape[1] - 1
+
+    @property
+    def asked(self) -> slice:
+        """The columns of the answer, as long as the caller wanted it."""
+        return slice(self.origin, self.length - self.surplus)
 
     def columns(self) -> Tensor:
         """`[1, L+1]` the column numbers."""

@@ -27,8 +27,12 @@ def canvas(
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
+
+    A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
     origin = max(len(row) for row in rows)
+    surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
+    new_tokens += surplus
     length, batch = origin + new_tokens, len(rows)
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     ids = torch.full((batch, length + 1), spec.pad_id)
@@ -61,6 +65,7 @@ def canvas(
         sizes=Sizes(masks=width, block=width, computed=length, whole=True),
         noise=noise,
         grid=blocks.grid,
+        surplus=surplus,
     )
     return replace(laid, stop=laid.reach(start, width))
 

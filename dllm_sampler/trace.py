@@ -60,7 +60,7 @@ class Trace:
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int) -> Trace:
         """The trace of a finished (or interrupted) generation."""
-        part = slice(0, canvas.length)
+        part = slice(0, canvas.asked.stop)
         kept = {
             "ids": canvas.ids[:, part],
             "step_map": recorder.step_map[:, part],
@@ -68,7 +68,7 @@ class Trace:
             "nfe": canvas.nfe,
             "rows": canvas.rows,
             "begin": canvas.begin,
-            "end": canvas.end,
+            "end": canvas.end.clamp(max=canvas.asked.stop),
             "seeds": canvas.row_seed,
         }
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}

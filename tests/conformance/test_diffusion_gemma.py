@@ -131,7 +131,7 @@ def assert_same_row(batch: Result, row: int, alone: Result) -> None:
 @pytest.mark.parametrize("scheduler", [RENOISE, {"name": "block_refine", "steps": 5, "threshold": 0.5}])
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: dict[str, Any]) -> None:
     seeds = [4, 5, 6]
-    batch = sampler(scheduler).generate(PROMPTS, max_new_tokens=40, seed=seeds)  # the last canvas is short
+    batch = sampler(scheduler).generate(PROMPTS, max_new_tokens=40, seed=seeds)  # the last canvas is cut
     assert len(set(batch.nfe.tolist())) > 1, "rows should have been in different canvases"
     for row, prompt in enumerate(PROMPTS):
         assert_same_row(batch, row, sampler(scheduler).generate([prompt], max_new_tokens=40, seed=seeds[row]))
@@ -142,6 +142,17 @@ def test_how_often_the_host_looks_changes_nothing() -> None:
     assert torch.equal(often.tokens, rarely.tokens)
     assert torch.equal(often.nfe, rarely.nfe)
     assert torch.equal(often.trace.rows, rarely.trace.rows)
+
+
+def test_the_last_canvas_is_decoded_whole_and_cut() -> None:
+    whole = sampler().generate(PROMPTS, max_new_tokens=2 * CANVAS)
+    *_, last = sampler().stream(PROMPTS, max_new_tokens=CANVAS + 3)
+    assert last.result is not None
+    for tokens in (last.tokens, last.result.tokens):
+        assert torch.equal(tokens, whole.tokens[:, : CANVAS + 3])
+    assert torch.equal(last.result.nfe, whole.nfe)
+    assert (last.result.trace.end == last.result.trace.origin + CANVAS + 3).all()
+    assert last.result.complete.all()
 
 
 def test_what_is_computed() -> None:
