@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Cache, visible
+from dllm_sampler.cache.base import Cache, put, visible, written
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
@@ -104,10 +104,6 @@ class ElasticCache(Cache):
         first = masked & ~behind
         among = torch.where(first.any(1, keepdim=True), first, masked)
         return among & (among.cumsum(1) <= self.window)
-
-    def predictors(self, columns: Tensor) -> Tensor:
-        """`[B, L+1] bool` the rows that predict the generated `columns [B, L+1]`."""
-        return columns.roll(-1, 1) if self.spec.shift else columns
 
     def forwarded(self, canvas: Canvas) -> Tensor:
         """`[B, L+1] bool` the rows that predict masks and are computed in each forward."""
@@ -235,11 +231,4 @@ class ElasticCache(Cache):
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`: what the step wrote is stale until the next forward, which computes it."""
-        written = edit.commit if edit.remask is None else edit.commit | edit.remask
-        self.stale = torch.zeros_like(self.stale).scatter(1, query.positions, written)
-
-
-def put(stored: Tensor, columns: Tensor, fresh: Tensor) -> None:
-    """Write `fresh [B, M, ...]` over `columns [B, M]` of `stored [B, L+1, ...]`, in place."""
-    at = columns.view(*columns.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)
-    stored.scatter_(1, at, fresh.to(stored.dtype))
+        self.stale = written(canvas, query, edit)
