@@ -12,7 +12,7 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan, Scheduler
 
 
 class Slots:
@@ -58,8 +58,13 @@ class Cache:
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
+    difference: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # see `reuses_guidance`
     twin: Self | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
+
+    def suit(self, spec: ModelSpec, scheduler: Scheduler) -> Cache:
+        """The cache to use with this model and scheduler; default: this one."""
+        return self
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
@@ -147,6 +152,10 @@ class Cache:
     def rows(self, plan: Plan) -> Tensor:
         """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
         return plan.computed
+
+    def reuses_guidance(self) -> bool | None:
+        """Whether guidance may use an earlier forward's difference between the branches; None: never does."""
+        return None
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""

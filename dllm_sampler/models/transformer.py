@@ -59,6 +59,13 @@ class Rope:
         """The same factors on another device (accelerate moves a layer's arguments by this method)."""
         return Rope(self.cos.to(device, non_blocking=non_blocking), self.sin.to(device, non_blocking=non_blocking))
 
+    def at(self, rows: Tensor) -> Rope:
+        """The factors of some of the positions: of rows `[N, R]` among the M."""
+        index = rows[:, None, :, None]
+        cos, sin = (f.expand(len(rows), -1, -1, -1) for f in (self.cos, self.sin))
+        index = index.expand(-1, -1, -1, cos.shape[-1])
+        return Rope(cos.gather(2, index), sin.gather(2, index))
+
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first R of `heads [N, H, M, Dh]` in the "rotate half" layout, in the precision of the angles."""
         size = self.cos.shape[-1]
@@ -148,6 +155,10 @@ class Layer(nn.Module):
     def v(self, normed: Tensor) -> Tensor:
         """Values `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
         return self.v_proj(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
+        return self.v(self.attn_norm(hidden))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention output `[N, M, D]` after the output projection; the residual is not added.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,11 +13,13 @@ from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dkv_greedy import GreedyCache
+from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.conformance import dream
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.models.cfg import guided
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
@@ -58,6 +60,25 @@ def dkv_greedy(line: Line, checkpoints: Checkpoints) -> Setup:
         raise Unsupported(f"remasking {args.remasking}: the published code knows random order only")
     cache = GreedyCache(args.cache_reloading_step, args.window_size) if args.enable_cache else NoCache()
     return _setup(line, checkpoints, args, RandomOrder(args.steps), cache, RecordedOrder.of(line))
+
+
+class _DLLM(Arguments):
+    prompt_interval_steps: Size = 1
+    gen_interval_steps: Size = 1
+    transfer_ratio: float = 0.0
+    cfg_interval_steps: Size = 1
+
+
+def dllm_cache(line: Line, checkpoints: Checkpoints) -> Setup:
+    """LLaDA under dLLM-Cache. Guidance's branches are forwards of their own, and the second is not always made."""
+    args = line.arguments(_DLLM)
+    if args.remasking != "low_confidence":
+        raise Unsupported(f"remasking {args.remasking} draws in no published order")
+    every = args.cfg_interval_steps
+    cache = IntervalCache(args.prompt_interval_steps, args.gen_interval_steps, args.transfer_ratio, every)
+    setup = _setup(line, checkpoints, args, FixedSteps(args.steps, compat=True), cache)
+    doubled = (lambda step: step < 5 or step % every == 0) if args.cfg_scale > 0 else None
+    return replace(setup, measured=None, guided=doubled)  # its forwards take every position, whatever they compute
 
 
 class _Dream(dream.Arguments):
@@ -116,12 +137,12 @@ def _setup(
     cache: Cache,
     noise: CounterNoise | None = None,
 ) -> Setup:
-    denoiser = Measured(checkpoints.load(line.model))
+    denoiser = Measured(guided(checkpoints.load(line.model), args.cfg_scale))
     if args.mask_id not in (None, denoiser.spec.mask_id):
         raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
     if args.temperature > 0:
         raise Unsupported("no order of draws is published for a cached loop")
-    if args.cfg_scale > 0:
+    if args.cfg_scale > 0 and not isinstance(cache, IntervalCache):
         raise Unsupported("the published loop has no guidance")
     sampler = Sampler(
         denoiser,

@@ -50,6 +50,7 @@ SYSTEMS: dict[str, Builder] = {
     "dkv-cache-decode": caches.dkv_decode,
     "dkv-cache-greedy": caches.dkv_greedy,
     "dkv-cache-dream": caches.dkv_dream,
+    "dllm-cache": caches.dllm_cache,
 }
 
 
