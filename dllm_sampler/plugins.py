@@ -68,7 +68,7 @@ def assemble(
         scheduler=rule,
         blocks=_of(Blocks, "blocks", config.build("blocks", blocks)).bind(spec),
         stop=_of(Stop, "stop", config.build("stop", stop)).bind(spec),
-        cache=_of(Cache, "cache", config.build("cache", cache)),
+        cache=_of(Cache, "cache", config.build("cache", cache)).suit(spec, rule),
         guides=(*(_of(Guide, "guide", one).bind(spec) for one in guides), *rule.guides),
         compat=compat,
     )

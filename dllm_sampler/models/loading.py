@@ -68,6 +68,8 @@ def load(
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     tokenizer = load_tokenizer(folder, trust_remote_code, None if family is None else PreTrainedConfig())
+    if family is None and mask_id is not None:
+        raise UserError(f"{folder}: model.mask_id is for the families {_known()}; this model names its mask token")
     if family is None:
         from dllm_sampler.models import diffusion_gemma, huggingface
 

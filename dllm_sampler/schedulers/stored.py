@@ -22,7 +22,7 @@ class StorePass(Around):
     """
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored; the inner's."""
+        """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored; inner."""
         no = torch.zeros_like(canvas.done)
         return no, no, torch.zeros_like(canvas.step), super().init(canvas)
 

@@ -84,6 +84,7 @@ STEPWISE = {"scheduler": "fixed"}
 FIXED6 = {"name": "fixed", "length": 6}
 FILTER = {"name": "learn2pd", "filter": toys.FILTER}
 KLASS = {"name": "klass", "threshold": 0.3, "history": 1}
+RENOISE = {"name": "entropy_renoise", "max_denoising_steps": 6}
 WINO = {"name": "wino", "threshold": 0.3, "least": 2}
 HIERARCHY = {"name": "hierarchical", "low": 0.3}
 ANYWHERE = {"scheduler": {"name": "fixed", "score": "random"}, "blocks": "full"}
@@ -116,6 +117,16 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     ),
     "scheduler.entropy": ({"scheduler": {"name": "entropy", "entropy": 1.0}}, STEPWISE, parallel),
     "scheduler.entropy_bound": ({"scheduler": {"name": "entropy_bound", "gamma": 1.0}}, STEPWISE, parallel),
+    "scheduler.entropy_renoise": (
+        {"scheduler": RENOISE | {"entropy_bound": 1.0}},
+        {"scheduler": RENOISE | {"entropy_bound": 0.0}},
+        answers_differ,
+    ),
+    "scheduler.block_refine": (
+        {"scheduler": {"name": "block_refine", "steps": 6, "threshold": 0.6}},
+        {"scheduler": {"name": "block_refine", "steps": 6, "threshold": 1.0}},
+        fewer_forwards,
+    ),
     "scheduler.eoser": ({"scheduler": {"name": "eoser", "low": 0.0}}, STEPWISE, other_order),
     "scheduler.hierarchical": ({"scheduler": HIERARCHY}, STEPWISE, parallel),
     "scheduler.klass": (
@@ -172,6 +183,8 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         cuts_the_context,
     ),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
+    "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
+    "cache.block_causal": ({"kind": "causal", "cache": "block_causal"}, {"kind": "causal"}, skips_rows),
     "cache.prefix": ({"cache": "prefix"}, {}, skips_rows),
     "cache.dual": ({"cache": "dual"}, {}, skips_rows),
     "blocks.fixed": ({"blocks": {"name": "fixed", "length": 5}}, {"blocks": "full"}, answers_differ),
@@ -183,11 +196,9 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "guide.top_k": ({"guide": [DRAWN, {"name": "top_k", "k": 2}]}, {"guide": DRAWN}, answers_differ),
     "guide.top_p": ({"guide": [DRAWN, {"name": "top_p", "p": 0.4}]}, {"guide": DRAWN}, answers_differ),
     "guide.end_tokens": ({"guide": "end_tokens"}, {}, answers_differ),
-    "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
-    "cache.block_causal": ({"kind": "causal", "cache": "block_causal"}, {"kind": "causal"}, skips_rows),
 }
 # Compared with others, these are what "nothing happens" means.
-NEUTRAL = {"cache.none", "stop.none", "guide.none"}
+NEUTRAL = {"cache.none", "cache.exact", "stop.none", "guide.none"}
 
 
 def test_every_plug_in_is_told_what_it_changes() -> None:
