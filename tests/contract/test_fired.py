@@ -74,6 +74,11 @@ def refreshes(one: Result, two: Result) -> bool:
     return torch.equal(one.nfe, two.nfe) and bool((one.trace.rows > two.trace.rows).all() and apart)
 
 
+def serves_and_changes(one: Result, two: Result) -> bool:
+    """Fewer positions were computed, and predictions were other than without a cache."""
+    return skips_rows(one, two) and bool((one.trace.logprob - two.trace.logprob).abs().amax() > 0.01)
+
+
 def fills_at_once(one: Result, two: Result) -> bool:
     """A row's last forward fills several masks where the other one fills one."""
     last = (one.trace.generated == one.nfe[:, None] - 1).sum(1)
@@ -161,6 +166,14 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"scheduler": WINO | {"back": 0.0}},
         takes_back,
     ),
+    "scheduler.random_order": ({"scheduler": "random_order"}, STEPWISE, other_order),
+    "cache.dkv": ({"cache": "dkv", **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.dkv_greedy": (
+        {"cache": "dkv_greedy", "scheduler": "random_order"},
+        {"scheduler": "random_order"},
+        serves_and_changes,
+    ),
+    "cache.dllm": ({"cache": {"name": "dllm", "response_every": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.periodic_prefix": (
         {"cache": {"name": "periodic_prefix", "every": 2}, **STEPWISE},
         {"cache": "prefix", **STEPWISE},

@@ -29,7 +29,8 @@ def opposed(scheduler: Scheduler, blocks: Blocks, cache: Cache) -> list[str]:
     """The plug-ins that a scheduler cannot work with, by what it declares."""
     trained = scheduler.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
-    return [type(cache).__name__] * (scheduler.whole and cache.stores) + [type(blocks).__name__] * wrong_blocks
+    starved = (scheduler.whole and cache.stores) or (cache.foresees and not scheduler.plans)
+    return [type(cache).__name__] * starved + [type(blocks).__name__] * wrong_blocks
 
 
 @pytest.mark.parametrize("name", config.names("scheduler"))
