@@ -14,7 +14,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import ModelSpec
 
 Mode = Literal["decode", "prefill", "pd"]
-Shift = Literal["un", "un_right"]
+Shift = Literal["un", "un_right", "right"]
 
 
 @dataclass
@@ -57,7 +57,7 @@ class DelayedCache(Cache):
         if self.mode not in get_args(Mode):
             raise UserError(f"cache.mode must be one of {', '.join(get_args(Mode))}, not {self.mode!r}")
         if self.shift == "right":
-            raise UserError("cache.shift=right drops rows that predict masks: use un_right, or un")
+            raise UserError("cache.shift=right leaves masks without the rows that predict them: use un_right, or un")
         if self.shift not in get_args(Shift):
             raise UserError(f"cache.shift must be un or un_right, not {self.shift!r}")
 
