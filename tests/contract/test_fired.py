@@ -174,6 +174,14 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         serves_and_changes,
     ),
     "cache.dllm": ({"cache": {"name": "dllm", "response_every": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.vicinity": (
+        {"cache": {"name": "vicinity", "before": 2, "after": 3, "warmup": 2}, **STEPWISE},
+        {"cache": "dual", **STEPWISE},
+        refreshes,
+    ),
+    "cache.sparse": ({"cache": "sparse", **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.elastic": ({"cache": {"name": "elastic", "window": 4}, **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.d2": ({"cache": {"name": "d2", "masks": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.periodic_prefix": (
         {"cache": {"name": "periodic_prefix", "every": 2}, **STEPWISE},
         {"cache": "prefix", **STEPWISE},

@@ -30,6 +30,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, cache: Cache) -> list[str]:
     trained = scheduler.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
     starved = (scheduler.whole and cache.stores) or (cache.foresees and not scheduler.plans)
+    starved = starved or (scheduler.exact and cache.chooses)
     return [type(cache).__name__] * starved + [type(blocks).__name__] * wrong_blocks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ class Paper:
             if self.rollout > 0 and (mass <= self.rollout or place == 0 or self.rollout == 1):
                 chosen.add(i)
         ordered = sorted(chosen)
-        for left, right in zip(ordered, ordered[1:], strict=False):
+        for left, right in pairwise(ordered):
             if right - left <= self.gap:
                 chosen |= set(range(left, right))
         return sorted(chosen)
