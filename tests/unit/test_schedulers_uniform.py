@@ -25,7 +25,7 @@ RENOISE: dict[str, Any] = {
     "stability_threshold": 0,
     "confidence_threshold": 1.0,
 }
-SCHEDULERS = [EntropyRenoise(**RENOISE), BlockRefine(5, 0.5)]
+SCHEDULERS: list[Any] = [EntropyRenoise(**RENOISE), BlockRefine(5, 0.5)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:
         assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=toys.SEEDS[row]))
 
 
-LONG = [EntropyRenoise(**RENOISE | {"stability_threshold": None}), BlockRefine(5, 1.0)]
+LONG = [replace(SCHEDULERS[0], stability_threshold=None), BlockRefine(5, 1.0)]
 
 
 @pytest.mark.parametrize("scheduler", LONG, ids=lambda one: type(one).__name__)
