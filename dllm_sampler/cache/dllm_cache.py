@@ -114,7 +114,7 @@ class IntervalCache(Cache):
         due = [torch.arange(0 if prompt else split, length if response else split, device=hidden.device)]
         due = [due[0].expand(batch, -1)]
         count = int(self.ratio * (length - split - int(self.spec.shift)))
-        if not response and count:
+        if not response and self.ratio:  # also where the share of a short response is no row at all
             values = parts.values(hidden[:, split:]).transpose(1, 2)  # [B, G, Hkv, Dh]
             stored = self.slots.values[index][:, split:length]
             precise = torch.promote_types(values.dtype, torch.float32)
