@@ -205,7 +205,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     ),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
     "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
-    "cache.block_causal": ({"kind": "causal", "cache": "block_causal"}, {"kind": "causal"}, skips_rows),
+    "cache.block_causal": (
+        {"kind": "causal", "cache": "block_causal"},
+        {"kind": "causal", "cache": "none"},
+        skips_rows,
+    ),
     "cache.prefix": ({"cache": "prefix"}, {}, skips_rows),
     "cache.dual": ({"cache": "dual"}, {}, skips_rows),
     "blocks.fixed": ({"blocks": {"name": "fixed", "length": 5}}, {"blocks": "full"}, answers_differ),
