@@ -1,32 +1,53 @@
 """Where blocks end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Blocks
+from dllm_sampler.protocols import Blocks, ModelSpec
+
+DEFAULT_LENGTH = 32  # LLaDA's
 
 
 @dataclass(frozen=True)
 class FixedBlocks(Blocks):
-    """Consecutive blocks of equal length, counted from the end of the prompt (LLaDA, arXiv 2502.09992).
+    """Consecutive blocks of equal length.
+
+    They are counted from the end of the prompt (LLaDA, arXiv 2502.09992), and for block-causal models (SDAR, arXiv
+    2510.06303; LLaDA2, arXiv 2512.15745), whose attention knows blocks too, from the row's first token: there the
+    prompt's last tokens may be the beginning of the first block. The last block is shorter where the generation ends
+    inside it; published block-causal samplers decode it to its end and drop what is too long.
 
     Args:
-        length: positions per block; the last one is shorter where it does not divide the generation.
+        length: positions per block; None: what the model was trained on, 32 if that is no one length.
     """
 
-    length: int = 32
+    length: int | None = None
+    causal: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, int) or isinstance(self.length, bool) or self.length < 1:
-            raise UserError(f"blocks.length must be a whole number of at least 1, not {self.length!r}")
+        length = self.length
+        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+            raise UserError(f"blocks.length must be a whole number of at least 1, not {length!r}")
+
+    def bind(self, spec: ModelSpec) -> Self:
+        """Take the model's own length and whether its attention knows blocks."""
+        bound = replace(self, length=self.length or spec.block_length or DEFAULT_LENGTH)
+        object.__setattr__(bound, "causal", spec.attention == "block_causal")
+        return bound
+
+    @property
+    def grid(self) -> int | None:
+        """See `Blocks.grid`."""
+        return self.length if self.causal else None
 
     def lookahead(self, tokens: int) -> int:
         """See `Blocks.lookahead`."""
-        return min(self.length, tokens)
+        return min(self.length or DEFAULT_LENGTH, tokens)
 
 
 @dataclass(frozen=True)

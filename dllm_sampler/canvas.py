@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Sizes:
     """What the host knows of the device between two steps: bounds that fix the static shapes of the next one."""
 
-    masks: int  # no live row has more noise than this inside its block
+    masks: int  # no live row has more noise inside its block, or less if `Scheduler.ahead` says what comes next
     block: int  # no live row's block is wider
-    first: int  # no live row's block starts before this column
-    some_open: bool  # some live row may open a block: a refresh is due
-    all_open: bool  # every live row opens one
+    computed: int  # for no live row does the cache compute more columns
+    whole: bool  # for every live row it computes all there are
+    opens: bool = True  # some live row may open a block
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,18 @@ class Canvas:
     padded: bool  # some row does not see every column: attention needs a key mask
     sizes: Sizes
     noise: Noise
+    grid: int | None = None  # no block crosses a multiple of it, counted from the row's first token
+    surplus: int = 0  # last columns that are decoded with the others but are no part of the answer
 
     @property
     def length(self) -> int:
         """L, the number of columns without the empty slot."""
         return self.ids.shape[1] - 1
+
+    @property
+    def asked(self) -> slice:
+        """The columns of the answer, as long as the caller wanted it."""
+        return slice(self.origin, self.length - self.surplus)
 
     def columns(self) -> Tensor:
         """`[1, L+1]` the column numbers."""
@@ -70,6 +77,16 @@ class Canvas:
         """`[B, L+1] bool` columns of the active block."""
         column = self.columns()
         return (column >= self.start[:, None]) & (column < self.stop[:, None])
+
+    def reach(self, start: Tensor, lookahead: int) -> Tensor:
+        """`[B]` provisional end of blocks that begin at `start [B]`."""
+        stop = torch.minimum(start + lookahead, self.end)
+        return stop if self.grid is None else torch.minimum(stop, self.on_grid(start) + self.grid)
+
+    def on_grid(self, column: Tensor) -> Tensor:
+        """`[B]` first column of the grid's block that `column [B]` lies in."""
+        assert self.grid is not None
+        return column - (column - self.begin) % self.grid
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
@@ -114,6 +131,16 @@ class Canvas:
             masked=after.masked & (self.columns() < end[:, None]),
         )
 
+    def renoised(self, vocab: int) -> Canvas:
+        """The canvas of uniform diffusion as the next forward is to see it: fresh random tokens where there is noise.
+
+        A row draws for its block only. What stands at noise has no meaning, so this writes nothing.
+        """
+        at = self.window(max(1, self.sizes.block))  # [B, W]
+        fresh = self.masked.gather(1, at) & ~self.done[:, None]
+        drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
+        return replace(self, ids=self.ids.scatter(1, at, drawn))
+
     def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None) -> Canvas:
         """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest."""
         live = ~self.done
@@ -125,7 +152,7 @@ class Canvas:
         return replace(
             self,
             start=start,
-            stop=torch.where(closed, torch.minimum(start + lookahead, self.end), self.stop),
+            stop=torch.where(closed, self.reach(start, lookahead), self.stop),
             age=torch.where(live, torch.where(closed, 0, self.age + 1), self.age),
             step=self.step + live,
             done=done,
@@ -141,6 +168,7 @@ class Query:
     live: Tensor | None = None  # [B] candidates that count; None: all K
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
+    previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions
     blind: bool = False  # re-predict committed positions without seeing their token
 
@@ -202,4 +230,5 @@ class Edit:
     leave: Tensor | None = None  # [B] bool: leave the block unfinished
     finish: Tensor | None = None  # [B] bool: stop the row
     end: Tensor | None = None  # [B] cut the canvas here
+    confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on

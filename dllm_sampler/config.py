@@ -47,6 +47,7 @@ class ModelSettings:
     path: str  # a folder or a hub id
     revision: str | None = None
     trust_remote_code: bool = False
+    mask_id: int | None = None  # where the checkpoint does not name it
     cfg_scale: float = 0.0
     device_map: str | dict[str, Any] | None = None
 
@@ -98,7 +99,7 @@ def build(group: str, spec: object) -> Any:
 
 
 def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
-    """The settings of a model: `path`, `revision`, `trust_remote_code`, `cfg_scale`, `device_map`.
+    """The settings of a model: `path`, `revision`, `trust_remote_code`, `mask_id`, `cfg_scale`, `device_map`.
 
     Args:
         spec: a name of the group `model`, a checkpoint folder, a hub id (`org/name`), or a dict with `name` or

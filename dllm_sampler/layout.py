@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,8 +27,12 @@ def canvas(
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
+
+    A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
     origin = max(len(row) for row in rows)
+    surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
+    new_tokens += surplus
     length, batch = origin + new_tokens, len(rows)
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     ids = torch.full((batch, length + 1), spec.pad_id)
@@ -41,14 +46,14 @@ def canvas(
     zero = torch.zeros_like(begin)
     start, end = zero + origin, zero + length
     width = blocks.lookahead(new_tokens)
-    return Canvas(
+    laid = Canvas(
         ids=ids,
         masked=masked,
         frozen=~masked,
         begin=begin,
         end=end,
         start=start,
-        stop=start + width,
+        stop=end,
         age=zero,
         step=zero,
         done=zero > 0,
@@ -57,33 +62,32 @@ def canvas(
         row_seed=torch.tensor(seeds, device=spec.device),
         origin=origin,
         padded=cuts or any(len(row) != origin for row in rows),
-        sizes=Sizes(masks=width, block=width, first=origin, some_open=True, all_open=True),
+        sizes=Sizes(masks=width, block=width, computed=length, whole=True),
         noise=noise,
+        grid=blocks.grid,
+        surplus=surplus,
     )
+    return replace(laid, stop=laid.reach(start, width))
 
 
 def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     """Sizes that are large enough whatever happened since the host last looked."""
     width = blocks.lookahead(canvas.length - canvas.origin)
-    return Sizes(masks=width, block=width, first=canvas.origin, some_open=True, all_open=False)
+    return Sizes(masks=width, block=width, computed=canvas.length, whole=False)
 
 
-def poll(canvas: Canvas, bad: Tensor, due: Tensor) -> tuple[Sizes, bool, bool]:
+def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
     """Read the device: the sizes of the next step, whether every row is done, whether any row is `bad [B]`.
 
-    `due [B]` are the rows whose cache wants a refresh.
+    `count [B]` is how many columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
+    (None: the noise of the block).
     """
     live = ~canvas.done
-    values = torch.stack(
-        [
-            (canvas.noise_left() * live).amax(),
-            ((canvas.stop - canvas.start) * live).amax(),
-            torch.where(live, canvas.start, canvas.length).amin(),
-            (due & live).any(),
-            (due | canvas.done).all(),
-            canvas.done.all(),
-            bad.any(),
-        ]
-    ).tolist()
-    masks, block, first, some_due, all_due, finished, any_bad = values
-    return Sizes(masks, block, first, bool(some_due), bool(all_due)), bool(finished), bool(any_bad)
+    masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
+    opens = ((canvas.age == 0) & live).any()
+    values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), opens, canvas.done.all(), bad.any()]
+    if count is not None:
+        values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
+    masks, block, opened, finished, any_bad, *of_cache = torch.stack(values).tolist()
+    computed, whole = of_cache or (canvas.length, True)
+    return Sizes(masks, block, computed, bool(whole), bool(opened)), bool(finished), bool(any_bad)

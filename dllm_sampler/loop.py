@@ -26,6 +26,8 @@ class State:
     carry: Carry
     bad: Tensor  # [B] first step (from 1) at which the model returned no finite statistics for the row; 0: none
     recorder: Recorder
+    ahead: Tensor | None = None  # [B, L+1] see `Scheduler.ahead`
+    previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
 
 
@@ -40,21 +42,29 @@ class Engine:
         p = self.plugins
         cache = p.cache.init(canvas, self.denoiser.spec)
         bad = torch.zeros_like(canvas.step)
-        return State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas))
+        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas))
+        self._look_ahead(state)
+        return state
 
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
         p, spec, canvas = self.plugins, self.denoiser.spec, state.canvas
+        if spec.mask_id is None:
+            canvas = canvas.renoised(spec.vocab_size)
         width = max(1, canvas.sizes.masks if p.scheduler.asks == "masks" else canvas.sizes.block)
         query = p.scheduler.ask(canvas, width, state.carry)
+        query = state.cache.narrow(canvas, query)
         watched = p.stop.positions(canvas)
         if watched is not None:
-            query = query.join(canvas, watched, canvas.length)
-        query = state.cache.narrow(canvas, query)
+            query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
+        needs = p.needs
+        if spec.self_conditioning:
+            needs |= {"logits"}
+            query = replace(query, previous=state.previous)
         plan = state.cache.plan(canvas, query)
         hidden, spent = self.denoiser(canvas, query, plan)
         logits = self.denoiser.head(hidden)
-        seen = readout.read(logits, hidden, canvas, query, spec, p.guides, p.needs, p.compat)
+        seen = readout.read(logits, hidden, canvas, query, spec, p.guides, needs, p.compat)
 
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:
@@ -76,13 +86,22 @@ class Engine:
             nfe=canvas.nfe + spent.nfe,
             rows=canvas.rows + spent.rows,
         )
+        if seen.logits is not None and spec.self_conditioning:
+            state.previous = seen.logits[:, 0].to(spec.dtype)
+        self._look_ahead(state)
+
+    def _look_ahead(self, state: State) -> None:
+        state.ahead = self.plugins.scheduler.ahead(state.canvas, state.carry)
+        if state.ahead is not None:
+            state.cache.expect(state.ahead)
 
     def poll(self, state: State, step: int, last: bool = False) -> None:
         """Read the device between two steps: who is done, and how large the next step must be."""
         if step % self.poll_every and not self.plugins.cache.stores and not last:
             state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, self.plugins.blocks))
             return
-        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, state.cache.due(state.canvas))
+        count = state.cache.count(state.canvas)
+        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead)
         state.canvas = replace(state.canvas, sizes=sizes)
         if bad:
             found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}

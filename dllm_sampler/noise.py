@@ -31,6 +31,10 @@ class Noise(Protocol):
         """`[B, Q]` uniform in (0, 1)."""
         ...
 
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """`[B, Q] int64` token ids, each as likely as any other: the noise of uniform diffusion."""
+        ...
+
 
 def gumbel(uniform: Tensor) -> Tensor:
     """Standard Gumbel noise from uniform noise; written so that the large values come from the fine end of floats."""
@@ -38,7 +42,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 # Streams keep the draws of one step apart.
-TOKENS, ORDER, UNIFORM = 1, 2, 3
+TOKENS, ORDER, UNIFORM, IDS = 1, 2, 3, 4
 
 # 2^-31, less one part in 2^24: float32 rounds the largest 31-bit numbers up to 2^31, and uniform noise of 1 would be
 # Gumbel noise of -inf, which lets a token of probability 0 tie with the only possible one.
@@ -87,6 +91,10 @@ class CounterNoise:
         """See `Noise.uniform`."""
         return self._unit(canvas, positions, UNIFORM)
 
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """See `Noise.ids`."""
+        return ((key(canvas, positions, IDS) & 0x7FFFFFFF) * vocab) >> 31
+
     @staticmethod
     def _unit(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
         return ((key(canvas, positions, stream) & 0xFFFFFFFFFFFF).double() + 0.5) * 2.0**-48
@@ -99,11 +107,12 @@ class ReplayNoise:
     Args:
         seed: what the published run passed to `torch.manual_seed`.
         layout: whose order. `"dream"`: one draw per mask, in row order, ranking noise over the full row.
-            `"llada"`: every draw covers the full row, masks or not.
+            `"llada"`: every draw covers the full row, masks or not. `"sdar"`: every position of the active block of
+            a block-causal model, masks or not, and no draw where nothing is asked; one row.
     """
 
     seed: int
-    layout: Literal["dream", "llada"]
+    layout: Literal["dream", "llada", "sdar"]
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -118,6 +127,8 @@ class ReplayNoise:
             noise = torch.cat([noise, noise.new_zeros(batch, 1, vocab)], 1)
             return noise.gather(1, positions.cpu()[..., None].expand(-1, -1, vocab)).to(positions.device)
         asked = (positions < canvas.length).cpu()
+        if self.layout == "sdar":
+            return self._blockwise(canvas, positions, asked, vocab)
         drawn = torch.empty(int(asked.sum()), vocab).exponential_(generator=self.generator)
         noise = torch.zeros(batch, width, vocab)
         noise[asked] = -torch.log(drawn)
@@ -138,6 +149,21 @@ class ReplayNoise:
         out = torch.ones(positions.shape)
         out[asked] = torch.rand(int(asked.sum()), generator=self.generator)
         return out.to(positions.device)
+
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """See `Noise.ids`. DiffusionGemma's code draws behind every step, once for nothing when a canvas is over."""
+        opens = canvas.age == 0
+        if bool((opens & (canvas.step > 0)).any()):
+            torch.randint(vocab, positions.shape, generator=self.generator)
+        return torch.randint(vocab, positions.shape, generator=self.generator).to(positions.device)
+
+    def _blockwise(self, canvas: Canvas, positions: Tensor, asked: Tensor, vocab: int) -> Tensor:
+        assert canvas.grid is not None and positions.shape[0] == 1
+        if not bool(asked.any()):
+            return torch.zeros(*positions.shape, vocab, device=positions.device)
+        drawn = -torch.log(torch.empty(canvas.grid, vocab).exponential_(generator=self.generator))
+        inside = (positions - canvas.on_grid(canvas.start)[:, None]).clamp(max=canvas.grid - 1)
+        return drawn[inside.cpu()].to(positions.device)
 
     @staticmethod
     def _gather(row: Tensor, positions: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ from typing import Any, TypeVar, cast
 
 from dllm_sampler import config
 from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
 from dllm_sampler.schedulers.forced import ForcedFirst
+from dllm_sampler.schedulers.stored import StorePass
 
 Kind = TypeVar("Kind")
 
@@ -61,15 +63,18 @@ def assemble(
         _set(guides, TopK(k=top_k), "k", len(guides))
     if top_p is not None:
         _set(guides, TopP(p=top_p), "p", len(guides))
+    rule = _of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(spec)
     plugins = Plugins(
-        scheduler=_of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(spec),
+        scheduler=rule,
         blocks=_of(Blocks, "blocks", config.build("blocks", blocks)).bind(spec),
         stop=_of(Stop, "stop", config.build("stop", stop)).bind(spec),
-        cache=_of(Cache, "cache", config.build("cache", cache)),
-        guides=tuple(_of(Guide, "guide", one).bind(spec) for one in guides),
+        cache=_of(Cache, "cache", config.build("cache", cache)).suit(spec, rule),
+        guides=(*(_of(Guide, "guide", one).bind(spec) for one in guides), *rule.guides),
         compat=compat,
     )
     check(plugins, spec)
+    if isinstance(plugins.cache, BlockCausalCache) and plugins.cache.store_pass == "separate":
+        return replace(plugins, scheduler=StorePass(plugins.scheduler))
     return plugins
 
 
@@ -94,6 +99,7 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
     Raises:
         UserError: naming both sides and the way out.
     """
+    plugins.cache.refuse_live()
     if plugins.cache.stores and not spec.cacheable:
         raise UserError(
             f"cache={type(plugins.cache).__name__} cannot serve this model, whose forward computes whole rows only:"
@@ -105,16 +111,56 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
             f"scheduler={scheduler} needs every position computed in each forward, and cache={cache} computes a part:"
             " use cache=none"
         )
+    if plugins.scheduler.exact and plugins.cache.chooses:
+        raise UserError(
+            f"scheduler={scheduler} needs a prediction at every position it asks about, and cache={cache} chooses"
+            " which masks to predict: use cache=dual or cache=none"
+        )
     if plugins.scheduler.blind and not (spec.cacheable and spec.mask_id is not None):
         raise UserError(
             f"scheduler={scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows"
             " only: use another scheduler, threshold say"
+        )
+    if plugins.cache.foresees and not plugins.scheduler.plans:
+        raise UserError(
+            f"cache={cache} must know before each forward what it will commit, and scheduler={scheduler} decides that"
+            " by the forward's predictions: use scheduler=random_order, or another cache, dkv say"
         )
     trained = plugins.scheduler.block_length
     if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:
         raise UserError(
             f"scheduler={scheduler} was trained on blocks of {trained} positions, and blocks="
             f"{type(plugins.blocks).__name__} makes others: use blocks=fixed with blocks.length={trained} or train anew"
+        )
+    blocks = type(plugins.blocks).__name__
+    if spec.mask_id is None and not plugins.scheduler.uniform:
+        raise UserError(
+            f"scheduler={scheduler} fills masks, and this model has none, its noise are random tokens (uniform"
+            " diffusion): use scheduler=entropy_renoise or scheduler=block_refine"
+        )
+    if spec.encoder and plugins.blocks.lookahead((spec.block_length or 1) * 2**16) != spec.block_length:
+        raise UserError(
+            f"this model denoises canvases of {spec.block_length} positions, and blocks={blocks} makes others: use"
+            f" blocks=fixed with blocks.length={spec.block_length} or null"
+        )
+    if spec.encoder and plugins.stop.cuts:
+        raise UserError(
+            f"stop={type(plugins.stop).__name__} cuts the canvas behind an end token, and this model knows whole"
+            " canvases only: use stop=prefix or stop=block"
+        )
+    if spec.attention == "block_causal" and plugins.blocks.grid is None:
+        raise UserError(
+            f"this model is block-causal, its attention knows blocks of one length from the first token on, and blocks="
+            f"{blocks} makes others: use blocks=fixed"
+        )
+    if spec.attention == "block_causal" and plugins.cache.stores and not isinstance(plugins.cache, BlockCausalCache):
+        raise UserError(
+            f"cache={cache} is for models that see the whole canvas, and this one is block-causal: use"
+            " cache=block_causal, which is exact, or cache=none"
+        )
+    if spec.attention != "block_causal" and isinstance(plugins.cache, BlockCausalCache):
+        raise UserError(
+            f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
         )
     starved = spec.shift and isinstance(plugins.cache, PrefixCache | DualCache) and plugins.cache.compat
     if starved and not isinstance(plugins.scheduler, ForcedFirst):

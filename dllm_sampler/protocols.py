@@ -38,8 +38,11 @@ class ModelSpec:
     device: torch.device
     eot_id: int | None = None  # end of turn, where it differs from eos
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
+    encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
+    self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
     folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
 
@@ -88,8 +91,16 @@ class LayerParts(Protocol):
         """Normed and rotated heads of `[N, M, D]`: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`."""
         ...
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values alone `[N, Hkv, M, Dh]` of `[N, M, D]`, as in `qkv`."""
+        ...
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Attention and output projection `[N, M, D]`, residual not added; mask bool, broadcast to `[N, 1, M, S]`."""
+        ...
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention probabilities `[N, H, M, S]`, for caches that look at them; arguments as `attend`."""
         ...
 
     def mlp(self, hidden: Tensor) -> Tensor:
@@ -114,6 +125,12 @@ class Scheduler(PlugIn):
     """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML."""
 
     asks: ClassVar[Literal["masks", "window"]] = "masks"  # how wide `ask` must be: the block's noise, or all of it
+    uniform: ClassVar[bool] = False  # its rule is also good for uniform diffusion, whose noise are random tokens
+
+    @property
+    def guides(self) -> tuple[Guide, ...]:
+        """What it does to the logits itself, after the user's guides (a temperature that falls, say); default: nothing."""
+        return ()
 
     @property
     def whole(self) -> bool:
@@ -126,8 +143,18 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def exact(self) -> bool:
+        """Whether it must hear about every mask it asks: no cache may choose among them."""
+        return False
+
+    @property
     def revises(self) -> bool:
         """Whether it may take back or replace tokens that are committed."""
+        return False
+
+    @property
+    def plans(self) -> bool:
+        """Whether it knows before a forward which positions the forward will commit, and says so in `ahead`."""
         return False
 
     @property
@@ -142,6 +169,13 @@ class Scheduler(PlugIn):
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The query of this step, `width` columns wide; default: the noise of the active block."""
         return Query.masks(canvas, width) if self.asks == "masks" else Query.window(canvas, width)
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """What the next `ask` names and `tell` commits, where that needs no prediction (`plans`).
+
+        `[B, L+1] int64` places in the step's order, from 1; 0: not in this step.
+        """
+        return None
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""
@@ -162,6 +196,11 @@ def block_over(after: Canvas, edit: Edit) -> Tensor:
 
 class Blocks(PlugIn):
     """Where blocks end."""
+
+    @property
+    def grid(self) -> int | None:
+        """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
+        return None
 
     def lookahead(self, tokens: int) -> int:
         """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""

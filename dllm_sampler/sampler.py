@@ -53,7 +53,7 @@ class Sampler:
         scheduler: object = "threshold",
         blocks: object = "fixed",
         stop: object = "prefix",
-        cache: object = "none",
+        cache: object = "exact",
         guide: object = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -89,7 +89,7 @@ class Sampler:
         scheduler: object = "threshold",
         blocks: object = "fixed",
         stop: object = "prefix",
-        cache: object = "none",
+        cache: object = "exact",
         guide: object = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -146,7 +146,8 @@ class Sampler:
 
         Args:
             prompts: strings, token lists, tensors or chat messages; one or several, of any lengths.
-            max_new_tokens: canvas length after the prompt; need not divide by the block length.
+            max_new_tokens: canvas length after the prompt; need not divide by the block length. Where a model denoises
+                whole blocks only (DiffusionGemma), the last one is decoded whole and the answer is cut.
             block_length: shortcut for `blocks.length`.
             seed: row i samples with seed + i, or with its own number of a sequence.
             stop_strings: text at which an answer ends, or several; not part of it.
@@ -202,7 +203,7 @@ class Sampler:
         if len(seeds) != len(rows):
             raise UserError(f"there are {len(seeds)} seeds for {len(rows)} prompts: give one number, or one per prompt")
         canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
-        bound = self.max_steps or plugins.scheduler.bound(new_tokens)
+        bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
         return self._run(Engine(self.denoiser, plugins, self.poll_every), canvas, bound, tuple(stops), every)
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:
@@ -225,16 +226,18 @@ class Sampler:
         if not isinstance(self.plugins.blocks, FixedBlocks):
             name = type(self.plugins.blocks).__name__
             raise UserError(f"block_length belongs to blocks=fixed, but blocks is {name}: leave one of them out")
-        plugins = replace(self.plugins, blocks=FixedBlocks(block_length))
+        plugins = replace(self.plugins, blocks=FixedBlocks(block_length).bind(self.denoiser.spec))
         check(plugins, self.denoiser.spec)
         return plugins
 
     def _stop_at(self, state: State, stop_strings: Sequence[str]) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
         canvas = state.canvas
-        origin, length = canvas.origin, canvas.length
-        known = [row.index(True) if True in row else None for row in canvas.masked[:, origin:length].tolist()]
-        ids = canvas.ids[:, origin:length].tolist()
+        part, noise = canvas.asked, canvas.masked
+        if self.plugins.scheduler.revises:  # what stands in the block may still become something else
+            noise = noise | (canvas.in_block() & ~canvas.done[:, None])
+        known = [row.index(True) if True in row else None for row in noise[:, part].tolist()]
+        ids = canvas.ids[:, part].tolist()
         texts = prompts.decode([row[:end] for row, end in zip(ids, known, strict=True)], self.tokenizer, ())
         hit = torch.tensor([any(stop in text for stop in stop_strings) for text in texts], device=self.device)
         done = canvas.done | hit
@@ -244,13 +247,13 @@ class Sampler:
     def _result(self, state: State, stop_strings: Sequence[str]) -> Result:
         canvas, spec = state.canvas, self.denoiser.spec
         trace = Trace.of(canvas, state.recorder, spec.mask_id, spec.pad_id)
-        masked = canvas.masked[:, : canvas.length].cpu()
+        masked = canvas.masked[:, : canvas.asked.stop].cpu()
         return summarise(trace, masked, canvas.done.cpu(), spec, self.tokenizer, stop_strings)
 
     @staticmethod
     def _view(state: State, step: int, result: Result | None) -> Commits:
         canvas = state.canvas
-        part = slice(canvas.origin, canvas.length)
+        part = canvas.asked
 
         def cut(tensor: Tensor) -> Tensor:
             return tensor[:, part].cpu().clone()

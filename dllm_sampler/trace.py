@@ -32,7 +32,8 @@ class Recorder:
         at = query.positions
         wrote = edit.commit & ~after.masked.gather(1, at) & ~before.frozen.gather(1, at) & ~before.done[:, None]
         step = torch.where(wrote, before.step[:, None], self.step_map.gather(1, at))
-        sure = torch.where(wrote, readout.confidence[:, 0].log().float(), self.logprob.gather(1, at))
+        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
+        sure = torch.where(wrote, sure.log().float(), self.logprob.gather(1, at))
         if edit.remask is not None:
             step = torch.where(after.masked.gather(1, at), -1, step)
         self.step_map.scatter_(1, at, step)
@@ -59,7 +60,7 @@ class Trace:
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int) -> Trace:
         """The trace of a finished (or interrupted) generation."""
-        part = slice(0, canvas.length)
+        part = slice(0, canvas.asked.stop)
         kept = {
             "ids": canvas.ids[:, part],
             "step_map": recorder.step_map[:, part],
@@ -67,7 +68,7 @@ class Trace:
             "nfe": canvas.nfe,
             "rows": canvas.rows,
             "begin": canvas.begin,
-            "end": canvas.end,
+            "end": canvas.end.clamp(max=canvas.asked.stop),
             "seeds": canvas.row_seed,
         }
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Sampler
 from dllm_sampler.canvas import Sizes
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Plan, Spent
@@ -62,18 +63,35 @@ def transformer(
     return model
 
 
+def causal_transformer(seed: int = 2) -> Transformer:
+    """As LLaDA2: norms on queries and keys, partly rotated heads, experts in groups behind a dense layer."""
+    experts = MoeConfig(
+        num_experts=8, top_k=2, expert_size=24, layers=frozenset({1}), shared_size=16, score="sigmoid", groups=4,
+        top_groups=2, normalise=True, scale=1.5, bias=True,
+    )  # fmt: skip
+    config = replace(transformer(kv_heads=2).config, qk_norm=True, rotary_dim=4, moe=experts)
+    model, generator = Transformer(config).to(torch.float64), torch.Generator().manual_seed(seed)
+    model.init_weights(std=0.8, embedding_std=1.0, generator=generator)
+    for name, weight in model.named_parameters():
+        if name.endswith("router.bias"):
+            weight.data.normal_(std=0.3, generator=generator)
+    return model
+
+
 def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
     return TransformerDenoiser(model, MASK, EOS, eot_id=EOT, shift=shift)
 
 
 @cache
 def denoiser(kind: str = "llada") -> Denoiser:
-    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided)."""
+    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal)."""
+    if kind == "causal":
+        return replace(wrapped(causal_transformer()), attention="block_causal")
     model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4), shift=kind == "dream")
     return guided(model, 1.5) if kind == "cfg" else model
 
 
-TOYS = ("llada", "gqa", "dream", "cfg")
+TOYS = ("llada", "gqa", "dream", "cfg")  # those that every cache but `block_causal` serves
 
 
 def sampler(kind: str = "llada", **plugins: Any) -> Sampler:
@@ -127,7 +145,7 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
         "done": zero > 0,
         "origin": 0,
         "padded": False,
-        "sizes": Sizes(length, length, 0, True, True),
+        "sizes": Sizes(length, length, length, True),
         "noise": CounterNoise(),
     }
     return Canvas(**{**fields, **changes})

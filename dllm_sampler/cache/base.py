@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.transformer import block_causal
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan, Scheduler
 
 
 class Slots:
@@ -42,71 +44,170 @@ class Slots:
 
 @dataclass
 class Cache:
-    """Decides which rows a forward computes. The configured object is a template; `init` returns a live copy."""
+    """Decides which rows a forward computes. The configured object is a template; `init` returns a live copy.
+
+    A cache says in `computes` which columns the next forward computes. The loop counts them between two steps, so
+    that plans have static sizes; queries lose the positions whose predicting row is not among them.
+    """
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
+    syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
+    chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
+    foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
+    memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
+    difference: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # see `reuses_guidance`
     twin: Self | None = field(init=False, default=None, repr=False, compare=False)
+    live: bool = field(init=False, default=False, repr=False, compare=False)
+
+    def suit(self, spec: ModelSpec, scheduler: Scheduler) -> Cache:
+        """The cache to use with this model and scheduler; default: this one."""
+        return self
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """A live copy for one generation with its own slots, and under classifier-free guidance its twin."""
+        """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
+
+        Raises:
+            UserError: this is a live copy already.
+        """
+        self.refuse_live()
         live = replace(self)
-        live.spec = spec
-        live.slots = Slots(spec, *canvas.ids.shape) if self.stores else None
+        live.spec, live.live = spec, True
+        live.slots = live.buffers(canvas) if self.stores else None
         if spec.branches == 2:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
+
+    def buffers(self, canvas: Canvas) -> Slots:
+        """The buffers that `spec` and the canvas ask for; default: a slot for every column."""
+        return Slots(self.spec, *canvas.ids.shape)
+
+    def refuse_live(self) -> None:
+        """Refuse to serve a second generation.
+
+        Raises:
+            UserError: this is a live copy.
+        """
+        if self.live:
+            raise UserError(
+                f"this {type(self).__name__} belongs to one generation and holds its keys and values: hand over the"
+                " cache it was made from, or its name"
+            )
 
     def due(self, canvas: Canvas) -> Tensor:
         """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
         return canvas.age == 0
 
+    def expect(self, ahead: Tensor) -> None:
+        """Take note of `Scheduler.ahead [B, L+1]`, what the next forward will commit (see `foresees`)."""
+
+    def computes(self, canvas: Canvas) -> Tensor | None:
+        """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
+        return None
+
+    def count(self, canvas: Canvas) -> Tensor | None:
+        """`[B]` how many columns that is, for the host to size the next step by; None: all of them."""
+        computed = self.computes(canvas)
+        return None if computed is None else (computed & canvas.seen()).sum(1)
+
     def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """Drop the positions that will not be computed, unless the query is exact; default: none."""
-        return query
+        """Drop the positions that nothing will predict, unless the query is exact."""
+        return query if query.exact or canvas.sizes.whole else query.drop(canvas, self.answered(canvas))
+
+    def answered(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` columns that the next forward predicts."""
+        computed = canvas.in_block() if self.spec.encoder else self.computes(canvas)
+        if computed is None or not self.spec.shift:
+            return canvas.seen() if computed is None else computed
+        # The row's very first position has no row before it and is predicted by its own.
+        return torch.where(canvas.columns() > canvas.begin[:, None], computed.roll(1, 1), computed)
+
+    def predictors(self, columns: Tensor) -> Tensor:
+        """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
+        return columns.roll(-1, 1) if self.spec.shift else columns
 
     def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """Which rows to compute for `query`, and what they see."""
-        raise NotImplementedError
+        """Which rows to compute for `query`, and what they see; default: by `computes`."""
+        computed = None if canvas.sizes.whole else self.computes(canvas)
+        return self.whole(canvas, query) if computed is None else self.part(canvas, query, computed)
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on `hidden [B*K, M, D]`; default: store the fresh keys and values, attend, feed forward."""
         q, k, v = parts.qkv(hidden, rope)
-        if self.slots is not None:
-            self.slots.write(index, k, v, plan)
-            k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[1])
-        mask = None
-        if plan.keys is not None:
-            mask = plan.keys[:, None] if plan.keys.dim() == 3 else plan.keys[:, None, None]
+        k, v, mask = self.store(index, k, v, plan)
         hidden = hidden + parts.attend(q, k, v, mask)
         return hidden + parts.mlp(hidden)
+
+    def store(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep the fresh `k, v [B*K, Hkv, M, Dh]`; return the `k, v [B*K, Hkv, S, Dh]` to attend to and their mask."""
+        if self.slots is not None:
+            self.slots.write(index, k, v, plan)
+            k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
+        if plan.keys is None:
+            return k, v, None
+        return k, v, plan.keys[:, None] if plan.keys.dim() == 3 else plan.keys[:, None, None]
+
+    def rows(self, plan: Plan) -> Tensor:
+        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
+        return plan.computed
+
+    def reuses_guidance(self) -> bool | None:
+        """Whether guidance may use an earlier forward's difference between the branches; None: never does."""
+        return None
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
 
     def whole(self, canvas: Canvas, query: Query) -> Plan:
         """A plan that computes every column."""
-        seen = _visible(canvas, query)
+        seen = visible(canvas, query)
         length = canvas.length
         positions = torch.arange(length, device=seen.device).expand(seen.shape[0], length)
-        keys = None
-        if canvas.padded or query.limit is not None:
-            keys = seen if self.stores else seen[:, :length]
+        keys = keys_of(canvas, query, seen, positions)
+        if keys is not None and not self.stores:
+            keys = keys[..., :length]
         return Plan(self, positions, keys, seen.sum(1), contiguous=True)
 
-    def part(self, canvas: Canvas, query: Query, chosen: Tensor, width: int) -> Plan:
-        """A plan that computes the set `chosen [B, L+1] bool`, at most `width` columns, against every stored one."""
-        seen = _visible(canvas, query)
+    def part(self, canvas: Canvas, query: Query, chosen: Tensor) -> Plan:
+        """A plan that computes the set `chosen [B, L+1] bool`, `sizes.computed` columns, against every stored one."""
+        seen = visible(canvas, query)
         chosen = chosen & seen & ~canvas.done[:, None]
-        keys = seen if canvas.padded or query.limit is not None else None
-        positions = select.columns(chosen, width)  # [B, M]
+        positions = select.columns(chosen, max(1, canvas.sizes.computed))  # [B, M]
+        keys = keys_of(canvas, query, seen, positions)
         batch, columns = chosen.shape
         slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
         return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten())
 
 
-def _visible(canvas: Canvas, query: Query) -> Tensor:
+def visible(canvas: Canvas, query: Query) -> Tensor:
+    """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
     seen = canvas.seen()  # [B, L+1]
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
+
+
+def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
+    """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `Plan.keys` has it."""
+    if canvas.grid is not None:
+        begin = canvas.begin[:, None]
+        return seen[:, None] & block_causal(positions - begin, canvas.columns() - begin, canvas.grid)
+    return seen if canvas.padded or query.limit is not None else None
+
+
+def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
+    """`[B, L+1] bool` committed columns that `edit` writes again or takes back: what is stored of them is void."""
+    return written(canvas, query, edit) & ~canvas.masked
+
+
+def written(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
+    """`[B, L+1] bool` columns whose token `edit` writes or takes back: they must be computed again."""
+    touched = edit.commit if edit.remask is None else edit.commit | edit.remask
+    # Filler positions share a slot, the empty one, and no other position occurs twice.
+    return torch.zeros_like(canvas.masked).scatter(1, query.positions, touched)
+
+
+def put(stored: Tensor, columns: Tensor, fresh: Tensor) -> None:
+    """Write `fresh [B, M, ...]` over `columns [B, M]` of `stored [B, L+1, ...]`, in place."""
+    at = columns.view(*columns.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)
+    stored.scatter_(1, at, fresh.to(stored.dtype))

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Plan
+from dllm_sampler.canvas import Canvas
 
 
 @dataclass
@@ -20,17 +21,8 @@ class DualCache(Cache):
 
     compat: bool = False
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """Between refreshes only the block has fresh rows."""
-        return query if query.exact else query.drop(canvas, canvas.in_block() | self.due(canvas)[:, None])
-
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """See `Cache.plan`."""
-        sizes = canvas.sizes
-        if sizes.all_open:
-            return self.whole(canvas, query)
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
         back = int(self.spec.shift and not self.compat)
         column, due = canvas.columns(), self.due(canvas)[:, None]
-        chosen = due | ((column >= canvas.start[:, None] - back) & (column < canvas.stop[:, None]))
-        width = canvas.length if sizes.some_open else sizes.block + back
-        return self.part(canvas, query, chosen, width)
+        return due | ((column >= canvas.start[:, None] - back) & (column < canvas.stop[:, None]))

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Plan
 
 
 @dataclass
@@ -13,7 +11,3 @@ class NoCache(Cache):
     """Compute every position in every step: exact, and the baseline of every speed-up."""
 
     stores: ClassVar[bool] = False
-
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """See `Cache.plan`."""
-        return self.whole(canvas, query)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Plan
+from dllm_sampler.canvas import Canvas
 
 
 @dataclass
@@ -23,17 +24,7 @@ class PrefixCache(Cache):
 
     compat: bool = False
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """Between refreshes only the block and what follows it have fresh rows."""
-        fresh = (canvas.columns() >= canvas.start[:, None]) | self.due(canvas)[:, None]
-        return query if query.exact else query.drop(canvas, fresh)
-
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """See `Cache.plan`."""
-        sizes = canvas.sizes
-        if sizes.all_open:
-            return self.whole(canvas, query)
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
         back = int(self.spec.shift and not self.compat)
-        first = canvas.start.where(~self.due(canvas), 0) - back  # [B]: a refresh computes everything
-        width = canvas.length if sizes.some_open else canvas.length - sizes.first + back
-        return self.part(canvas, query, canvas.columns() >= first[:, None], width)
+        return self.due(canvas)[:, None] | (canvas.columns() >= canvas.start[:, None] - back)

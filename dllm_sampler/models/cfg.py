@@ -35,17 +35,38 @@ class GuidedDenoiser:
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Guided hidden states `[B, K, Q, D]`: row i predicts `query.positions[:, i]`."""
+        reuse = plan.cache.reuses_guidance()
+        if reuse is not None:
+            return self._sparse(canvas, query, plan, reuse)
         conditional, spent = self.denoiser(canvas, query, plan)
+        unconditional, other = self._unconditional(canvas, query, plan)
+        hidden = unconditional + (self.scale + 1) * (conditional - unconditional)  # [B, K, Q, D]
+        return hidden, Spent(spent.nfe, spent.rows + other.rows)
+
+    def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        """The branch that does not see the prompt."""
         mask_id = self.denoiser.spec.mask_id
         assert mask_id is not None
         frozen = canvas.frozen.gather(1, query.positions)[:, None]  # [B, 1, Q]
-        unconditional, _ = self.denoiser(
+        return self.denoiser(
             replace(canvas, ids=canvas.ids.masked_fill(canvas.frozen, mask_id)),
             replace(query, ids=query.ids.masked_fill(frozen, mask_id)),
             replace(plan, cache=plan.cache.twin),
         )
-        hidden = unconditional + (self.scale + 1) * (conditional - unconditional)  # [B, K, Q, D]
-        return hidden, Spent(spent.nfe, 2 * spent.rows)
+
+    def _sparse(self, canvas: Canvas, query: Query, plan: Plan, reuse: bool) -> tuple[Tensor, Spent]:
+        """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
+        columns = torch.arange(canvas.origin, canvas.length + 1, device=canvas.ids.device)
+        every = Query.at(canvas, columns.expand(len(canvas.ids), -1))
+        conditional, spent = self.denoiser(canvas, every, plan)  # [B, 1, G+1, D]
+        if not reuse:
+            unconditional, other = self._unconditional(canvas, every, plan)
+            plan.cache.difference = conditional - unconditional
+            spent = Spent(spent.nfe, spent.rows + other.rows)
+        assert plan.cache.difference is not None
+        hidden = conditional + self.scale * plan.cache.difference
+        at = (query.positions - canvas.origin).clamp(min=0)[:, None, :, None]
+        return hidden.gather(2, at.expand(-1, -1, -1, hidden.shape[-1])), spent
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class TransformerDenoiser:
     model: the module
     mask_id, eos_id, pad_id, eot_id: its special tokens; `pad_id` is `eos_id` by default
     shift: raw row i predicts the token at i + 1 (Dream)
+    attention: what a token sees
+    block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
     folder: of the checkpoint it was loaded from
 
@@ -40,6 +43,8 @@ class TransformerDenoiser:
     pad_id: int | None = None
     eot_id: int | None = None
     shift: bool = False
+    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    block_length: int | None = None
     device: torch.device | None = None
     folder: Path | None = None
 
@@ -81,6 +86,8 @@ class TransformerDenoiser:
             head_dim=config.head_dim,
             dtype=dtype,
             device=device,
+            attention=self.attention,
+            block_length=self.block_length,
             shift=self.shift,
             folder=self.folder,
         )
@@ -128,7 +135,7 @@ def spent(canvas: Canvas, query: Query, plan: Plan) -> Spent:
     """The cost of one pass: rows of finished generations and filler candidates are free."""
     live = (~canvas.done).long()  # [B]
     candidates = query.ids.shape[1] if query.live is None else query.live
-    return Spent(live, plan.computed * candidates * live)
+    return Spent(live, plan.cache.rows(plan) * candidates * live)
 
 
 def _drive(plan: Plan, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
@@ -151,9 +158,12 @@ def _shadows(canvas: Canvas, query: Query, plan: Plan, answers: Tensor) -> tuple
     asked = query.positions
     there = (asked >= canvas.start[:, None]) & (asked < canvas.stop[:, None])  # [B, Q]
     seen = torch.ones_like(plan.positions, dtype=torch.bool) if plan.keys is None else plan.keys  # [B, M]
-    others = seen[:, None] & (plan.positions[:, None] != asked[..., None])  # [B, Q, M]
+    if seen.dim() == 2:
+        seen = seen[:, None].expand(-1, width, -1)  # [B, M, M]
+    own = seen.gather(1, answers[..., None].expand(-1, -1, width))  # [B, Q, M]: what the row sees that it shadows
+    others = own & (plan.positions[:, None] != asked[..., None])
     shadows = there[:, None]  # [B, 1, Q]: shadows that are seen
-    real = torch.cat([seen[:, None], torch.zeros_like(shadows)], 2).expand(-1, width, -1)
+    real = torch.cat([seen, torch.zeros_like(shadows).expand(-1, width, -1)], 2)
     keys = torch.cat([real, torch.cat([others, shadows.expand(-1, asked.shape[1], -1)], 2)], 1)  # [B, M+Q, M+Q]
     row = torch.arange(width, width + asked.shape[1], device=asked.device).expand(batch, -1)
     answers = torch.where(there & ~canvas.masked.gather(1, asked), row, answers)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
 # Buffers that published checkpoints carry along and that no network needs: rotary frequencies follow from the config.
@@ -28,9 +30,15 @@ class Family:
     model_type: `model_type` in `config.json`, compared without regard to case
     read: config fields to a `TransformerConfig`
     supported: config fields with the only value we implement; an absent or null field counts as supported
-    names: our module to the checkpoint's, without `.weight` and `.bias`; `*` is the layer
+    names: our module to the checkpoint's, without `.weight` and `.bias`; `*` is the layer. `#` is the expert: a tensor
+        of ours stacks those of the experts. `[q]`, `[k]`, `[v]` is the rows of these heads in a fused tensor.
+        A parameter named in full goes before its module
+    marker: config field that tells it from another family of the same `model_type`
     shift: raw row i predicts the token at i + 1
+    attention: what a token sees
+    block_length: blocks it was trained on, by its config; None: no one length
     end_of_turn: text of the token that ends a chat turn, where that is not the EOS token
+    mask_token: text of the mask token, where neither config nor tokenizer names it as such
     """
 
     name: str
@@ -38,8 +46,12 @@ class Family:
     read: Callable[[Fields], TransformerConfig]
     supported: Mapping[str, Any]
     names: Mapping[str, str]
+    marker: str | None = None
     shift: bool = False
+    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    block_length: Callable[[Fields], int] | None = None
     end_of_turn: str | None = None
+    mask_token: str | None = None
 
     def config(self, raw: Mapping[str, Any], source: str = "config.json") -> TransformerConfig:
         """The network's shape from a parsed `config.json`.
@@ -55,12 +67,32 @@ class Family:
             raise UserError(f"{source}: {config.num_heads} heads do not share {config.num_kv_heads} key heads evenly")
         return config
 
-    def to_checkpoint_name(self, name: str) -> str:
-        """The checkpoint's name of our parameter `name`."""
-        module, _, kind = name.rpartition(".")
-        layer = re.match(r"layers\.(\d+)\.", module)
-        pattern = self.names[module if layer is None else module.replace(layer[0], "layers.*.", 1)]
-        return f"{pattern if layer is None else pattern.replace('*', layer[1], 1)}.{kind}"
+    def parts(self, name: str, config: TransformerConfig) -> list[Part]:
+        """Where our parameter `name` lies in a checkpoint: one tensor or rows of it, or a tensor for each expert."""
+        layer = re.match(r"layers\.(\d+)\.", name)
+        own = name if layer is None else name.replace(layer[0], "layers.*.", 1)
+        module, _, kind = own.rpartition(".")
+        pattern = self.names[own] if own in self.names else f"{self.names[module]}.{kind}"
+        if layer is not None:
+            pattern = pattern.replace("*", layer[1], 1)
+        if "#" in pattern:
+            assert config.moe is not None
+            return [Part(pattern.replace("#", str(i), 1), expert=i) for i in range(config.moe.num_experts)]
+        heads = re.search(r"\[([qkv])\]", pattern)
+        if heads is None:
+            return [Part(pattern)]
+        q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+        rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}[heads[1]]
+        return [Part(pattern.replace(heads[0], "", 1), rows=rows)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a checkpoint that holds a parameter of ours, or a part of one, or more than one."""
+
+    name: str
+    expert: int | None = None  # it is this member of our stack
+    rows: slice | None = None  # ours are these rows of it
 
 
 @dataclass(frozen=True)
@@ -89,6 +121,13 @@ class Fields:
         if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
             raise UserError(f"{self.source}: {key} should be a positive number, not {value!r}")
         return float(value)
+
+    def count(self, *keys: str, default: int = 0) -> int:
+        """The first of `keys` that is set, a whole number from 0 on."""
+        value = self._first(keys, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"{self.source}: {keys[0]} should be a whole number from 0 on, not {value!r}")
+        return value
 
     def flag(self, key: str, default: bool) -> bool:
         """A switch."""
@@ -123,26 +162,123 @@ def _read_llada(fields: Fields) -> TransformerConfig:
     )
 
 
-def _read_dream(fields: Fields) -> TransformerConfig:
+def _read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
+    """The fields that every family has which follows Qwen's config."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     # transformers 5 writes rope_parameters for what was rope_theta and rope_scaling.
     rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"{fields.source}: scaled rotary positions are not implemented, rope_scaling should be null")
-    return TransformerConfig(
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=width,
-        intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=fields.size("num_key_value_heads", default=heads),
-        head_dim=fields.head_dim(width, heads),
-        rope_theta=fields.number("rope_theta", rope.get("rope_theta", 10_000.0)),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_positions=fields.size("max_position_embeddings", default=32_768),
-        qkv_bias=True,
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
+    read = {
+        "vocab_size": fields.size("vocab_size"),
+        "hidden_size": width,
+        "num_layers": fields.size("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": fields.size("num_key_value_heads", default=heads),
+        "rope_theta": fields.number("rope_theta", rope.get("rope_theta", 10_000.0)),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "max_positions": fields.size("max_position_embeddings", default=32_768),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+    }
+    if "head_dim" not in changes:
+        changes["head_dim"] = fields.head_dim(width, heads)
+    if "intermediate_size" not in changes:
+        changes["intermediate_size"] = fields.size("intermediate_size")
+    return TransformerConfig(**{**read, **changes})
+
+
+def _read_dream(fields: Fields) -> TransformerConfig:
+    return _read_qwen(fields, qkv_bias=True)
+
+
+def _read_sdar(fields: Fields) -> TransformerConfig:
+    bias = fields.flag("attention_bias", False)
+    return _read_qwen(fields, head_dim=_own_head_dim(fields), qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+def _read_llada_moe(fields: Fields) -> TransformerConfig:
+    layers, head_dim = fields.size("num_hidden_layers"), _own_head_dim(fields)
+    frequency = fields.raw.get("moe_layer_freq", [1] * layers)
+    if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
+        raise UserError(f"{fields.source}: moe_layer_freq should have a 0 or a 1 for each of the {layers} layers")
+    expert = fields.size("expert_intermediate_size")
+    return _read_qwen(
+        fields,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(fields, head_dim, 1.0),
+        intermediate_size=fields.size("dense_intermediate_size", default=expert),
+        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        max_positions=fields.size("max_position_embeddings", default=4096),
+        qkv_bias=fields.flag("attention_bias", False),
+        o_bias=fields.flag("attention_bias", False),
+        qk_norm=fields.flag("qk_layernorm", False),
+        moe=_experts(
+            fields,
+            expert_size=expert,
+            layers=frozenset(i for i, one in enumerate(frequency) if one),
+            shared_size=fields.count("shared_expert_intermediate_size"),
+            weigh_bias=True,
+        ),
     )
+
+
+def _read_llada2(fields: Fields) -> TransformerConfig:
+    layers, head_dim = fields.size("num_hidden_layers"), _own_head_dim(fields)
+    dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
+    return _read_qwen(
+        fields,
+        head_dim=head_dim,
+        rotary_dim=_rotary_dim(fields, head_dim, 0.5),
+        intermediate_size=fields.size("intermediate_size", default=expert),
+        qkv_bias=fields.flag("use_qkv_bias", False),
+        o_bias=fields.flag("use_bias", True),
+        qk_norm=fields.flag("use_qk_norm", True),
+        moe=_experts(
+            fields,
+            expert_size=expert,
+            layers=frozenset(range(dense, layers)),
+            shared_size=expert * fields.count("num_shared_experts"),
+            score="sigmoid",
+            groups=fields.size("n_group", default=1),
+            top_groups=fields.size("topk_group", default=1),
+            normalise=True,
+            scale=fields.number("routed_scaling_factor", 1.0),
+            bias=True,
+        ),
+    )
+
+
+def _experts(fields: Fields, **settings: Any) -> MoeConfig:
+    bias = fields.flag("moe_router_enable_expert_bias", False)
+    moe = MoeConfig(
+        **{"num_experts": fields.size("num_experts"), "top_k": fields.size("num_experts_per_tok"), "bias": bias}
+        | settings
+    )
+    if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
+        raise UserError(
+            f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which"
+            f" {moe.top_groups} are kept"
+        )
+    available = moe.num_experts // moe.groups * moe.top_groups
+    if moe.top_k > available:
+        raise UserError(f"{fields.source}: {moe.top_k} experts per token cannot be chosen among {available}")
+    return moe
+
+
+def _own_head_dim(fields: Fields) -> int:
+    if fields.raw.get("head_dim") is None:
+        return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
+    size = fields.size("head_dim")
+    if size % 2:
+        raise UserError(f"{fields.source}: head_dim should be even, since rotary positions turn pairs, not {size}")
+    return size
+
+
+def _rotary_dim(fields: Fields, head_dim: int, default: float) -> int | None:
+    size = int(head_dim * fields.number("partial_rotary_factor", default))
+    if size % 2 or not 0 < size <= head_dim:
+        raise UserError(f"{fields.source}: partial_rotary_factor leaves {size} of {head_dim} dimensions to turn")
+    return None if size == head_dim else size
 
 
 _LLADA_NAMES = {
@@ -173,6 +309,36 @@ _QWEN_NAMES = {
     "layers.*.ffn.gate_proj": "model.layers.*.mlp.gate_proj",
     "layers.*.ffn.up_proj": "model.layers.*.mlp.up_proj",
     "layers.*.ffn.down_proj": "model.layers.*.mlp.down_proj",
+}
+
+_SDAR_NAMES = _QWEN_NAMES | {
+    "layers.*.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.k_norm": "model.layers.*.self_attn.k_norm",
+}
+
+_LLADA_MOE_NAMES = _SDAR_NAMES | {
+    "layers.*.ffn.router": "model.layers.*.mlp.gate",
+    "layers.*.ffn.router.bias": "model.layers.*.mlp.expert_bias",
+    "layers.*.ffn.experts.gate_proj": "model.layers.*.mlp.experts.#.gate_proj.weight",
+    "layers.*.ffn.experts.up_proj": "model.layers.*.mlp.experts.#.up_proj.weight",
+    "layers.*.ffn.experts.down_proj": "model.layers.*.mlp.experts.#.down_proj.weight",
+    "layers.*.ffn.shared.gate_proj": "model.layers.*.mlp.shared_expert.gate_proj",
+    "layers.*.ffn.shared.up_proj": "model.layers.*.mlp.shared_expert.up_proj",
+    "layers.*.ffn.shared.down_proj": "model.layers.*.mlp.shared_expert.down_proj",
+}
+
+_LLADA2_NAMES = _LLADA_MOE_NAMES | {
+    "embed": "model.word_embeddings",
+    "layers.*.q_proj": "model.layers.*.attention.query_key_value[q]",
+    "layers.*.k_proj": "model.layers.*.attention.query_key_value[k]",
+    "layers.*.v_proj": "model.layers.*.attention.query_key_value[v]",
+    "layers.*.q_norm": "model.layers.*.attention.query_layernorm",
+    "layers.*.k_norm": "model.layers.*.attention.key_layernorm",
+    "layers.*.o_proj": "model.layers.*.attention.dense",
+    "layers.*.ffn.router.bias": "model.layers.*.mlp.gate.expert_bias",
+    "layers.*.ffn.shared.gate_proj": "model.layers.*.mlp.shared_experts.gate_proj",
+    "layers.*.ffn.shared.up_proj": "model.layers.*.mlp.shared_experts.up_proj",
+    "layers.*.ffn.shared.down_proj": "model.layers.*.mlp.shared_experts.down_proj",
 }
 
 LLADA = Family(
@@ -207,16 +373,69 @@ DREAM = Family(
     end_of_turn="<|im_end|>",
 )
 
-FAMILIES = (LLADA, DREAM)
+SDAR = Family(  # also TraDo, arXiv 2509.06949
+    name="SDAR",
+    model_type="sdar",
+    read=_read_sdar,
+    supported={"hidden_act": "silu", "use_sliding_window": False},
+    names=_SDAR_NAMES,
+    attention="block_causal",
+    block_length=lambda fields: fields.size("block_size", default=4),
+    end_of_turn="<|im_end|>",
+    mask_token="<|MASK|>",
+)
+
+LLADA_MOE = Family(
+    name="LLaDA-MoE",
+    model_type="llada",
+    marker="expert_intermediate_size",
+    read=_read_llada_moe,
+    supported={
+        "hidden_act": "silu",
+        "clip_qkv": None,
+        "moe_router_score_function": "softmax",
+        "router_num_group": None,
+        "router_topk_group": None,
+        "routed_scaling_factor": 1,
+    },
+    names=_LLADA_MOE_NAMES,
+    end_of_turn="<|role_end|>",
+    mask_token="<|mask|>",
+)
+
+LLADA2 = Family(
+    name="LLaDA2",
+    model_type="llada2_moe",
+    read=_read_llada2,
+    supported={
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "norm_head": False,
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+    },
+    names=_LLADA2_NAMES,
+    attention="block_causal",
+    block_length=lambda fields: 32,  # its config does not say; the model card and the papers (arXiv 2512.15745) do
+    end_of_turn="<|role_end|>",
+    mask_token="<|mask|>",
+)
+
+FAMILIES = (LLADA_MOE, LLADA, DREAM, SDAR, LLADA2)  # one with a marker before the one without
+ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 
 def to_checkpoint(model: Transformer, family: Family = LLADA) -> dict[str, Tensor]:
     """The model's tensors under the family's names, contiguous, ready for `safetensors`; a tied head is left out."""
-    return {
-        family.to_checkpoint_name(name): tensor.detach().contiguous()
-        for name, tensor in model.state_dict().items()
-        if not (model.config.tie_embeddings and name == "lm_head.weight")
-    }
+    tensors: dict[str, list[tuple[int, Tensor]]] = {}  # what each is put together from, in order of the first row
+    for name, tensor in model.state_dict().items():
+        if model.config.tie_embeddings and name == "lm_head.weight":
+            continue
+        for part in family.parts(name, model.config):
+            own = tensor if part.expert is None else tensor[part.expert]
+            tensors.setdefault(part.name, []).append((part.rows.start if part.rows else 0, own.detach()))
+    ordered = {name: [rows for _, rows in sorted(parts, key=lambda p: p[0])] for name, parts in tensors.items()}
+    return {name: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for name, parts in ordered.items()}
 
 
 def llada_config(
@@ -229,6 +448,8 @@ def llada_config(
     """
     if config.qk_norm or config.head_dim * config.num_heads != config.hidden_size:
         raise UserError("LLaDA's format knows neither norms on queries and keys nor heads of another width")
+    if config.moe is not None or config.o_bias or config.rotary_dim is not None:
+        raise UserError("LLaDA's format knows neither experts, nor biased outputs, nor partly rotated heads")
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": LLADA.model_type,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,18 +93,27 @@ def load(
     Raises:
         UserError: the checkpoint does not fit its config, or there is no mask token.
     """
+    model = pretrained(AutoModelForMaskedLM, folder, "a masked language model", dtype)
+    return replace(wrap(model.eval().to(device), tokenizer), folder=folder)
+
+
+def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **options: Any) -> Any:
+    """`kind.from_pretrained` of a checkpoint folder, safetensors only; None: dtype as stored.
+
+    Raises:
+        UserError: the checkpoint does not fit its config; `what` says what it should have been.
+    """
     try:
-        # "auto": as stored
-        model, report = AutoModelForMaskedLM.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+        model, report = kind.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"transformers cannot load {folder} as a masked language model ({reason})") from None
+        raise UserError(f"transformers cannot load {folder} as {what} ({reason})") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
-    return replace(wrap(model.eval().to(device), tokenizer), folder=folder)
+    return model
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> MaskedLMDenoiser:

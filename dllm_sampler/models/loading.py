@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.families import FAMILIES, Family
+from dllm_sampler.models.families import ALIASES, FAMILIES, Family, Fields
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.protocols import Denoiser
 
@@ -42,6 +43,7 @@ def load(
     device_map: str | Mapping[str, str | int | torch.device] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    mask_id: int | None = None,
 ) -> Loaded:
     """Load a checkpoint.
 
@@ -53,6 +55,7 @@ def load(
         accelerate takes it: layers that do not fit the GPU wait in main memory; `device` is then ignored
     revision: branch, tag or commit on the hub
     trust_remote_code: run tokenizer code that comes with the checkpoint
+    mask_id: the mask token, for checkpoints that do not name it; default as the checkpoint says
 
     Raises:
         UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
@@ -65,9 +68,14 @@ def load(
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     tokenizer = load_tokenizer(folder, trust_remote_code, None if family is None else PreTrainedConfig())
+    if family is None and mask_id is not None:
+        raise UserError(f"{folder}: model.mask_id is for the families {_known()}; this model names its mask token")
     if family is None:
-        from dllm_sampler.models import huggingface
+        from dllm_sampler.models import diffusion_gemma, huggingface
 
+        if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
+            weights.tensor_files(folder)
+            return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
             raise UserError(f"{folder}: device_map is for models of the families {_known()}, not for a masked LM")
         weights.tensor_files(folder)  # our sentence about pickles and broken files, before transformers has its own
@@ -87,7 +95,7 @@ def load(
         used = {_place(module, places) for module in places}
         target = min((device for device in used if device.type != "cpu"), key=str, default=torch.device("cpu"))
         dispatch_model(model, places, main_device=target)  # inputs and the cache live on the first accelerator
-    return Loaded(_denoiser(model, raw, folder, family, tokenizer, target), tokenizer)
+    return Loaded(_denoiser(model, raw, folder, family, tokenizer, target, mask_id), tokenizer)
 
 
 def find(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Path:
@@ -115,12 +123,16 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     """The family a parsed `config.json` belongs to; None for a masked LM of transformers."""
     kind = str(raw.get("model_type", ""))
     for family in FAMILIES:
-        if family.model_type == kind.lower():
+        if family.model_type == ALIASES.get(kind.lower(), kind.lower()) and family.marker in (None, *raw):
             return family
+    if "fast_dllm" in kind.lower():
+        raise UserError(
+            f"{folder / 'config.json'}: Fast-dLLM v2 checkpoints ({kind}) are not implemented, known are {_known()}"
+        )
     # Only here: transformers' modelling code takes seconds to import, which our own families should not cost.
-    from dllm_sampler.models import huggingface
+    from dllm_sampler.models import diffusion_gemma, huggingface
 
-    if huggingface.knows(kind):
+    if kind == diffusion_gemma.MODEL_TYPE or huggingface.knows(kind):
         return None
     raise UserError(
         f"{folder / 'config.json'}: unknown architecture {kind!r}; known are {_known()}, and every masked language"
@@ -190,28 +202,37 @@ def _denoiser(
     family: Family,
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
+    mask_id: int | None,
 ) -> TransformerDenoiser:
-    """The model with its special tokens: from `config.json`, else the generation config, else the tokenizer."""
+    """The model with its special tokens: as given, else by `config.json`, the generation config or the tokenizer."""
     generation = folder / "generation_config.json"
-    sources = [raw, weights.read_json(generation) if generation.is_file() else {}]
+    generating = weights.read_json(generation) if generation.is_file() else {}
 
     def token(name: str) -> int | None:
+        # What ends an answer is for the generation config to say: of a chat model it is not the end of a text.
+        sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
             value = value[0] if isinstance(value, list) and value else value
             if isinstance(value, int):
                 return value
         return None
 
-    mask_id, eos_id = token("mask_token_id"), token("eos_token_id")
-    if mask_id is None or eos_id is None:
-        missing = "mask_token_id" if mask_id is None else "eos_token_id"
-        raise UserError(f"{folder / 'config.json'} names no {missing}, which sampling needs")
-    eot_id = None
-    if tokenizer is not None and family.end_of_turn is not None:
-        eot_id = tokenizer.get_vocab().get(family.end_of_turn)
+    def spelt(text: str | None) -> int | None:
+        return None if tokenizer is None or text is None else tokenizer.get_vocab().get(text)
+
+    for look in (partial(token, "mask_token_id"), partial(token, "mask_id"), partial(spelt, family.mask_token)):
+        mask_id = look() if mask_id is None else mask_id
+    eos_id = token("eos_token_id")
+    if eos_id is None:
+        raise UserError(f"{folder / 'config.json'} names no eos_token_id, which sampling needs")
+    if mask_id is None:
+        raise UserError(f"{folder / 'config.json'} names no mask_token_id, which sampling needs: give model.mask_id")
+    source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
-        model, mask_id=mask_id, eos_id=eos_id, pad_id=token("pad_token_id"), eot_id=eot_id, shift=family.shift,
-        device=device, folder=folder,
+        model, mask_id=mask_id, eos_id=eos_id, pad_id=token("pad_token_id"), eot_id=spelt(family.end_of_turn),
+        shift=family.shift, attention=family.attention,
+        block_length=None if family.block_length is None else family.block_length(source), device=device,
+        folder=folder,
     )  # fmt: skip
 
 
@@ -246,4 +267,5 @@ def _reason(error: Exception) -> str:
 
 
 def _known() -> str:
-    return " and ".join(family.name for family in FAMILIES)
+    *names, last = (family.name for family in FAMILIES)
+    return f"{', '.join(names)} and {last}"

@@ -1,4 +1,6 @@
-"""The one network: a bidirectional pre-norm transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU).
+"""The one network: a pre-norm transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts).
+
+It sees whatever its mask lets it see: bidirectional and block-causal models differ in nothing else.
 
 `Transformer(config)(ids)` is the plain forward that trainers and parity tests want. A sampler with a cache hands in
 `drive`, a function that runs one layer from its parts (`qkv`, `attend`, `mlp`), so that the network itself knows
@@ -17,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dllm_sampler.models.moe import MoE, MoeConfig
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -30,19 +34,22 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
+    rotary_dim: int | None = None  # leading part of a head that rotary positions turn; None: all of it
     norm_eps: float = 1e-5
     max_positions: int = 4096
     qkv_bias: bool = False
+    o_bias: bool = False
     qk_norm: bool = False
     tie_embeddings: bool = False
+    moe: MoeConfig | None = None
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary factors of some positions. No tuple, so FSDP's mixed precision does not round the angles to bfloat16.
 
-    cos: `[N, 1, M, Dh]`
-    sin: `[N, 1, M, Dh]`, negative in the first half, so that rotating is one multiply and one multiply-add
+    cos: `[N, 1, M, R]`, R dimensions of a head are turned
+    sin: `[N, 1, M, R]`, negative in the first half, so that rotating is one multiply and one multiply-add
     """
 
     cos: Tensor
@@ -52,9 +59,19 @@ class Rope:
         """The same factors on another device (accelerate moves a layer's arguments by this method)."""
         return Rope(self.cos.to(device, non_blocking=non_blocking), self.sin.to(device, non_blocking=non_blocking))
 
+    def at(self, rows: Tensor) -> Rope:
+        """The factors of some of the positions: of rows `[N, R]` among the M."""
+        index = rows[:, None, :, None]
+        cos, sin = (f.expand(len(rows), -1, -1, -1) for f in (self.cos, self.sin))
+        index = index.expand(-1, -1, -1, cos.shape[-1])
+        return Rope(cos.gather(2, index), sin.gather(2, index))
+
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate `heads [N, H, M, Dh]` in the "rotate half" layout, in the precision of the angles."""
-        swapped = heads.roll(heads.shape[-1] // 2, -1)  # [N, H, M, Dh]
+        """Rotate the first R of `heads [N, H, M, Dh]` in the "rotate half" layout, in the precision of the angles."""
+        size = self.cos.shape[-1]
+        if size < heads.shape[-1]:
+            return torch.cat([self.rotate(heads[..., :size]), heads[..., size:]], -1)
+        swapped = heads.roll(size // 2, -1)  # [N, H, M, Dh]
         return torch.addcmul(heads * self.cos, swapped, self.sin).to(heads.dtype)
 
 
@@ -79,11 +96,11 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """Gated feed-forward: `down(silu(gate x) * up x)`."""
 
-    def __init__(self, config: TransformerConfig):
+    def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Feed `[N, M, D]` forward."""
@@ -106,9 +123,12 @@ class Layer(nn.Module):
         self.v_proj = nn.Linear(width, keys, bias=config.qkv_bias)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=config.o_bias)
         self.mlp_norm = RMSNorm(width, config.norm_eps)
-        self.ffn = SwiGLU(config)
+        self.ffn: nn.Module = SwiGLU(width, config.intermediate_size)
+        if config.moe is not None and index in config.moe.layers:
+            shared = SwiGLU(width, config.moe.shared_size) if config.moe.shared_size else None
+            self.ffn = MoE(config.moe, width, shared)
 
     def forward(self, hidden: Tensor, rope: Rope, mask: Tensor | None = None, drive: Drive | None = None) -> Tensor:
         """Run the layer on the stream `[N, M, D]`, or let `drive` do so; mask: bool `[N, 1, 1|M, M]`."""
@@ -136,6 +156,10 @@ class Layer(nn.Module):
         """Values `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
         return self.v_proj(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
+        return self.v(self.attn_norm(hidden))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention output `[N, M, D]` after the output projection; the residual is not added.
 
@@ -157,8 +181,18 @@ class Layer(nn.Module):
         return self.ffn(self.mlp_norm(hidden))
 
 
+def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
+    """`[N, M, S] bool` which keys a row sees under block-causal attention: those of its own block and of earlier ones.
+
+    queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token; blocks of `length` too
+    """
+    # A filler before the first token sees the first block: a row that sees nothing would be undefined.
+    own = queries.clamp(min=0).div(length, rounding_mode="floor")
+    return keys.div(length, rounding_mode="floor")[:, None] <= own[..., None]
+
+
 class Transformer(nn.Module):
-    """A bidirectional masked-diffusion transformer; weights are torch's defaults until loaded or `init_weights`."""
+    """A masked-diffusion transformer; weights are torch's defaults until loaded or `init_weights`."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -187,7 +221,8 @@ class Transformer(nn.Module):
 
         ids: int64 `[N, M]`
         positions: int64 `[N, M]`, rotary positions; default 0..M-1
-        keys: bool `[N, M]`, keys that may be seen (false for padding); default all. `drive` makes its own mask
+        keys: bool `[N, M]`, keys that may be seen (false for padding), or `[N, M, M]`, those that each row may see
+            (see `block_causal`); default all. `drive` makes its own mask
         soft: input embeddings `[N, M, D]`, and the bool `[N, M]` where they stand in for those of `ids`
         drive: runs each layer in place of the layer's own forward
         rows: int64 `[N, Q]`, indices into the computed positions to answer for; a function is asked after the last
@@ -199,7 +234,9 @@ class Transformer(nn.Module):
         if soft is not None:
             hidden = torch.where(soft[1].unsqueeze(-1), soft[0].to(hidden.dtype), hidden)
         rope = self.rope(positions, hidden.dtype)
-        mask = None if keys is None else keys[:, None, None, :]  # [N, 1, 1, M]
+        mask = None
+        if keys is not None:
+            mask = keys[:, None] if keys.dim() == 3 else keys[:, None, None]  # [N, 1, 1|M, M]
         for layer in self.layers:
             hidden = layer(hidden, rope, mask, drive)
         if rows is not None:
@@ -214,7 +251,7 @@ class Transformer(nn.Module):
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """Rotary factors of `positions [N, M]`, in float32 (float64 for a float64 stream of `dtype`)."""
-        angles = positions[:, None, :, None] * self._inverse_frequencies(positions.device, dtype)  # [N, 1, M, Dh/2]
+        angles = positions[:, None, :, None] * self._inverse_frequencies(positions.device, dtype)  # [N, 1, M, R/2]
         cos, sin = angles.cos(), angles.sin()
         return Rope(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
@@ -222,8 +259,8 @@ class Transformer(nn.Module):
         # Not a buffer: `.to(bfloat16)` would round it and meta-device loading would leave it unset.
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         if (device, precise) not in self._frequencies:
-            size = self.config.head_dim
-            exponents = torch.arange(0, size, 2, dtype=precise, device=device) / size  # [Dh/2]
+            size = self.config.rotary_dim or self.config.head_dim
+            exponents = torch.arange(0, size, 2, dtype=precise, device=device) / size  # [R/2]
             self._frequencies[device, precise] = 1.0 / self.config.rope_theta**exponents
         return self._frequencies[device, precise]
 
@@ -250,5 +287,5 @@ class Transformer(nn.Module):
             elif name.endswith(".bias"):
                 weight.zero_()
             else:
-                into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
+                into_stream = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
                 weight.normal_(0, residual if into_stream else std, generator=generator)

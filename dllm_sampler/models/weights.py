@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.families import HARMLESS, Family
+from dllm_sampler.models.families import HARMLESS, Family, Part
 from dllm_sampler.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -39,10 +39,14 @@ def fill(
     """
     tied = {"lm_head.weight"} if model.config.tie_embeddings else set()
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    ours = {family.to_checkpoint_name(name): name for name in shapes}
+    ours: dict[str, list[tuple[str, Part]]] = {}  # the checkpoint's name to what of ours lies there
+    for name in shapes:
+        for part in family.parts(name, model.config):
+            ours.setdefault(part.name, []).append((name, part))
+    spare = {part.name for name in tied for part in family.parts(name, model.config)}
     files = tensor_files(folder)
-    used = [name for name in files if ours.get(name) not in tied and not HARMLESS.search(name)]
-    _complain(folder, "lacks", [name for name in ours if name not in files and ours[name] not in tied])
+    used = [name for name in files if name not in spare and not HARMLESS.search(name)]
+    _complain(folder, "lacks", [name for name in ours if name not in files and name not in spare])
     _complain(folder, "has unknown", [name for name in used if name not in ours])
 
     state: dict[str, Tensor] = {}
@@ -51,13 +55,22 @@ def fill(
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in (name for name in used if files[name] == file):
-                    found, wanted = tuple(opened.get_slice(name).get_shape()), shapes[ours[name]]
+                    found, wanted = tuple(opened.get_slice(name).get_shape()), _shape(ours[name], shapes)
                     if found != wanted:
                         wrong.append(f"{name} {list(found)} instead of {list(wanted)}")
-                    if not wrong:
-                        # A copy: safetensors maps the file, and a checkpoint overwritten later must not reach us.
-                        tensor = opened.get_tensor(name)
-                        state[ours[name]] = tensor.to(place(ours[name]), dtype or tensor.dtype, copy=True)
+                    if wrong:
+                        continue
+                    tensor = opened.get_tensor(name)
+                    for own, part in ours[name]:
+                        target, kind = place(own), dtype or tensor.dtype
+                        if part.expert is None:
+                            # A copy: safetensors maps the file, and a checkpoint overwritten later must not reach us.
+                            rows = tensor if part.rows is None else tensor[part.rows]
+                            state[own] = rows.to(target, kind, copy=True)
+                        else:
+                            if own not in state:
+                                state[own] = torch.empty(shapes[own], device=target, dtype=kind)
+                            state[own][part.expert] = tensor
         except SafetensorError as error:
             raise _corrupt(file, error) from None
     _complain(folder, "has wrongly shaped", wrong)
@@ -65,6 +78,14 @@ def fill(
         state["lm_head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)
     model.tie_weights()
+
+
+def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that a tensor of the checkpoint should have, by the parameters of ours that lie in it."""
+    name, part = held[0]
+    if part.rows is not None:
+        return max(each.rows.stop for _, each in held if each.rows is not None), *shapes[name][1:]
+    return shapes[name] if part.expert is None else shapes[name][1:]
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:

@@ -28,6 +28,11 @@ class Around(Scheduler):
         return self.inner.blind
 
     @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`."""
+        return self.inner.exact
+
+    @property
     def revises(self) -> bool:
         """See `Scheduler.revises`."""
         return self.inner.revises

@@ -38,13 +38,18 @@ class CertaintyPrior(FixedSteps):
         return super().rate(canvas, query, readout) * self.density(canvas, query.positions)
 
     def density(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` share of committed neighbours, from 0 to 1."""
-        reach = max(1, min(int(4 * self.sigma), canvas.length - canvas.origin))
-        ahead, weight, total = bell(self.sigma, reach, positions.device)
-        near = (positions[..., None] + ahead).clamp(min=0)  # [B, Q, N]
-        near = torch.minimum(near, (canvas.end - 1)[:, None, None])
-        masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
-        return (weight * ~masked).sum(-1) / total
+        """See `density`."""
+        return density(canvas, positions, self.sigma)
+
+
+def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
+    """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
+    reach = max(1, min(int(4 * sigma), canvas.length - canvas.origin))
+    ahead, weight, total = bell(sigma, reach, positions.device)
+    near = (positions[..., None] + ahead).clamp(min=0)  # [B, Q, N]
+    near = torch.minimum(near, (canvas.end - 1)[:, None, None])
+    masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
+    return (weight * ~masked).sum(-1) / total
 
 
 @lru_cache(maxsize=16)

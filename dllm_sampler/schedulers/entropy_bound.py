@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -36,7 +37,12 @@ class EntropyBound(Scheduler):
         """See `Scheduler.tell`."""
         assert readout.entropy is not None
         entropy, eligible = readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        place = rank(-entropy, eligible)
-        ascending = torch.zeros_like(entropy).scatter_(1, place, entropy.masked_fill(~eligible, torch.inf))
-        before = torch.cat([torch.zeros_like(ascending[:, :1]), ascending.cumsum(1)[:, :-1]], 1)  # sum without itself
-        return Edit(readout.token[:, 0], eligible & (before.gather(1, place) <= self.gamma)), carry
+        return Edit(readout.token[:, 0], bounded(entropy, eligible, self.gamma)), carry
+
+
+def bounded(entropy: Tensor, eligible: Tensor, bound: float) -> Tensor:
+    """`[B, Q] bool` the longest run of `eligible` positions, lowest entropy first, that sums to `bound` without its last."""
+    place = rank(-entropy, eligible)
+    ascending = torch.zeros_like(entropy).scatter_(1, place, entropy.masked_fill(~eligible, torch.inf))
+    before = torch.cat([torch.zeros_like(ascending[:, :1]), ascending.cumsum(1)[:, :-1]], 1)  # sum without itself
+    return eligible & (before.gather(1, place) <= bound)

@@ -21,6 +21,11 @@ class ForcedFirst(Around):
         inner: the scheduler of every other step; it sees the opening step too, and may count it.
     """
 
+    @property
+    def exact(self) -> bool:
+        """The first position must be predicted."""
+        return True
+
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         edit, carry = self.inner.tell(canvas, query, readout, carry)

@@ -32,6 +32,11 @@ class Origin(Scheduler):
         check_steps(self.steps)
         check_eps(self.eps)
 
+    @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`."""
+        return True
+
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)

@@ -28,6 +28,11 @@ class Remasking(Scheduler):
         return bound
 
     @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`."""
+        return True
+
+    @property
     def revises(self) -> bool:
         """They are taken back."""
         return True
@@ -37,8 +42,8 @@ class Remasking(Scheduler):
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
-        """The whole block."""
-        return Query.window(canvas, max(1, canvas.sizes.block))
+        """The whole block; committed positions to be taken back, not to be predicted, so a cache need not have them."""
+        return replace(Query.window(canvas, max(1, canvas.sizes.block)), exact=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` positions of the block, and steps it may take: at most one per position."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 
-Score = Literal["confidence", "margin", "entropy", "random"]
+Score = Literal["confidence", "margin", "entropy", "random", "position"]
 
 
 def check_score(name: str) -> None:
@@ -22,7 +22,9 @@ def score_needs(name: Score) -> frozenset[str]:
 
 
 def rate(name: Score, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-    """`[B, Q]` confidence, margin, negative entropy, or a random number."""
+    """`[B, Q]` confidence, margin, negative entropy, a random number, or the earlier the higher."""
+    if name == "position":
+        return -query.positions.double()
     if name == "random":
         return canvas.noise.uniform(canvas, query.positions)
     value = getattr(readout, name)[:, 0]

@@ -24,7 +24,8 @@ DIR is laid out like this:
 
 A line passes if the output ids, the number of forwards (NFE) and the positions committed by each forward are
 equal. Where a published loop is known to waste a forward on a full block, that forward may be missing together
-with its empty entry. Lines with `rng` repeat the recorded run's draws.
+with its empty entry. SDAR's records count forwards that only store keys, but do not list them. Lines with `rng`
+repeat the recorded run's draws.
 
 exit status: 0 nothing failed (lines of systems without plug-ins count as unsupported), 1 some line failed,
              2 a wrong folder or system name, or a malformed line

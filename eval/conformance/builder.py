@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.conformance.lines import Line
+from dllm_sampler.eval.conformance.lines import Line, Steps
 from dllm_sampler.models import loading
-from dllm_sampler.protocols import Denoiser
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 from dllm_sampler.sampler import Sampler
 
 
@@ -24,8 +28,8 @@ class Checkpoints:
     folder: Path
     loaded: dict[str, Denoiser] = field(default_factory=dict)
 
-    def load(self, name: str) -> Denoiser:
-        """The checkpoint `name`, on the CPU in the traces' float32.
+    def load(self, name: str, mask_id: int | None = None) -> Denoiser:
+        """The checkpoint `name`, on the CPU in the traces' float32; `mask_id` where a line names it.
 
         Raises:
             UserError: there is no such folder, or it is no checkpoint.
@@ -33,8 +37,35 @@ class Checkpoints:
         if name not in self.loaded:
             if not (self.folder / name).is_dir():
                 raise UserError(f"the traces want the checkpoint {name}, and there is no folder {self.folder / name}")
-            self.loaded[name] = loading.load(self.folder / name, device="cpu", dtype="float32").denoiser
-        return self.loaded[name]
+            folder = self.folder / name
+            self.loaded[name] = loading.load(folder, device="cpu", dtype="float32", mask_id=mask_id).denoiser
+        denoiser = self.loaded[name]
+        if mask_id is not None and isinstance(denoiser, TransformerDenoiser):
+            return replace(denoiser, mask_id=mask_id)
+        return denoiser
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A denoiser that takes down how many positions each forward computes for the first row."""
+
+    denoiser: Denoiser
+    lengths: list[int] = field(default_factory=list)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's."""
+        return self.denoiser.spec
+
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        """See `Denoiser`."""
+        hidden, spent = self.denoiser(canvas, query, plan)
+        self.lengths.append(int(spent.rows[0]))
+        return hidden, spent
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See `Denoiser`."""
+        return self.denoiser.head(hidden)
 
 
 @dataclass(frozen=True)
@@ -48,6 +79,13 @@ class Setup:
         wasted_block: see `compare.mismatch`.
         lockstep: block length of a loop whose rows wait for each other at the end of a block; ours do not.
         fill: token that the published loop writes over whatever was never decoded.
+        measured: the sampler's denoiser, where the record says how many positions each forward computed.
+        guided: whether the record has two forwards for the step of this number (from 0), one of them without prompt.
+        only_commits: the record lists no forwards that committed nothing, though it counts them.
+        accepted: positions that each forward accepted, where the record has those and acceptance is not for good.
+        ends: tokens with which an output ends, where what was never begun is no part of it and `pad` stands behind
+            the first of them up to the end of its block.
+        cut: the recorded output ends behind the first end token, or at this length; `steps` goes on.
     """
 
     sampler: Sampler
@@ -56,6 +94,13 @@ class Setup:
     wasted_block: int | None = None
     lockstep: int | None = None
     fill: int | None = None
+    measured: Measured | None = None
+    guided: Callable[[int], bool] | None = None
+    only_commits: bool = False
+    cut: int | None = None
+    accepted: Steps | None = None
+    ends: tuple[int, ...] | None = None
+    pad: int | None = None
 
 
 Builder = Callable[[Line, Checkpoints], Setup]

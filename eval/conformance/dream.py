@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +12,7 @@ from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.prefix import PrefixCache
-from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
+from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import ReplayNoise
@@ -63,14 +64,22 @@ class Arguments(BaseModel):
 
 def dream(line: Line, checkpoints: Checkpoints) -> Setup:
     """Dream's own `diffusion_generate`: no blocks, and every planned step is made."""
-    args = line.arguments(Arguments)
+    return steps(line, checkpoints, line.arguments(Arguments), NoCache())
+
+
+def steps(line: Line, checkpoints: Checkpoints, args: Arguments, cache: Cache) -> Setup:
+    """The loop of `diffusion_generate` under a cache.
+
+    Raises:
+        Unsupported: an unknown `alg`.
+    """
     if args.alg == "origin":
         scheduler = Origin(args.steps, args.eps, compat=True)
     elif args.alg in SCORES:
         scheduler = _timesteps(args, SCORES[args.alg])
     else:
         raise Unsupported(f"alg {args.alg} is unknown")
-    return _setup(line, checkpoints, args, scheduler, FullBlock(), NoCache())
+    return _setup(line, checkpoints, args, scheduler, FullBlock(), cache, measured=cache.stores)
 
 
 def fast_dllm(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -102,8 +111,9 @@ def _setup(
     blocks: Blocks,
     cache: Cache,
     wasted_block: int | None = None,
+    measured: bool = False,
 ) -> Setup:
-    denoiser = checkpoints.load(line.model)
+    denoiser = Measured(checkpoints.load(line.model))
     if args.mask_token_id not in (None, denoiser.spec.mask_id):
         raise Unsupported(f"mask_token_id {args.mask_token_id} is not the checkpoint's")
     if (args.temperature or args.alg_temp or args.alg == "origin") and line.rng is None:
@@ -118,4 +128,5 @@ def _setup(
         noise=ReplayNoise(line.rng.torch_manual_seed, "dream") if line.rng else None,
         compat=True,
     )
-    return Setup(sampler, args.max_new_tokens, rows_first=True, wasted_block=wasted_block)
+    setup = Setup(sampler, args.max_new_tokens, rows_first=True, wasted_block=wasted_block)
+    return replace(setup, measured=denoiser) if measured else setup

@@ -60,9 +60,21 @@ def replay(line: Line, setup: Setup) -> Verdict:
         return Verdict(line.id, line.system, "failed", f"took back {remasked[0]}, recorded {wanted_back}")
     if setup.lockstep is not None and line.batched:
         steps = lockstep(steps, setup.lockstep)
+    if setup.guided is not None:
+        steps = [[part for i, step in enumerate(row) for part in [[]] * setup.guided(i) + [step]] for row in steps]
     wanted = list(zip(line.outputs, line.committed(setup.rows_first), strict=True))
-    reason = mismatch(wanted, list(zip(tokens, steps, strict=True)), line.nfe, setup.wasted_block)
+    reason = mismatch(wanted, list(zip(tokens, steps, strict=True)), line.nfe, setup.wasted_block, setup.only_commits)
+    reason = reason or _lengths(line, setup)
     return Verdict(line.id, line.system, "failed" if reason else "passed", reason or "")
+
+
+def _lengths(line: Line, setup: Setup) -> str | None:
+    """What differs first in the number of positions each forward computed; None where that is not recorded."""
+    extra = line.model_extra or {}
+    wanted = extra.get("query_lengths") or [shape[1] for shape in extra.get("forward_shapes", [])]
+    if setup.measured is None or not wanted or setup.measured.lengths == wanted:
+        return None
+    return f"forwards computed {setup.measured.lengths} positions, recorded {wanted}"
 
 
 def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Steps]]:
@@ -89,7 +101,21 @@ def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Ste
             committed[row][-1] = sorted(committed[row][-1] + last.masked[row].nonzero()[:, 0].tolist())
     ends = (trace.end - trace.origin).tolist()
     tokens = [row[:end] for row, end in zip(ids.tolist(), ends, strict=True)]
+    if setup.cut is not None:
+        eos = setup.sampler.denoiser.spec.eos_id
+        tokens = [row[: min([setup.cut, *(i + 1 for i, token in enumerate(row) if token == eos)])] for row in tokens]
+    if setup.ends is not None:
+        noise = last.masked.tolist()
+        tokens = [[t for t, open_ in zip(*pair, strict=True) if not open_] for pair in zip(tokens, noise, strict=True)]
+        tokens = [_padded(row, setup.ends, setup.pad) for row in tokens]
+    if setup.accepted is not None:
+        committed = [setup.accepted]
     return tokens, committed, remasked
+
+
+def _padded(row: Tokens, ends: tuple[int, ...], pad: int | None) -> Tokens:
+    first = min((i for i, token in enumerate(row) if token in ends), default=len(row))
+    return row if pad is None else row[: first + 1] + [pad] * len(row[first + 1 :])
 
 
 def counts(verdicts: Iterable[Verdict]) -> dict[Status, int]:

@@ -6,7 +6,17 @@ enter it here: under the `system` of its lines, or under the part before the sla
 
 from __future__ import annotations
 
-from dllm_sampler.eval.conformance import dinfer, dream, klass_wino, learn2pd, llada, unmasking
+from dllm_sampler.eval.conformance import (
+    block_causal,
+    caches,
+    diffusion_gemma,
+    dinfer,
+    dream,
+    klass_wino,
+    learn2pd,
+    llada,
+    unmasking,
+)
 from dllm_sampler.eval.conformance.builder import Builder, Unsupported
 
 SYSTEMS: dict[str, Builder] = {
@@ -28,12 +38,19 @@ SYSTEMS: dict[str, Builder] = {
     "dinfer-threshold": dinfer.dinfer,
     "dinfer-hierarchy": dinfer.dinfer,
     "dinfer-credit": dinfer.dinfer,
+    "sdar": block_causal.sdar,
+    "llada2": block_causal.llada2,
+    "diffusion-gemma": diffusion_gemma.generate,
     "learn2pd": learn2pd.plain,
     "learn2pd-eot": learn2pd.end_of_text,
     "klass": klass_wino.klass,
     "wino": klass_wino.wino,
     "pcs-entropy": klass_wino.baseline,
     "pcs-margin": klass_wino.baseline,
+    "dkv-cache-decode": caches.dkv_decode,
+    "dkv-cache-greedy": caches.dkv_greedy,
+    "dkv-cache-dream": caches.dkv_dream,
+    "dllm-cache": caches.dllm_cache,
 }
 
 

@@ -120,11 +120,11 @@ def test_dream_cached_forward(cached: Cache, case: str, last: int):
     canvas = laid_out(model, data["full.input_ids"], torch.zeros(1, dtype=torch.long))
     start, stop = torch.tensor([20]), torch.tensor([32])
     live = cached.init(canvas, model.spec)
-    canvas = replace(canvas, start=start, stop=stop, sizes=Sizes(12, 12, 20, True, True))
+    canvas = replace(canvas, start=start, stop=stop, sizes=Sizes(12, 12, canvas.length, True))
     ask(model, live, canvas, 20, 32)  # the forward that opens the block fills the slots
 
     inner = torch.cat((data["prefix.new_ids"], canvas.ids[:, -1:]), 1)
-    canvas = replace(canvas, ids=inner, age=torch.ones_like(start), sizes=Sizes(12, 12, 20, False, False))
+    canvas = replace(canvas, ids=inner, age=torch.ones_like(start), sizes=Sizes(12, 12, last - 20, False))
     # `compat`: the published window, in which nothing answers for position 20 (see the caches' docstrings).
     logits = ask(model, live, canvas, 20, last)
     close(logits[:, 1:], data[f"{case}.logits"][:, :-1])

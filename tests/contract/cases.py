@@ -45,6 +45,11 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "scheduler.entropy": [{"entropy": 1.0}],
     "scheduler.entropy_bound": [{"gamma": 1.0}],
+    "scheduler.entropy_renoise": [
+        {"max_denoising_steps": 5, "entropy_bound": 1.0, "t_min": 1.0, "t_max": 2.0, "confidence_threshold": 1.5},
+        {"max_denoising_steps": 4, "t_min": 0.0, "t_max": 0.0, "entropy_bound": 2.0, "stability_threshold": None},
+    ],
+    "scheduler.block_refine": [{"steps": 4}, {"steps": 9, "threshold": 0.6}],
     "scheduler.eoser": [{"low": 0.0}, {"low": 0.3, "progress": "step", "steps": 6}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
     "scheduler.klass": [
@@ -67,12 +72,27 @@ SETTINGS: dict[str, list[Settings]] = {
         {"threshold": 0.2, "back": 0.9},
         {"threshold": 0.3, "back": 0.7, "compat": True},
     ],
+    "scheduler.dynamic": [{"threshold": 0.6}, {"threshold": 0.7, "steps": 3}, {"score": "position", "steps": 4}],
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],
     "blocks.ascending": [{"count": 3}],
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],
     "stop.prophet": [{"early": 2.0, "mid": 1.5, "late": 1.0}, {"start": 5, "early": 2.0, "mid": 1.5, "late": 1.0}],
+    "cache.block_causal": [{}, {"store_pass": "separate"}],
     "cache.periodic_prefix": [{"every": 2}],
+    "cache.dkv": [
+        {"refresh_every": 3},
+        {"refresh_every": 4, "per_block": False, "shift": "un_right"},
+        {"mode": "pd", "refresh_every": 2},
+        {"mode": "prefill", "compat": True},
+    ],
+    "cache.dkv_greedy": [{"refresh_every": 3, "window": 1}, {"window": 0}],
+    "cache.dllm": [{"prompt_every": 4, "response_every": 3, "guidance_every": 2}, {"response_every": 2, "ratio": 0.0}],
+    "scheduler.random_order": [{}, {"steps": 7}],
     "cache.periodic_dual": [{"every": 3}],
+    "cache.vicinity": [{"before": 2, "after": 3, "warmup": 2}, {"before": 0, "after": 4, "warmup": 0}],
+    "cache.sparse": [{}, {"keep": 0.3, "kernel": 1, "delay": 0}],
+    "cache.elastic": [{"window": 4}, {"window": 3, "track": 2, "gamma": 0.99, "full_every": 5}],
+    "cache.d2": [{"masks": 4}, {"masks": 2, "rollout": 0.4, "gap": 0}],
     "blocks.fixed": [{"length": toys.FILTER_BLOCK}, {"length": 17}, {"length": 1}, {"length": 8}],
     "guide.temperature": [{"value": 0.8}, {"value": 1.5, "measured": True}],
     "guide.top_k": [{"k": 4, "measured": True}],
@@ -146,6 +166,11 @@ def label(chosen: Settings) -> str:
     return "_".join(Path(value).stem if isinstance(value, str) else str(value) for value in chosen.values())
 
 
+def toy_of(cache: Settings) -> str:
+    """A toy that the cache serves."""
+    return "causal" if cache["name"] == "block_causal" else "llada"
+
+
 def legal(**plugins: Any) -> bool:
     """Whether `plugins` accepts these together; that it refuses with reason is the business of test_product."""
     try:
@@ -160,8 +185,24 @@ def legal_caches(scheduler: Settings) -> list[Settings]:
     return [cache for cache in settings("cache") if legal(scheduler=scheduler, cache=cache)]
 
 
+def causal_cases() -> Iterator[Case]:
+    """Every scheduler on the block-causal toy, whose blocks are fixed ones."""
+    turns = {group: _turns(f"causal {group}", settings(group)) for group in ("stop", "guide")}
+    caches = _turns("causal cache", [cache for cache in settings("cache") if cache["name"] == "block_causal"])
+    blocks = _turns("causal blocks", [one for one in settings("blocks") if one["name"] == "fixed"])
+    for scheduler in settings("scheduler"):
+        length = next(one for one in blocks if legal(kind="causal", scheduler=scheduler, blocks=one))
+        cache = next(caches)
+        if not legal(kind="causal", scheduler=scheduler, blocks=length, cache=cache):
+            cache = {"name": "none"}
+        if legal(kind="causal", scheduler=scheduler, blocks=length, cache=cache):
+            yield Case("causal", scheduler, cache, length, next(turns["stop"]), next(turns["guide"]))
+
+
 def cases() -> list[Case]:
     """Every scheduler under two caches (one where no more is legal); all the rest takes turns, so that each meets many.
+
+    A cache that most schedulers cannot use meets every one that can.
 
     Every pair of plug-ins, and more, runs in test_product.
     """
@@ -177,14 +218,16 @@ def cases() -> list[Case]:
             **next(toy),
         )
         for scheduler in settings("scheduler")
-        for cache in _two(turns["cache"], legal_caches(scheduler))
-    ]
+        for cache in _some(turns["cache"], legal_caches(scheduler))
+    ] + list(causal_cases())
 
 
-def _two(turn: Iterator[Settings], among: list[Settings]) -> list[Settings]:
-    """The next two different ones that are `among` these."""
-    found: list[Settings] = []
-    while len(found) < min(2, len(among)):
+def _some(turn: Iterator[Settings], among: list[Settings]) -> list[Settings]:
+    """The next two different ones that are `among` these, after those that want a scheduler with a plan."""
+    found = [one for one in among if config.build("cache", one).foresees]
+    among = [one for one in among if one not in found]
+    size = len(found) + min(2, len(among))
+    while len(found) < size:
         one = next(turn)
         if one in among and one not in found:
             found.append(one)

@@ -74,6 +74,11 @@ def refreshes(one: Result, two: Result) -> bool:
     return torch.equal(one.nfe, two.nfe) and bool((one.trace.rows > two.trace.rows).all() and apart)
 
 
+def serves_and_changes(one: Result, two: Result) -> bool:
+    """Fewer positions were computed, and predictions were other than without a cache."""
+    return skips_rows(one, two) and bool((one.trace.logprob - two.trace.logprob).abs().amax() > 0.01)
+
+
 def fills_at_once(one: Result, two: Result) -> bool:
     """A row's last forward fills several masks where the other one fills one."""
     last = (one.trace.generated == one.nfe[:, None] - 1).sum(1)
@@ -84,6 +89,7 @@ STEPWISE = {"scheduler": "fixed"}
 FIXED6 = {"name": "fixed", "length": 6}
 FILTER = {"name": "learn2pd", "filter": toys.FILTER}
 KLASS = {"name": "klass", "threshold": 0.3, "history": 1}
+RENOISE = {"name": "entropy_renoise", "max_denoising_steps": 6}
 WINO = {"name": "wino", "threshold": 0.3, "least": 2}
 HIERARCHY = {"name": "hierarchical", "low": 0.3}
 ANYWHERE = {"scheduler": {"name": "fixed", "score": "random"}, "blocks": "full"}
@@ -116,6 +122,16 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     ),
     "scheduler.entropy": ({"scheduler": {"name": "entropy", "entropy": 1.0}}, STEPWISE, parallel),
     "scheduler.entropy_bound": ({"scheduler": {"name": "entropy_bound", "gamma": 1.0}}, STEPWISE, parallel),
+    "scheduler.entropy_renoise": (
+        {"scheduler": RENOISE | {"entropy_bound": 1.0}},
+        {"scheduler": RENOISE | {"entropy_bound": 0.0}},
+        answers_differ,
+    ),
+    "scheduler.block_refine": (
+        {"scheduler": {"name": "block_refine", "steps": 6, "threshold": 0.6}},
+        {"scheduler": {"name": "block_refine", "steps": 6, "threshold": 1.0}},
+        fewer_forwards,
+    ),
     "scheduler.eoser": ({"scheduler": {"name": "eoser", "low": 0.0}}, STEPWISE, other_order),
     "scheduler.hierarchical": ({"scheduler": HIERARCHY}, STEPWISE, parallel),
     "scheduler.klass": (
@@ -150,6 +166,22 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"scheduler": WINO | {"back": 0.0}},
         takes_back,
     ),
+    "scheduler.random_order": ({"scheduler": "random_order"}, STEPWISE, other_order),
+    "cache.dkv": ({"cache": "dkv", **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.dkv_greedy": (
+        {"cache": "dkv_greedy", "scheduler": "random_order"},
+        {"scheduler": "random_order"},
+        serves_and_changes,
+    ),
+    "cache.dllm": ({"cache": {"name": "dllm", "response_every": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.vicinity": (
+        {"cache": {"name": "vicinity", "before": 2, "after": 3, "warmup": 2}, **STEPWISE},
+        {"cache": "dual", **STEPWISE},
+        refreshes,
+    ),
+    "cache.sparse": ({"cache": "sparse", **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.elastic": ({"cache": {"name": "elastic", "window": 4}, **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.d2": ({"cache": {"name": "d2", "masks": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.periodic_prefix": (
         {"cache": {"name": "periodic_prefix", "every": 2}, **STEPWISE},
         {"cache": "prefix", **STEPWISE},
@@ -172,6 +204,12 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         cuts_the_context,
     ),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
+    "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
+    "cache.block_causal": (
+        {"kind": "causal", "cache": "block_causal"},
+        {"kind": "causal", "cache": "none"},
+        skips_rows,
+    ),
     "cache.prefix": ({"cache": "prefix"}, {}, skips_rows),
     "cache.dual": ({"cache": "dual"}, {}, skips_rows),
     "blocks.fixed": ({"blocks": {"name": "fixed", "length": 5}}, {"blocks": "full"}, answers_differ),
@@ -185,7 +223,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "guide.end_tokens": ({"guide": "end_tokens"}, {}, answers_differ),
 }
 # Compared with others, these are what "nothing happens" means.
-NEUTRAL = {"cache.none", "stop.none", "guide.none"}
+NEUTRAL = {"cache.none", "cache.exact", "stop.none", "guide.none"}
 
 
 def test_every_plug_in_is_told_what_it_changes() -> None:

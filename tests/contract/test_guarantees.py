@@ -1,12 +1,12 @@
 """What holds for every combination: what is written, when it ends, and that the host may look as rarely as it likes."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, layout
+from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, config, layout
 from dllm_sampler.loop import Engine
 from dllm_sampler.noise import CounterNoise
 from tests import toys
@@ -71,7 +71,8 @@ def test_progress_and_termination(case: Case) -> None:
     assert len(steps) == int(result.nfe.max()) <= scheduler.bound(TOKENS)
     generated = result.trace.generated
     # A scheduler that edits what is committed looks at a full block again, and may find nothing to change.
-    if not case.faithful and not (scheduler.revises and scheduler.bound(1) > 1):
+    stores_apart = case.cache.get("store_pass") == "separate"
+    if not case.faithful and not stores_apart and not (scheduler.revises and scheduler.bound(1) > 1):
         assert torch.equal(generated.amax(1) + 1, result.nfe), "a row's last forward commits"
     if case.stop["name"] == "none" and not case.leaves_masks:
         assert (generated >= 0).all()
@@ -184,6 +185,7 @@ class Vandal(Scheduler):
     """Asks for every column and writes, remasks, cuts and finishes at random, wherever it likes."""
 
     cuts: bool = False
+    plans: ClassVar[bool] = True  # so that no cache refuses it
 
     def ask(self, canvas: Canvas, width: int, carry: Any) -> Query:
         everything = canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)
@@ -205,7 +207,7 @@ class Vandal(Scheduler):
 @pytest.mark.parametrize("cache", CACHES, ids=cases.label)
 def test_nobody_writes_into_prompts_padding_or_finished_rows(cache: dict[str, Any], cuts: bool) -> None:
     torch.manual_seed(0)
-    spy = toys.Spy(toys.denoiser())
+    spy = toys.Spy(toys.denoiser(cases.toy_of(cache)))
     sampler = Sampler(spy, scheduler=Vandal(cuts), cache=cache, blocks={"name": "fixed", "length": 5}, stop="truncate")
     start = layout.canvas(toys.PROMPTS, TOKENS, toys.SEEDS, spy.spec, sampler.plugins.blocks, CounterNoise(), True)
     before, changed = start, torch.zeros_like(start.ids, dtype=torch.bool)
@@ -230,8 +232,8 @@ class TestMaskToken:
     """The mask token is no answer, unless published behaviour is asked for."""
 
     @staticmethod
-    def sampler(raise_mask: float, **plugins: Any) -> Sampler:
-        spy = toys.Spy(toys.denoiser(), raise_mask)
+    def sampler(raise_mask: float, toy: str = "llada", **plugins: Any) -> Sampler:
+        spy = toys.Spy(toys.denoiser(toy), raise_mask)
         return Sampler(spy, blocks={"name": "fixed", "length": 6}, stop="none", **plugins)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -246,11 +248,12 @@ class TestMaskToken:
 
     @pytest.mark.parametrize("cache", CACHES, ids=cases.label)
     def test_chosen_under_compat_it_stays_noise(self, cache: dict[str, Any]) -> None:
-        sampler = self.sampler(50.0, cache=cache, compat=True)
+        scheduler = "random_order" if config.build("cache", cache).foresees else "threshold"
+        sampler = self.sampler(50.0, cases.toy_of(cache), cache=cache, scheduler=scheduler, compat=True)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=9)
         assert (result.trace.generated == -1).all()
         assert not result.complete.any()
-        assert result.nfe.tolist() == [9] * 5  # as many as the scheduler's bound
+        assert result.nfe.tolist() == [sampler.plugins.scheduler.bound(9)] * 5
         assert (result.tokens == toys.EOS).all()
 
     def test_a_few_masks_under_compat(self) -> None:
@@ -274,7 +277,10 @@ def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     cache = "dual" if {"name": "dual"} in cases.legal_caches(scheduler) else "none"
     plugins = {"scheduler": scheduler, "cache": cache, "blocks": {"name": "fixed", "length": 6}}
     twin = replace(toys.wrapped(other), mask_id=int(renamed[toys.MASK]), eos_id=int(renamed[toys.EOS]), eot_id=None)
-    one = Sampler(toys.wrapped(model), **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS)
+    sampler = Sampler(toys.wrapped(model), **plugins)
+    if any(guide.draws for guide in sampler.plugins.guides):
+        pytest.skip("samples at a temperature of its own")
+    one = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
     prompts = [renamed[torch.tensor(prompt)] for prompt in toys.PROMPTS]
     two = Sampler(twin, **plugins).generate(prompts, max_new_tokens=TOKENS)
     assert torch.equal(renamed[one.tokens], two.tokens)

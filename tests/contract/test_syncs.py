@@ -84,7 +84,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[State]:
     return taken
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+# A cache that `syncs` has to: what it reads decides the shape of its next layer. Its own test counts how often it does.
+SILENT = [case for case in CASES if not case.sampler.plugins.cache.syncs]
+
+
+@pytest.mark.parametrize("case", SILENT, ids=lambda case: case.id)
 def test_a_step_reads_nothing(case: Case, watched: list[State]) -> None:
     result = case.generate([0, 1, 4], max_steps=7)
     assert len(watched) == int(result.nfe.max())

@@ -95,7 +95,7 @@ def test_build() -> None:
         (
             "scheduler",
             {"name": "fixed", "score": "best"},
-            "score should be 'confidence', 'margin', 'entropy' or 'random'",
+            "score should be 'confidence', 'margin', 'entropy', 'random' or 'position'",
         ),
         ("blocks", {"name": "fixed", "length": 0}, "length"),
         ("cache", "duel", "unknown cache 'duel', did you mean 'dual'"),

@@ -1,0 +1,151 @@
+"""d2Cache: each step computes the masks it will soon decide and the tokens that attention flows through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.cache.base import Cache, put, written
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.schedulers.certainty import density
+
+
+@dataclass
+class D2Cache(Cache):
+    """After the first forward, compute a few masks, what was just committed, and the tokens most looked at.
+
+    Source: d2Cache, arXiv 2509.23094. The masks are the best `masks` by their last known confidence times the certainty
+    density (`scheduler=certainty`), those of the block first, out of as many blocks as hold that many. The other
+    tokens are the nucleus of mass `rollout` of the attention rollout: the column sums of the product, over layers, of
+    attention (mean over heads, a row that is not computed looks at itself) mixed with the identity. Gaps between
+    chosen columns are closed where these lie at most `gap` apart.
+
+    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. Two slips of the
+    published code are not repeated: its stored confidences are those of the first forward for good, and masks that
+    were not computed can be committed from empty logits. It also fills the rows of a batch up to the same number of
+    columns, by score; here a row computes in a batch what it computes alone. At the end of a block it prefers the
+    masks of the block that is full, here those of the next one.
+
+    Args:
+        masks: how many masks are computed.
+        rollout: attention mass of the other tokens; the first one goes in any case, unless it is 0. 1: all tokens.
+        sigma: width of the density's Gaussian in positions.
+        gap: distance of chosen columns up to which those in between are computed too; 0: none.
+    """
+
+    chooses: ClassVar[bool] = True
+
+    masks: int = 32
+    rollout: float = 0.1
+    sigma: float = 10.0
+    gap: int = 4
+    confidence: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] float64, as last predicted
+    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: written by the last step
+    flow: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1, L] rollout up to the layer just run
+
+    def __post_init__(self) -> None:
+        for name, least in (("masks", 1), ("gap", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"cache.{name} must be a whole number from {least} on, not {value!r}")
+        if isinstance(self.rollout, bool) or not 0 <= self.rollout <= 1:
+            raise UserError(f"cache.rollout must be a share from 0 to 1, not {self.rollout!r}")
+        if isinstance(self.sigma, bool) or not 0 < self.sigma < float("inf"):
+            raise UserError(f"cache.sigma must be a number of positions above 0, not {self.sigma!r}")
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.confidence = torch.zeros(canvas.ids.shape, dtype=torch.float64, device=canvas.ids.device)
+        live.stale = torch.zeros_like(canvas.masked)
+        batch, columns = canvas.ids.shape
+        precise = torch.promote_types(spec.dtype, torch.float32)
+        live.flow = torch.zeros(batch, columns, columns - 1, dtype=precise, device=canvas.ids.device)
+        return live
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `Cache.due`: the first forward alone."""
+        return canvas.step == 0
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        seen = canvas.seen()
+        chosen = (self.predictors(self.wanted(canvas)) | self.stale) & seen
+        chosen = chosen | self.looked_at(seen, seen & ~chosen)
+        return between(chosen, self.gap) & seen | self.due(canvas)[:, None]
+
+    def wanted(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` masks to predict."""
+        column, start, end = canvas.columns(), canvas.start[:, None], canvas.end[:, None]
+        later = canvas.masked & (column >= start) & (column < end)
+        size = (canvas.stop - canvas.start).clamp(min=1)[:, None]
+        # Blocks as long as this one, up to and with the one in which the last of so many masks lies.
+        last = torch.where(later & (later.cumsum(1) <= self.masks), column, start).amax(1, keepdim=True)
+        until = torch.where(later.sum(1, keepdim=True) < self.masks, end, start + ((last - start) // size + 1) * size)
+        generated = torch.arange(canvas.origin, canvas.length + 1, device=column.device).expand(len(start), -1)
+        near = density(canvas, generated, self.sigma)
+        score = self.confidence.clone()
+        score[:, canvas.origin :] *= near
+        score = score + 2 * canvas.in_block()
+        return select.top(score, later & (column < until), torch.full_like(canvas.start, self.masks))
+
+    def looked_at(self, seen: Tensor, among: Tensor) -> Tensor:
+        """`[B, L+1] bool` the nucleus of the rollout's sums over the rows `seen [B, L+1]`, `among [B, L+1]`."""
+        if self.rollout in (0, 1):
+            return among & bool(self.rollout)
+        mass = (seen[:, None].to(self.flow.dtype) @ self.flow)[:, 0]  # [B, L]
+        mass = F.pad(mass.double(), (0, 1))
+        place = select.rank(mass, among)
+        mass = mass * among
+        share = mass / mass.sum(1, keepdim=True).clamp(min=1e-9)
+        ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
+        return among & ((ordered <= self.rollout) | (place == 0))
+
+    def narrow(self, canvas: Canvas, query: Query) -> Query:
+        """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
+        query = super().narrow(canvas, query)
+        if query.exact:
+            return query
+        sizes = canvas.sizes
+        width = canvas.length - canvas.origin if sizes.whole else min(sizes.computed, canvas.length - canvas.origin)
+        return query.join(canvas, canvas.masked & self.answered(canvas), max(width, query.positions.shape[1]))
+
+    def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
+        """See `Cache.layer`."""
+        q, k, v = parts.qkv(hidden, rope)
+        k, v, mask = self.store(index, k, v, plan)
+        hidden = hidden + parts.attend(q, k, v, mask)
+        if index == 0:
+            self.flow.zero_().diagonal(dim1=1, dim2=2).fill_(1)
+        self.roll(parts.weights(q, k, mask), plan.positions)
+        return hidden + parts.mlp(hidden)
+
+    def roll(self, weights: Tensor, positions: Tensor) -> None:
+        """One layer of the rollout: `weights [B, H, M, S]` are those of the rows at `positions [B, M]`."""
+        length = self.flow.shape[2]
+        mean = weights.mean(1)[..., :length].to(self.flow.dtype)  # [B, M, L]
+        own = self.flow.gather(1, positions[..., None].expand(-1, -1, length))
+        put(self.flow, positions, (mean @ self.flow[:, :-1] + own) / (1 + mean.sum(-1, keepdim=True)))
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        self.stale = written(canvas, query, edit)
+        known = self.confidence.gather(1, query.positions)
+        sure = torch.where(canvas.masked.gather(1, query.positions), readout.confidence[:, 0], known)
+        self.confidence = self.confidence.scatter(1, query.positions, sure)
+
+
+def between(chosen: Tensor, gap: int) -> Tensor:
+    """`[B, L+1] bool` the columns `chosen [B, L+1]` and those between two of them that lie at most `gap` apart."""
+    far = chosen.shape[1] + gap
+    column = torch.arange(chosen.shape[1], device=chosen.device)
+    before = torch.where(chosen, column, -far).cummax(1).values
+    after = torch.where(chosen, column, 2 * far).flip(1).cummin(1).values.flip(1)
+    return chosen | (after - before <= gap)

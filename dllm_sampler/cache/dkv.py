@@ -1,0 +1,108 @@
+"""dKV-Cache: a token's keys and values are kept from one step after its commit, and refreshed now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Self, get_args
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.base import Cache, changed, visible
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import ModelSpec
+
+Mode = Literal["decode", "prefill", "pd"]
+Shift = Literal["un", "un_right", "right"]
+
+
+@dataclass
+class DelayedCache(Cache):
+    """Compute the masks of the whole canvas and what the previous step committed; serve all other tokens from slots.
+
+    Source: dKV-Cache-Decode, -Prefill and -PD, arXiv 2505.15781. A token changes its keys and values most when it turns
+    from mask into text: they are stored by the first forward that sees it as text, and used from the next one on. A
+    token that is replaced or taken back leaves the cache at once. Every position with a mask is computed, so any rule
+    that ranks masks sees fresh predictions.
+
+    On a model with a logit shift row i predicts position i + 1, so the row of a token is still needed while its
+    successor is a mask. `un` keeps a row when its successor is committed, as the paper's main figures have it: it may
+    then hold the row of a mask, and goes on serving it until a refresh. `un_right` wants both committed, and scored
+    higher in the paper. (Its third variant, `right`, loses rows that masks need and is refused.) The canvas's last row
+    predicts nothing and is kept once its own position is committed.
+
+    Args:
+        refresh_every: forwards from one full one to the next; 1 is no cache. None: the paper's 8, or 4 under a shift.
+        mode: `decode`: the above. `prefill`: the prompt is computed once and never again, all else always. `pd`: the
+            prompt once, all else as in `decode`.
+        per_block: count forwards anew in each block, and make the second one full as well (the published LLaDA code);
+            else over the whole generation (its Dream code). None: as published for the model.
+        shift: see above; without a logit shift it has no meaning.
+        compat: as published under a shift, the canvas's last row counts as committed from the second forward on
+            (`un`), or when the row before it is kept (`un_right`).
+    """
+
+    refresh_every: int | None = None
+    mode: Mode = "decode"
+    per_block: bool | None = None
+    shift: Shift = "un"
+    compat: bool = False
+    kept: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: served from the slots
+
+    def __post_init__(self) -> None:
+        every = self.refresh_every
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise UserError(f"cache.refresh_every must be a whole number of at least 1, or null, not {every!r}")
+        if self.mode not in get_args(Mode):
+            raise UserError(f"cache.mode must be one of {', '.join(get_args(Mode))}, not {self.mode!r}")
+        if self.shift == "right":
+            raise UserError("cache.shift=right leaves masks without the rows that predict them: use un_right, or un")
+        if self.shift not in get_args(Shift):
+            raise UserError(f"cache.shift must be un or un_right, not {self.shift!r}")
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.kept = torch.zeros_like(canvas.masked)
+        return live
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `Cache.due`. Under `prefill` and `pd` the prompt is left out of all but the first."""
+        if self.mode == "prefill":
+            return canvas.step == 0
+        every = self.refresh_every or (4 if self.spec.shift else 8)
+        if not self.spec.shift if self.per_block is None else self.per_block:
+            return (canvas.age < 2) | (canvas.age % every == 0)
+        return canvas.step % every == 0
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        kept = self.kept & ~self.due(canvas)[:, None]
+        if self.mode == "decode":
+            return ~kept
+        # The prompt's last row predicts the first generated position.
+        prompt = canvas.columns() < canvas.origin - int(self.spec.shift)
+        prompt = prompt & (canvas.step > 0)[:, None]
+        return ~(prompt if self.mode == "prefill" else prompt | kept)
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        void = changed(canvas, query, edit)
+        text = canvas.seen() & ~canvas.masked & ~void  # [B, L+1] what this forward saw as text and still stands
+        self.kept = self._unneeded(canvas, text) & ~void & (self.kept | visible(canvas, query))
+
+    def _unneeded(self, canvas: Canvas, text: Tensor) -> Tensor:
+        """`[B, L+1] bool` rows that need not be computed when `text [B, L+1]` is settled."""
+        if not self.spec.shift:
+            return text
+        last = canvas.columns() == canvas.end[:, None] - 1
+        successor = text.roll(-1, 1)
+        if not self.compat:
+            successor = torch.where(last, text, successor)
+        elif self.shift == "un":
+            successor = torch.where(last, (canvas.step > 0)[:, None], successor)
+        if self.shift == "un":
+            return successor
+        both = text & successor
+        return torch.where(last, both.roll(1, 1), both) if self.compat else both

@@ -1,0 +1,88 @@
+"""dKV-Cache-Greedy: what is committed now, what was committed last, and a few masks around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.cache.base import Cache
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import ModelSpec
+
+
+@dataclass
+class GreedyCache(Cache):
+    """Compute the positions that this step commits, those of the previous step, and `window` masks beside each new one.
+
+    Source: dKV-Cache-Greedy, arXiv 2505.15781. Everything else is served as it was last computed, also masks. A step
+    costs a number of rows that does not grow with the canvas, but the positions of the step must be known before its
+    forward: `scheduler=random_order`. As in the published code the window lies around each position to be committed,
+    and takes masks outwards, left and right in turns, wherever they are on the canvas.
+
+    Args:
+        refresh_every: forwards from one full one to the next; they are counted in each block, which opens with one.
+            1 is no cache.
+        window: masks beside each position that is committed.
+    """
+
+    foresees: ClassVar[bool] = True
+
+    refresh_every: int = 2
+    window: int = 4
+    ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `Scheduler.ahead`
+    wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the last one wrote
+
+    def __post_init__(self) -> None:
+        for name, least in (("refresh_every", 1), ("window", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"cache.{name} must be a whole number of at least {least}, not {value!r}")
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.ahead, live.wrote = torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked)
+        return live
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `Cache.due`."""
+        return canvas.age % self.refresh_every == 0
+
+    def expect(self, ahead: Tensor) -> None:
+        """See `Cache.expect`."""
+        self.ahead = ahead
+
+    def count(self, canvas: Canvas) -> Tensor:
+        """See `Cache.count`."""
+        sure, free = self._sure(canvas)
+        beside = torch.minimum(self.window * (self.ahead > 0).sum(1), free.sum(1))
+        return torch.where(self.due(canvas), canvas.end - canvas.begin, sure.sum(1) + beside)
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        chosen, free = self._sure(canvas)
+        for place in range(1, canvas.sizes.masks + 1):
+            own = self.ahead == place  # [B, L+1], none where the row commits fewer
+            away = canvas.columns() - own.long().argmax(1, keepdim=True)
+            turn = torch.where(away < 0, -2 * away - 1, 2 * away)  # left comes before right
+            beside = select.top(-turn.double(), free, self.window * own.any(1))
+            chosen, free = chosen | beside, free & ~beside
+        return chosen | self.due(canvas)[:, None]
+
+    def _sure(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """`[B, L+1]` columns computed in any case, and the masks left for windows."""
+        ahead = self.ahead > 0
+        if self.spec.shift:
+            ahead = ahead | ahead.roll(-1, 1)  # the rows that predict
+        sure = (ahead | self.wrote) & canvas.seen()
+        return sure, canvas.masked & ~sure
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        wrote = edit.commit if edit.remask is None else edit.commit | edit.remask
+        self.wrote = torch.zeros_like(canvas.masked).scatter(1, query.positions, wrote)

@@ -1,0 +1,164 @@
+"""dLLM-Cache: keys, values and the outputs of attention and feed-forward are kept, and refreshed at intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.cache.base import Cache, changed
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
+
+
+@dataclass(frozen=True)
+class IntervalPlan(Plan):
+    """Every column, of which a layer computes what is due."""
+
+    split: int = 0  # the response begins at this column
+    begin: Tensor | None = None  # [B] first column of the row
+    seen: Tensor | None = None  # [B, G] bool: response columns that exist
+    urgent: Tensor | None = None  # [B, G] bool: those whose token was replaced or taken back by the last step
+
+
+@dataclass
+class IntervalCache(Cache):
+    """Refresh the prompt seldom, the response more often, and in between only the rows whose values moved most.
+
+    Source: dLLM-Cache, arXiv 2506.06295. Each layer keeps keys, values, attention output and feed-forward output of
+    every position; where nothing is computed, the stored outputs are added to the stream of the moment. Between two
+    refreshes of the response, a layer computes its values anew (they alone are cheap), compares them with those it
+    keeps, and computes the least similar rows. The first layer is always computed, as in the published code, so the
+    stream begins with the tokens of the moment. Tokens that were replaced or taken back come before all others when
+    rows are chosen. Under a logit shift the prompt's last row, which predicts the first token, belongs to the response.
+    `rows` counts the mean over the layers, rounded up.
+
+    Args:
+        prompt_every: forwards from one refresh of the prompt to the next, over the whole generation.
+        response_every: the same for the response.
+        ratio: share of the response computed in between; 0: nothing, 1: all of it.
+        guidance_every: under classifier-free guidance, forwards from one with the branch without prompt to the next;
+            the difference between the branches is reused in between. The first five make it in any case.
+    """
+
+    prompt_every: int = 100
+    response_every: int = 7
+    ratio: float = 0.25
+    guidance_every: int = 1
+    made: int = field(init=False, default=0, repr=False, compare=False)  # forwards; equal for all rows that live
+    fresh: tuple[bool, bool] = field(init=False, default=(True, True), repr=False, compare=False)  # prompt, response
+    attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L, D]
+    fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L, D]
+    urgent: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_every", "response_every", "guidance_every"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UserError(f"cache.{name} must be a whole number of at least 1, not {value!r}")
+        if isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
+            raise UserError(f"cache.ratio must be a share between 0 and 1, not {self.ratio!r}")
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.attended, live.fed = [], []
+        live.urgent = torch.zeros_like(canvas.masked)
+        return live
+
+    def plan(self, canvas: Canvas, query: Query) -> Plan:
+        """See `Cache.plan`."""
+        split = canvas.origin - int(self.spec.shift)
+        response = slice(split, canvas.length)
+        plan = super().plan(canvas, query)
+        return IntervalPlan(
+            **vars(plan),
+            split=split,
+            begin=canvas.begin,
+            seen=canvas.seen()[:, response],
+            urgent=self.urgent[:, response],
+        )
+
+    def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
+        """See `Cache.layer`."""
+        assert isinstance(plan, IntervalPlan) and self.slots is not None
+        if index == 0:
+            self.fresh = self.made % self.prompt_every == 0, self.made % self.response_every == 0
+        at = self._due(index, parts, hidden, plan)  # [B, R]
+        if at is None:
+            hidden = hidden + self.attended[index]
+            hidden = hidden + self.fed[index]
+        else:
+            q, k, v = parts.qkv(_rows(hidden, at), rope.at(at))
+            _put(self.slots.keys[index], at, k.transpose(1, 2))
+            _put(self.slots.values[index], at, v.transpose(1, 2))
+            k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
+            mask = plan.keys
+            if mask is not None:
+                mask = _rows(mask, at)[:, None] if mask.dim() == 3 else mask[:, None, None]
+            hidden = hidden + self._kept(self.attended, index, at, parts.attend(q, k, v, mask))
+            hidden = hidden + self._kept(self.fed, index, at, parts.mlp(_rows(hidden, at)))
+        self.made += index == self.spec.num_layers - 1
+        return hidden
+
+    def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
+        """`[B, R]` columns that layer `index` computes of its input `hidden [B, L, D]`; None: none."""
+        assert plan.seen is not None and plan.urgent is not None and self.slots is not None
+        (batch, length), split = hidden.shape[:2], plan.split
+        prompt, response = self.fresh if index else (True, True)
+        due = [torch.arange(0 if prompt else split, length if response else split, device=hidden.device)]
+        due = [due[0].expand(batch, -1)]
+        count = int(self.ratio * (length - split - int(self.spec.shift)))
+        if not response and self.ratio:  # also where the share of a short response is no row at all
+            values = parts.values(hidden[:, split:]).transpose(1, 2)  # [B, G, Hkv, Dh]
+            stored = self.slots.values[index][:, split:length]
+            precise = torch.promote_types(values.dtype, torch.float32)
+            likeness = F.cosine_similarity(values.flatten(2).to(precise), stored.flatten(2).to(precise), dim=-1)
+            likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
+            stored.copy_(values)  # as published: those of all rows, though keys only of the chosen ones
+            turn = select.rank(-likeness, torch.ones_like(plan.seen))
+            due.append(select.columns(F.pad(turn < count, (0, 1)), count) + split)
+        at = torch.cat(due, 1)
+        return at if at.shape[1] else None
+
+    def _kept(self, outputs: list[Tensor], index: int, at: Tensor, fresh: Tensor) -> Tensor:
+        """Store `fresh [B, R, D]` at `at [B, R]` of layer `index`; all that is stored, `[B, L, D]`."""
+        if index == len(outputs):  # a generation's first forward computes everything
+            outputs.append(fresh.clone())
+        else:
+            _put(outputs[index], at, fresh)
+        return outputs[index]
+
+    def rows(self, plan: Plan) -> Tensor:
+        """See `Cache.rows`."""
+        assert isinstance(plan, IntervalPlan) and plan.seen is not None and plan.begin is not None
+        prompt, response = self.fresh
+        answer = plan.seen.sum(1)  # [B]
+        some = (plan.split - plan.begin) * prompt
+        share = int(self.ratio * (plan.seen.shape[1] - int(self.spec.shift)))
+        some = some + (answer if response else answer.clamp(max=share))
+        layers = self.spec.num_layers
+        return (plan.computed + some * (layers - 1) + layers - 1) // layers
+
+    def reuses_guidance(self) -> bool | None:
+        """See `Cache.reuses_guidance`."""
+        return None if self.guidance_every == 1 else self.made >= 5 and self.made % self.guidance_every != 0
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        self.urgent = changed(canvas, query, edit)
+
+
+def _rows(stored: Tensor, at: Tensor) -> Tensor:
+    """`[B, R, ...]` rows `at [B, R]` of `stored [B, L, ...]`."""
+    return stored.gather(1, at.view(*at.shape, *[1] * (stored.dim() - 2)).expand(*at.shape, *stored.shape[2:]))
+
+
+def _put(stored: Tensor, at: Tensor, fresh: Tensor) -> None:
+    """Write `fresh [B, R, ...]` over rows `at [B, R]` of `stored [B, L, ...]`, in place."""
+    stored.scatter_(1, at.view(*at.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh), fresh.to(stored.dtype))

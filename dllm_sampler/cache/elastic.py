@@ -1,0 +1,234 @@
+"""Elastic-Cache: the most attended token tells from which layer on keys and values have to be refreshed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.cache.base import Cache, put, visible, written
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElasticPlan(Plan):
+    """What the layers must know besides. Padded positions are the empty slot L."""
+
+    chosen: Tensor  # [B, L+1] bool: the planned positions as a set
+    watched: Tensor  # [B, R] columns of the rows that predict the masks
+    tracked: Tensor  # [B, T] columns of the tokens whose attention is compared
+    known: Tensor  # [B, L+1] bool: decoded columns, which may be tracked next
+    live: Tensor  # [B] bool: rows that are not finished
+    columns: Tensor  # [B] how many columns the row has
+
+
+@dataclass
+class ElasticCache(Cache):
+    """Recompute a sliding window, and all columns of the deeper layers once attention has moved in a layer.
+
+    Source: Elastic-Cache, arXiv 2510.14973. A forward computes the rows that predict the `window` leftmost masks, the
+    tokens committed by the last step, and the tracked tokens: those that each layer's window looked at most in the
+    last forward. Layer by layer it compares the attention of the tracked tokens, averaged over heads, with what their
+    stored queries and the stored keys give; where the cosine similarity falls below `gamma`, all deeper layers compute
+    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed.
+
+    Published with `blocks=full`, which the window replaces; inside shorter blocks it ends where the block does. Masks
+    behind a committed end of text come last, as if the published code had dropped them. Each row of a batch decides
+    for itself: a layer is as wide as the widest row needs it, and stores what each row asked for.
+
+    Whether to widen a layer decides the shape of the next one, so the host waits for the device once per layer, until
+    a row refreshes: the one cache that reads inside a step.
+
+    Args:
+        gamma: similarity below which deeper layers are refreshed; -1: never, above 1: always.
+        window: leftmost masks that are predicted.
+        track: tokens tracked per layer.
+        block_caching: leave the masks behind the window as they were last computed.
+        full_every: steps from one whole forward to the next (1: no reuse, exact); None: the first step only.
+        compat: compare head by head as the published code does: for each key the cosine over heads, averaged over keys.
+    """
+
+    syncs: ClassVar[bool] = True
+    chooses: ClassVar[bool] = True
+
+    gamma: float = 0.9
+    window: int = 16
+    track: int = 1
+    block_caching: bool = True
+    full_every: int | None = None
+    compat: bool = False
+    inputs: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
+    queries: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, H, Dh]
+    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written since computed
+    tracked: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool
+    rope: Any = field(init=False, repr=False, compare=False)  # of all columns
+    refresh_from: Tensor = field(init=False, repr=False, compare=False)  # [B] first layer refreshed by this forward
+    wide: bool = field(init=False, repr=False, compare=False)  # this layer computes every column
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gamma, bool) or self.gamma != self.gamma:
+            raise UserError(f"cache.gamma must be a cosine similarity, not {self.gamma!r}")
+        for name in ("window", "track", "full_every"):
+            value = getattr(self, name)
+            optional = name == "full_every"
+            if not (optional and value is None) and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise UserError(
+                    f"cache.{name} must be a whole number of at least 1{', or null' * optional}, not {value!r}"
+                )
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.inputs, live.queries = [], []
+        live.stale = live.tracked = torch.zeros_like(canvas.masked)
+        live.refresh_from = torch.zeros_like(canvas.step)
+        return live
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `Cache.due`."""
+        return canvas.step == 0 if self.full_every is None else canvas.step % self.full_every == 0
+
+    def ahead(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` the window: the leftmost masks of the block, those behind an end of text last."""
+        masked = canvas.masked & canvas.in_block()
+        ended = (canvas.ids == self.spec.eos_id) & ~canvas.masked & ~canvas.frozen
+        behind = ended.cumsum(1) > 0
+        first = masked & ~behind
+        among = torch.where(first.any(1, keepdim=True), first, masked)
+        return among & (among.cumsum(1) <= self.window)
+
+    def forwarded(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` the rows that predict masks and are computed in each forward."""
+        return self.predictors(self.ahead(canvas) if self.block_caching else canvas.masked & canvas.seen())
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
+
+    def narrow(self, canvas: Canvas, query: Query) -> Query:
+        """See `Cache.narrow`: the window alone, in its own width."""
+        query = query.drop(canvas, self.ahead(canvas))
+        return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
+
+    def plan(self, canvas: Canvas, query: Query) -> Plan:
+        """See `Cache.plan`."""
+        plan, seen = super().plan(canvas, query), visible(canvas, query)
+        width = self.window if self.block_caching else canvas.length - canvas.origin
+        chosen = torch.ones_like(seen) if plan.contiguous else self.computes(canvas) & seen
+        return ElasticPlan(
+            **vars(plan),
+            chosen=chosen,
+            watched=select.columns(self.forwarded(canvas) & seen, width),
+            tracked=select.columns(self.tracked & seen, self.track * self.spec.num_layers),
+            known=seen & ~canvas.masked,
+            live=~canvas.done,
+            columns=seen.sum(1),
+        )
+
+    def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
+        """See `Cache.layer`."""
+        assert isinstance(plan, ElasticPlan) and self.slots is not None
+        if index == 0:
+            self._begin(hidden, rope, plan)
+        if self.wide:
+            rope = self.rope
+            self.inputs[index][:, :-1] = hidden = torch.where(
+                (plan.chosen | (self.refresh_from < index)[:, None])[:, :-1, None], hidden, self.inputs[index][:, :-1]
+            )
+        else:
+            put(self.inputs[index], plan.positions, hidden)
+        q, k, v = parts.qkv(hidden, rope)
+        if index == len(self.queries):
+            self.queries.append(q.new_zeros(len(q), self.slots.columns, q.shape[1], q.shape[3]))
+        mask = None if plan.keys is None else plan.keys[:, None, None]
+        columns = self.slots.columns - (mask is None)
+        compares = not plan.contiguous and index < self.spec.num_layers - 1  # what was computed whole is fresh
+        before = None
+        if compares:
+            before = parts.weights(self._stored(index, plan.tracked), self.slots.read(index, columns)[0], mask)
+        self._write(index, q, k, v, plan)
+        k, v = self.slots.read(index, columns)
+        hidden = hidden + parts.attend(q, k, v, mask)
+        hidden = hidden + parts.mlp(hidden)
+
+        watched = parts.weights(self._stored(index, plan.watched), k, mask)  # [B, H, R, S]
+        self.tracked = self.tracked | self.most_attended(watched, plan)
+        if before is not None:
+            now = parts.weights(self._stored(index, plan.tracked), k, mask)  # [B, H, T, S]
+            moved = (self.similarity(before, now, plan) < self.gamma) & plan.live
+            self.refresh_from = torch.where(moved, self.refresh_from.clamp(max=index + 1), self.refresh_from)
+            if not self.wide and bool(moved.any()):
+                self.wide = True
+                everything = self.inputs[index + 1].clone()
+                put(everything, plan.positions, hidden)
+                return everything[:, :-1]
+        if self.wide and not plan.contiguous and index == self.spec.num_layers - 1:
+            at = plan.positions.clamp(max=hidden.shape[1] - 1)  # back to what was planned
+            return hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[2]))
+        return hidden
+
+    def _begin(self, hidden: Tensor, rope: Any, plan: ElasticPlan) -> None:
+        """Before the first layer: nothing to refresh yet, or everything."""
+        self.wide = plan.contiguous
+        self.refresh_from = torch.full_like(self.refresh_from, -1 if plan.contiguous else self.spec.num_layers)
+        self.tracked = torch.zeros_like(self.tracked)
+        if plan.contiguous:  # as a generation's first forward is
+            self.rope = rope
+        if not self.inputs:
+            shape = (len(hidden), plan.chosen.shape[1], hidden.shape[2])
+            self.inputs = [hidden.new_zeros(shape) for _ in range(self.spec.num_layers)]
+
+    def _write(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: ElasticPlan) -> None:
+        """Store `q [B, H, M, Dh]` and `k, v [B, Hkv, M, Dh]`; of a wide layer what each row asked for."""
+        assert self.slots is not None
+        if not self.wide:
+            self.slots.write(index, k, v, plan)
+            put(self.queries[index], plan.positions, q.transpose(1, 2))
+            return
+        fresh = (plan.chosen | (self.refresh_from <= index)[:, None])[:, :-1, None, None]
+        for stored, new in ((self.slots.keys, k), (self.slots.values, v), (self.queries, q)):
+            old = stored[index][:, :-1]
+            old.copy_(torch.where(fresh, new.transpose(1, 2).to(old.dtype), old))
+
+    def _stored(self, index: int, columns: Tensor) -> Tensor:
+        """Queries `[B, H, R, Dh]` of layer `index` at `columns [B, R]`."""
+        at = columns[..., None, None].expand(-1, -1, *self.queries[index].shape[2:])
+        return self.queries[index].gather(1, at).transpose(1, 2)
+
+    def similarity(self, before: Tensor, now: Tensor, plan: ElasticPlan) -> Tensor:
+        """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are."""
+        real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
+        before, now = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (before, now))
+        if not self.compat:
+            alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
+            return (alike * real).sum(1) / real.sum(1)
+        alike = F.cosine_similarity(before, now, dim=1).double() * real[..., None]  # [B, T, S], 0 at unseen keys
+        seen = plan.known.new_ones(alike.shape[::2]) if plan.keys is None else plan.keys
+        return alike.sum((1, 2)) / (real.sum(1) * seen.sum(1))
+
+    def most_attended(self, weights: Tensor, plan: ElasticPlan) -> Tensor:
+        """`[B, L+1] bool` the decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
+        real = (plan.watched < plan.chosen.shape[1] - 1).to(weights.dtype)[:, None, :, None]
+        mass = (weights * real).sum((1, 2)).double()  # [B, S]
+        mass = F.pad(mass, (0, plan.known.shape[1] - mass.shape[1]))
+        return select.top(mass, plan.known, torch.full_like(self.refresh_from, self.track))
+
+    def rows(self, plan: Plan) -> Tensor:
+        """See `Cache.rows`; rounded up."""
+        assert isinstance(plan, ElasticPlan)
+        layers = self.spec.num_layers
+        reused = self.refresh_from.clamp(min=0)
+        total = plan.computed * reused + plan.columns * (layers - reused)
+        return (total + layers - 1) // layers
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`: what the step wrote is stale until the next forward, which computes it."""
+        self.stale = written(canvas, query, edit)

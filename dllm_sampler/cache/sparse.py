@@ -1,0 +1,145 @@
+"""Sparse-dLLM: a dual cache that throws out the keys the active block hardly looks at."""
+
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.cache.base import Slots, visible
+from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparsePlan(Plan):
+    """What the layers must know besides."""
+
+    due: Tensor  # [B] bool: rows that compute and see every column
+    sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep; None: certainly nobody
+    seen: Tensor  # [B, L+1] bool: columns that exist
+    fresh: Tensor  # [B, M] bool: computed positions that exist
+    block: Tensor  # [B, M] bool: those that are computed in every forward
+
+
+@dataclass
+class SparseCache(DualCache):
+    """Recompute the active block alone; of what stands around it, keep in each layer the keys the block looks at.
+
+    Source: Sparse-dLLM, arXiv 2508.02558. A block begins with whole forwards; in the last of them each layer scores
+    the keys outside the block by their product with the block's mean query, averaged over heads, and pooled over
+    neighbours (the block itself left out). The best share stays in memory, the rest is gone until the next block opens.
+    Equal scores, which pooling makes often, go to the lower position.
+
+    The slots hold the kept keys only, so memory is about `keep` of the dual cache's; a whole forward holds the keys of
+    one layer besides.
+
+    Args:
+        keep: share of the keys outside the block that stay, rounded down; 1 is the dual cache.
+        kernel: neighbours pooled, an odd number; 1: none.
+        delay: whole forwards after the one that opens the block; the last one sorts.
+        compat: as in `PrefixCache`.
+    """
+
+    keep: float = 0.5
+    kernel: int = 3
+    delay: int = 1
+    kept: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, C] columns, padded with L
+
+    def __post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
+            raise UserError(f"cache.keep must be a share from 0 to 1, not {self.keep!r}")
+        whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (self.kernel, self.delay))
+        if not whole or self.kernel < 1 or self.kernel % 2 == 0:
+            raise UserError(f"cache.kernel must be an odd number of positions, not {self.kernel!r}")
+        if self.delay < 0:
+            raise UserError(f"cache.delay must be a whole number of forwards from 0 on, not {self.delay!r}")
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        assert live.slots is not None
+        nothing = torch.full((len(canvas.ids), live.slots.columns), canvas.length, device=canvas.ids.device)
+        live.kept = [nothing.clone() for _ in range(spec.num_layers)]
+        return live
+
+    def buffers(self, canvas: Canvas) -> Slots:
+        """Slots for what is kept; what is fresh needs none."""
+        return Slots(self.spec, len(canvas.ids), int(self.keep * canvas.length))
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `Cache.due`."""
+        return canvas.age <= self.delay
+
+    def plan(self, canvas: Canvas, query: Query) -> Plan:
+        """See `Cache.plan`."""
+        plan, sizes = super().plan(canvas, query), canvas.sizes
+        back = int(self.spec.shift and not self.compat)
+        # Whoever sorts computes the prompt too, so that a forward as narrow as the widest block holds no such row.
+        narrow = not sizes.whole and sizes.computed <= sizes.block + back <= canvas.length - canvas.origin
+        seen, at = visible(canvas, query), plan.positions
+        return SparsePlan(
+            **vars(plan),
+            due=self.due(canvas),
+            sorts=None if narrow else canvas.age == self.delay,
+            seen=seen,
+            # A finished row computes nothing, but a softmax needs something to see.
+            fresh=seen.gather(1, at) | canvas.done[:, None],
+            block=(at >= canvas.start[:, None] - back) & (at < canvas.stop[:, None]),
+        )
+
+    def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
+        """See `Cache.layer`."""
+        assert isinstance(plan, SparsePlan)
+        q, k, v = parts.qkv(hidden, rope)
+        keys, values, mask = self.store(index, k, v, plan)
+        hidden = hidden + parts.attend(q, keys, values, mask)
+        if plan.sorts is not None:
+            self.sort(index, q, k, v, plan)
+        return hidden + parts.mlp(hidden)
+
+    def store(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is kept and the fresh `k, v [B, Hkv, M, Dh]`; rows that compute every column see the fresh ones only."""
+        assert isinstance(plan, SparsePlan) and self.slots is not None
+        if plan.contiguous:
+            return k, v, None if plan.keys is None else plan.fresh[:, None, None]
+        keys, values = self.slots.read(index, self.slots.columns)
+        old = plan.seen.gather(1, self.kept[index]) & ~plan.due[:, None]  # [B, C]
+        mask = torch.cat([old, plan.fresh], 1)[:, None, None]
+        return torch.cat([keys.to(k.dtype), k], 2), torch.cat([values.to(v.dtype), v], 2), mask
+
+    def sort(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> None:
+        """Choose what layer `index` keeps, from its queries `[B, H, M, Dh]` and keys and values `[B, Hkv, M, Dh]`."""
+        assert self.slots is not None and plan.sorts is not None
+        score = importance(q, k, plan.block)  # [B, M]
+        rest = plan.fresh & ~plan.block
+        kept = best(score, rest, (rest.sum(1).double() * self.keep).long(), self.kernel)  # [B, M]
+        chosen = select.columns(F.pad(kept, (0, 1)), self.slots.columns)  # [B, C] indices of computed positions, or M
+        columns = F.pad(plan.positions, (0, 1), value=plan.seen.shape[1] - 1).gather(1, chosen)
+        self.kept[index] = torch.where(plan.sorts[:, None], columns, self.kept[index])
+        at = chosen.clamp(max=k.shape[2] - 1)[..., None, None]  # [B, C, 1, 1]
+        for slots, fresh in ((self.slots.keys[index], k), (self.slots.values[index], v)):
+            fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]
+            moved = fresh.gather(1, at.expand(-1, -1, *fresh.shape[2:])).to(slots.dtype)
+            slots.copy_(torch.where(plan.sorts[:, None, None, None], moved, slots))
+
+
+def importance(q: Tensor, k: Tensor, block: Tensor) -> Tensor:
+    """`[B, M]` product of each key `[B, Hkv, M, Dh]` with the mean query `[B, H, M, Dh]` over `block [B, M]`."""
+    weight = block.to(q.dtype)[:, None, :, None]
+    mean = (q * weight).sum(2) / weight.sum(2).clamp(min=1)  # [B, H, Dh]
+    mean = mean.unflatten(1, (k.shape[1], -1)).mean(2)  # [B, Hkv, Dh]: heads of a group share their keys
+    return (k @ mean[..., None])[..., 0].mean(1)
+
+
+def best(score: Tensor, among: Tensor, count: Tensor, kernel: int) -> Tensor:
+    """`[B, M] bool` the `count [B]` best by the highest score in a window of `kernel`, with only `among` in a row."""
+    order = select.columns(F.pad(among, (0, 1)), among.shape[1])  # [B, M]: what is left, closed up
+    close = F.pad(score, (0, 1), value=-torch.inf).gather(1, order)
+    pooled = F.max_pool1d(close[:, None], kernel, 1, kernel // 2)[:, 0]
+    taken = select.top(pooled, order < among.shape[1], count)
+    return torch.zeros_like(F.pad(among, (0, 1))).scatter(1, order, taken)[:, :-1]

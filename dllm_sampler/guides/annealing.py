@@ -1,0 +1,38 @@
+"""A temperature that falls while a block is decoded."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.protocols import Guide
+
+
+@dataclass(frozen=True)
+class LinearTemperature(Guide):
+    """Sample from, and measure, softmax(logits / t) with t = low + (high - low) (steps - age) / steps.
+
+    Args:
+        low: approached in the block's last step.
+        high: of the forward that opens it.
+        steps: forwards planned for a block.
+    """
+
+    low: float
+    high: float
+    steps: int
+
+    @property
+    def measures(self) -> bool:
+        """See `Guide.measures`."""
+        return True
+
+    @property
+    def draws(self) -> bool:
+        """See `Guide.draws`."""
+        return True
+
+    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+        """See `Guide.__call__`."""
+        left = (self.steps - canvas.age.to(logits.dtype)).clamp(min=0) / self.steps  # [B]
+        return logits / (self.low + (self.high - self.low) * left)[:, None, None, None]

@@ -1,0 +1,258 @@
+"""DiffusionGemma through transformers' own class: a causal encoder reads the text so far, a decoder denoises a canvas.
+
+Uniform diffusion: there is no mask token, noise is a random token. Encoder and decoder share their weights. The decoder
+sees the encoder's keys and values of everything before the active block, and the block itself in both directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.errors import UserError
+from dllm_sampler.models import huggingface
+from dllm_sampler.protocols import ModelSpec, Plan, Spent
+
+if TYPE_CHECKING:
+    from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
+
+MODEL_TYPE = "diffusion_gemma"
+END_OF_TURN = "<turn|>"
+
+
+class Memory:
+    """The encoder's keys and values of the text before each row's block, at the columns where the text stands.
+
+    This is what transformers' attention layers get for their cache. Rows may be in different blocks, so each is encoded
+    up to a column of its own; the empty slot takes what is to be thrown away.
+    """
+
+    is_compileable = False
+
+    def __init__(self, layers: int, canvas: Canvas):
+        self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
+        self.upto = canvas.begin  # [B] columns before this are encoded
+        self.width = canvas.origin  # most columns that a row's encoding can be behind
+        self.size = canvas.ids.shape[1]
+        self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
+
+    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Store `[B, H, W, D]` of layer `index` at `columns`, and hand out every column `[B, H, L+1, D]`."""
+        layer = self.layers[index]
+        where = self.columns[:, None, :, None].expand_as(keys)
+        for name, fresh in (("keys", keys), ("values", values)):
+            stored = getattr(layer, name)
+            if stored is None:
+                stored = fresh.new_zeros(*fresh.shape[:2], self.size, fresh.shape[3])
+            setattr(layer, name, stored.scatter_(2, where, fresh))
+        return layer.keys, layer.values
+
+    def repeated(self, candidates: int) -> Memory | SimpleNamespace:
+        """The same for each of a row's K candidates, to be read only."""
+        if candidates == 1:
+            return self
+        layers = [
+            SimpleNamespace(keys=_each(layer.keys, candidates), values=_each(layer.values, candidates))
+            for layer in self.layers
+        ]
+        return SimpleNamespace(layers=layers, is_compileable=False)
+
+
+@dataclass(frozen=True)
+class DiffusionGemmaDenoiser:
+    """Runs the decoder on the active block, and the encoder on what a finished block adds to the text before it.
+
+    The module is used as it is (weights, mode and `requires_grad` untouched). The encoder's memory lives in the
+    generation's live cache object: it is exact, a part of the model, and no choice of a cache. `nfe` counts the
+    decoder's passes, `rows` the positions that either of them computed.
+
+    model: the module
+    eos_id, pad_id, eot_id: its special tokens
+    """
+
+    model: DiffusionGemmaForBlockDiffusion
+    eos_id: int
+    pad_id: int
+    eot_id: int | None = None
+
+    @property
+    def text(self) -> Any:
+        """The config of the network's text part."""
+        return self.model.config.text_config
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the loop must know; layers differ in their heads, so caches that store cannot serve it."""
+        text, first = self.text, self.text.per_layer_config[0]
+        return ModelSpec(
+            vocab_size=text.vocab_size,
+            mask_id=None,
+            eos_id=self.eos_id,
+            pad_id=self.pad_id,
+            eot_id=self.eot_id,
+            max_positions=text.max_position_embeddings,
+            num_layers=text.num_hidden_layers,
+            num_kv_heads=first.num_key_value_heads,
+            head_dim=first.head_dim,
+            dtype=self.model.dtype,
+            device=self.model.lm_head.weight.device,
+            cacheable=False,
+            block_length=self.model.config.canvas_length,
+            encoder=True,
+            self_conditioning=True,
+        )
+
+    @torch.no_grad()
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        """Hidden states `[B, K, Q, D]`: row i predicts `query.positions[:, i]`, which lie in the block."""
+        batch, candidates, width = query.ids.shape
+        if query.soft is not None:
+            raise UserError("DiffusionGemma takes tokens and the last step's logits only, no soft embeddings")
+        memory, encoded = self._encode(canvas, plan)
+        columns = canvas.window(max(1, canvas.sizes.block))  # [B, W]
+        memory.width = columns.shape[1]
+        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
+        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
+        ids = rows.gather(2, columns[:, None].expand(-1, candidates, -1)).flatten(0, 1)  # [B*K, W]
+        before = query.previous
+        if before is not None:  # the widest block of the batch may be another one now
+            before = _each(nn.functional.pad(before, (0, 0, 0, columns.shape[1] - before.shape[1])), candidates)
+        hidden = self.model.model.decoder(
+            decoder_input_ids=ids,
+            past_key_values=memory.repeated(candidates),
+            self_conditioning_logits=before,
+            self_conditioning_mask=_each(canvas.age > 0, candidates),
+            decoder_attention_mask={
+                kind: _each(mask, candidates) for kind, mask in self._reads(canvas, query, columns)
+            },
+            decoder_position_ids=_each(_own(canvas, columns), candidates),
+        ).last_hidden_state  # [B*K, W, D]
+        place = (query.positions - canvas.start[:, None]).clamp(0, columns.shape[1] - 1)  # [B, Q]
+        hidden = hidden.gather(1, _each(place, candidates)[..., None].expand(-1, -1, hidden.shape[-1]))
+        live = (~canvas.done).long()  # [B]
+        count = candidates if query.live is None else query.live
+        computed = (canvas.stop - canvas.start) * count + encoded
+        return hidden.view(batch, candidates, width, -1), Spent(live, computed * live)
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states `[..., D]`, in float32 and softly capped."""
+        cap = self.model.final_logit_softcapping
+        logits = self.model.lm_head(hidden)
+        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_().mul_(cap)
+
+    def _encode(self, canvas: Canvas, plan: Plan) -> tuple[Memory, Tensor]:
+        """The memory, up to the active blocks, and the `[B]` positions that this took."""
+        memory = plan.cache.memory
+        if memory is None:
+            memory = plan.cache.memory = Memory(self.spec.num_layers, canvas)
+        elif not canvas.sizes.opens:
+            return memory, torch.zeros_like(canvas.start)
+        columns = canvas.start[:, None] + torch.arange(-memory.width, 0, device=canvas.ids.device)  # [B, W]
+        fresh = (columns >= memory.upto[:, None]) & ~canvas.done[:, None]
+        # Columns that are known already may be computed along with those that are not, but are not written again.
+        memory.columns = torch.where(fresh, columns, canvas.length)
+        at = columns.clamp(min=0)
+        key, begin = canvas.columns()[:, None], canvas.begin[:, None, None]  # [1, 1, L+1], [B, 1, 1]
+        causal = (key <= at[..., None]) & (key >= begin)  # [B, W, L+1]
+        near = causal & (at[..., None] - key < self.text.sliding_window)
+        self.model.model.encoder.language_model(
+            input_ids=canvas.ids.gather(1, at),
+            attention_mask={"full_attention": self._mask(causal), "sliding_attention": self._mask(near)},
+            position_ids=_own(canvas, at),
+            past_key_values=memory,
+        )
+        memory.upto = torch.where(canvas.done, memory.upto, canvas.start)
+        return memory, fresh.sum(1)
+
+    def _reads(self, canvas: Canvas, query: Query, columns: Tensor) -> list[tuple[str, Tensor]]:
+        """What the block sees: the text before it, in sliding layers just the end of that, and itself."""
+        end = canvas.length if query.limit is None else query.limit[:, None]
+        key, start = canvas.columns(), canvas.start[:, None]
+        text = (key >= canvas.begin[:, None]) & (key < start) & (key < end)  # [B, L+1]
+        near = text & (key > start - self.text.sliding_window)
+        block = (columns < canvas.length) & (columns < end)  # [B, W]
+        kinds = (("full_attention", text), ("sliding_attention", near))
+        return [(kind, self._mask(torch.cat([seen, block], 1)[:, None])) for kind, seen in kinds]
+
+    def _mask(self, seen: Tensor) -> Tensor:
+        """`[B, Q, S] bool` as every attention of transformers takes it: `[B, 1, Q, S]`, added to the scores."""
+        dtype = self.model.dtype
+        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+        return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None]
+
+
+def _each(rows: Tensor, candidates: int) -> Tensor:
+    """`[B, ...]` to `[B*K, ...]`."""
+    return rows if candidates == 1 else rows.repeat_interleave(candidates, 0)
+
+
+def _own(canvas: Canvas, columns: Tensor) -> Tensor:
+    """`[B, W]` positions counted from the row's first token, so that padding changes nothing."""
+    return (columns - canvas.begin[:, None]).clamp(min=0)
+
+
+def load(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    device_map: Any = None,
+) -> DiffusionGemmaDenoiser:
+    """DiffusionGemma from a checkpoint folder, safetensors only.
+
+    device_map: as transformers takes it; `device` is then ignored
+
+    Raises:
+        UserError: the checkpoint does not fit its config, or the installed transformers lacks the model.
+    """
+    try:
+        from transformers import DiffusionGemmaForBlockDiffusion
+    except ImportError:
+        raise UserError(f"{folder} needs a newer transformers, one that has DiffusionGemma (5.23 does)") from None
+    model = huggingface.pretrained(
+        DiffusionGemmaForBlockDiffusion,
+        folder,
+        "DiffusionGemma",
+        dtype,
+        attn_implementation="sdpa",
+        device_map=device_map,
+    )
+    return wrap(model.eval() if device_map is not None else model.eval().to(device), tokenizer)
+
+
+def wrap(
+    model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerBase | None = None
+) -> DiffusionGemmaDenoiser:
+    """A live DiffusionGemma as a denoiser.
+
+    Its end token is the end of a turn where the generation config lists that among the end tokens and the tokenizer
+    knows it (as in instruction-tuned checkpoints), else the first that is listed.
+
+    Raises:
+        UserError: it has no end token, or its encoder is not causal.
+    """
+    text: Any = model.config.text_config
+    if text.use_bidirectional_attention == "all":
+        raise UserError("a DiffusionGemma whose encoder attends in both directions is not implemented")
+    listed = next(
+        (ids for source in (model.generation_config, text) if (ids := _ids(source.eos_token_id))),
+        _ids(getattr(tokenizer, "eos_token_id", None)),
+    )
+    if not listed:
+        raise UserError("this DiffusionGemma names no end token: nothing could end an answer")
+    turn = None if tokenizer is None else tokenizer.get_vocab().get(END_OF_TURN)
+    eos_id = turn if turn in listed else listed[0]
+    pad_id = next(iter(_ids(text.pad_token_id)), eos_id)
+    return DiffusionGemmaDenoiser(model, eos_id, pad_id)
+
+
+def _ids(value: object) -> list[int]:
+    found = value if isinstance(value, list) else [value]
+    return [token for token in found if isinstance(token, int)]

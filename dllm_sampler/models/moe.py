@@ -1,0 +1,111 @@
+"""Mixture-of-experts feed-forward: every token goes to a few experts, whose outputs it sums by weight.
+
+Nothing here reads the host: shapes do not depend on where tokens go. T tokens, E experts, k chosen per token, D width
+of the stream, F width of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Shape and switches of the expert layers."""
+
+    num_experts: int
+    top_k: int
+    expert_size: int
+    layers: frozenset[int]  # which layers have experts; the others are dense
+    shared_size: int = 0  # width of the expert that serves every token; 0: none
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1  # consecutive experts form a group; only the best groups are chosen from
+    top_groups: int = 1
+    normalise: bool = False  # weights of the chosen experts sum to one
+    scale: float = 1.0  # of the weights, after that
+    bias: bool = False  # a number per expert that is added to its score where experts are chosen
+    weigh_bias: bool = False  # ... and in its weight too
+
+
+class Router(nn.Module):
+    """Chooses each token's experts, in float32 (float64 for float64)."""
+
+    def __init__(self, config: MoeConfig, width: int):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, width).normal_(std=0.02))
+        self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.bias else None
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts `[T, k]` for tokens `[T, D]`."""
+        config = self.config
+        precise = torch.promote_types(hidden.dtype, torch.float32)
+        logits = F.linear(hidden.to(precise), self.weight.to(precise))  # [T, E]
+        score = logits.sigmoid() if config.score == "sigmoid" else logits.softmax(-1)
+        ranked = score if self.bias is None else score + self.bias.to(precise)
+        if config.groups > 1:
+            grouped = ranked.unflatten(-1, (config.groups, -1))  # [T, G, E/G]
+            merit = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)  # [T, G]: a group is its two best
+            best = merit.topk(config.top_groups, -1).indices
+            kept = torch.zeros_like(merit, dtype=torch.bool).scatter(-1, best, True)
+            ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+        chosen = ranked.topk(config.top_k, -1).indices  # [T, k]
+        weight = (ranked if config.weigh_bias else score).gather(-1, chosen)
+        if config.normalise and config.top_k > 1:
+            weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+        return weight * config.scale, chosen
+
+
+class Experts(nn.Module):
+    """The experts' gated feed-forwards, stacked."""
+
+    def __init__(self, config: MoeConfig, width: int):
+        super().__init__()
+        inner, outer = (config.num_experts, config.expert_size, width), (config.num_experts, width, config.expert_size)
+        self.gate_proj = nn.Parameter(torch.empty(inner).normal_(std=0.02))
+        self.up_proj = nn.Parameter(torch.empty(inner).normal_(std=0.02))
+        self.down_proj = nn.Parameter(torch.empty(outer).normal_(std=0.02))
+
+    def forward(self, hidden: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+        """Weighted outputs `[T, D]` of the experts `chosen [T, k]` for tokens `[T, D]`."""
+        assigned = chosen.flatten()  # [T*k]
+        order = assigned.argsort(stable=True)  # tokens of one expert stand together
+        sorted_ = assigned[order]
+        rows = hidden[order // chosen.shape[1]]  # [T*k, D]
+        inner = F.silu(_per_expert(rows, self.gate_proj, sorted_)) * _per_expert(rows, self.up_proj, sorted_)
+        outer = _per_expert(inner, self.down_proj, sorted_)
+        # Back into each token's order before the sum: adding up in place would depend on what else is in the batch.
+        outer = torch.empty_like(outer).index_copy(0, order, outer).unflatten(0, chosen.shape)  # [T, k, D]
+        return (outer * weight[..., None]).sum(1).to(hidden.dtype)
+
+
+class MoE(nn.Module):
+    """Router, experts, and the shared expert where there is one."""
+
+    def __init__(self, config: MoeConfig, width: int, shared: nn.Module | None):
+        super().__init__()
+        self.router = Router(config, width)
+        self.experts = Experts(config, width)
+        self.shared = shared
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Feed `[N, M, D]` forward."""
+        tokens = hidden.flatten(0, -2)  # [T, D]
+        out = self.experts(tokens, *self.router(tokens)).view_as(hidden)
+        return out if self.shared is None else out + self.shared(hidden)
+
+
+def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """`[R, out]` each of `rows [R, in]` times its expert's matrix of `weight [E, out, in]`; `expert [R]` is sorted."""
+    aligned = not any(size * rows.element_size() % 16 for size in weight.shape[1:])
+    if rows.dtype != torch.float64 and aligned and rows.device.type in ("cpu", "cuda"):
+        number = torch.arange(weight.shape[0], device=expert.device)
+        ends = torch.searchsorted(expert, number, right=True).int()  # [E] where each expert's rows end
+        return F.grouped_mm(rows, weight.to(rows.dtype).mT, offs=ends)
+    # One matrix per row: dear in memory, but no kernel groups rows in float64, and exact whatever else is in the batch.
+    return (weight[expert] @ rows[..., None])[..., 0]

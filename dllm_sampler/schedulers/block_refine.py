@@ -1,0 +1,44 @@
+"""Block refinement: a rising quota of committed tokens, the rest of the canvas drawn anew."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.schedulers.checks import check_count, check_number
+from dllm_sampler.select import top
+
+
+@dataclass(frozen=True)
+class BlockRefine(Scheduler):
+    """Commit the surest positions up to the share of the block that is due, and all above a threshold.
+
+    Source: the block-refinement sampler for DiffusionGemma. After step n of N a block of B positions has at least
+    ceil(n B / N) committed, for good; what is not committed is noise, which uniform diffusion draws anew for each
+    forward. Committed tokens are not edited.
+
+    Args:
+        steps: forwards per block at most; one that is ahead of its quota by the threshold may commit nothing.
+        threshold: probability that commits a position whatever the quota (strict); from 1 on the quota alone counts.
+    """
+
+    asks: ClassVar[Literal["masks", "window"]] = "window"
+    uniform: ClassVar[bool] = True
+
+    steps: int = 32
+    threshold: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_number("threshold", self.threshold)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
+        size, left = canvas.stop - canvas.start, canvas.noise_left()  # [B]
+        due = ((canvas.age + 1) * size + self.steps - 1) // self.steps - (size - left)
+        return Edit(readout.token[:, 0], top(sure, eligible, due) | (eligible & (sure > self.threshold))), carry
+
+    def bound(self, tokens: int) -> int:
+        """Every block may take its steps."""
+        return tokens * self.steps

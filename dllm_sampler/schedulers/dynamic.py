@@ -1,0 +1,57 @@
+"""The sampler of block-causal models: a fixed pace, and everything that is sure where that is more."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry
+from dllm_sampler.schedulers.budget import check_steps, uniform_share
+from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
+from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.select import top
+
+
+@dataclass(frozen=True)
+class DynamicThreshold(Threshold):
+    """Commit every mask above the threshold if these are at least as many as the step's share, else the share's surest.
+
+    Source: SDAR, arXiv 2510.06303 (`low_confidence_dynamic`; a threshold of 1 is its `low_confidence_static`, with
+    `score=position` its `sequential`), TraDo, arXiv 2509.06949, and LLaDA2, arXiv 2512.15745 (threshold decode).
+    "Above" is strict, as published. A whole block shares its positions among the steps, the first ones taking one more;
+    a block that begins with prompt tokens, or that the canvas cuts, goes at the same pace. Where fewer masks are left
+    than the share, SDAR's code overwrites tokens; here those masks are taken.
+
+    Args:
+        threshold: probability a mask must exceed; from 1 on only the share counts.
+        steps: forwards for a whole block (not for the generation); None: one per position.
+        score: what ranks the masks where too few are above the threshold; position: left to right.
+    """
+
+    steps: int | None = None
+    score: Score = "confidence"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_steps(self.steps)
+        check_score(self.score)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The score's statistic."""
+        return score_needs(self.score)
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B]` positions of the block when it was opened: a stop may shorten the canvas later."""
+        return torch.zeros_like(canvas.start)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        length = torch.where(canvas.age == 0, canvas.stop - canvas.start, carry)
+        whole = length if canvas.grid is None else torch.full_like(length, canvas.grid)
+        steps = whole if self.steps is None else torch.full_like(whole, self.steps)
+        share = uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
+        eligible = canvas.eligible(query.positions)
+        sure = eligible & (readout.confidence[:, 0] > self.threshold)
+        paced = top(rate(self.score, canvas, query, readout), eligible, share)
+        return Edit(readout.token[:, 0], torch.where((sure.sum(1) >= share)[:, None], sure, paced)), length

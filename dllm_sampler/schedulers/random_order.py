@@ -1,0 +1,70 @@
+"""Random order, known before any forward: what a cache that looks ahead can be built on."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.schedulers.budget import check_steps, even_share
+
+
+@dataclass(frozen=True)
+class RandomOrder(Scheduler):
+    """Decode in a given number of steps, in an order that is drawn once: each position has a random place in it.
+
+    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. In law the same as `fixed` with `score=random`,
+    which draws anew in each step; here the coming positions are known, so only those are asked, and `cache=dkv_greedy`
+    computes little else. Steps are shared among blocks in proportion to their length; each commits at least one.
+
+    Args:
+        steps: forwards for the whole generation; None: one per token.
+    """
+
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+
+    @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`."""
+        return True
+
+    @property
+    def plans(self) -> bool:
+        """It does."""
+        return True
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
+        return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor:
+        """See `Scheduler.ahead`."""
+        share, _ = even_share(canvas, self.steps, carry)
+        noise = canvas.masked & canvas.in_block()
+        turn = select.rank(self._number(canvas, canvas.columns().expand_as(noise)), noise)  # [B, L+1]
+        return torch.where(noise & (turn < share[:, None]), turn + 1, 0)
+
+    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+        """What comes next, and nothing else."""
+        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, width), exact=True)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        share, carry = even_share(canvas, self.steps, carry)
+        # A stop may have joined later positions, and a block that this forward sized may have lost some.
+        commit = select.top(self._number(canvas, query.positions), canvas.eligible(query.positions), share)
+        return Edit(readout.token[:, 0], commit), carry
+
+    def bound(self, tokens: int) -> int:
+        """A block that is sized by its first forward (AdaBlock) may commit nothing in it: one more per block."""
+        return 2 * tokens
+
+    @staticmethod
+    def _number(canvas: Canvas, positions: Tensor) -> Tensor:
+        """`[B, Q]` number of each position, the same in every step; the highest is next."""
+        return canvas.noise.uniform(replace(canvas, step=torch.zeros_like(canvas.step)), positions)

@@ -1,0 +1,71 @@
+"""The forwards of block-causal samplers that only store, around any scheduler. Used by `cache.store_pass=separate`."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry, block_over
+from dllm_sampler.schedulers.around import Around
+
+
+@dataclass(frozen=True)
+class StorePass(Around):
+    """Spend a forward on the prompt, where it has a full block, and one on every block that is over.
+
+    Source: SDAR's published loop, arXiv 2510.06303. They commit nothing; the inner scheduler does not see them.
+
+    Args:
+        inner: the scheduler of all other forwards.
+    """
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored; inner."""
+        no = torch.zeros_like(canvas.done)
+        return no, no, torch.zeros_like(canvas.step), super().init(canvas)
+
+    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+        """See `Scheduler.ask`."""
+        canvas, _, idle = self._inside(canvas, *carry[:3])
+        return super().ask(canvas, width, carry[3]).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        canvas, due, idle = self._inside(canvas, *carry[:3])
+        edit, inner = self.inner.tell(canvas, query, readout, carry[3])
+        over = block_over(canvas.apply(query.positions, edit), edit) & ~idle
+        left = over & (torch.zeros_like(over) if edit.leave is None else edit.leave)
+        edit = replace(
+            edit,
+            commit=edit.commit & ~idle[:, None],
+            remask=None if edit.remask is None else edit.remask & ~idle[:, None],
+            hold=torch.where(idle, ~due, over if edit.hold is None else over | edit.hold),
+            leave=due | left,
+            finish=None if edit.finish is None else edit.finish & ~idle,
+            end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
+        )
+        inner = _pytree.tree_map(lambda old, new: _keep(idle, old, new), carry[3], inner)
+        return edit, (over, left, carry[2] + idle, inner)
+
+    def bound(self, tokens: int) -> int:
+        """See `Scheduler.bound`: one more forward per block, and one for the prompt."""
+        return super().bound(tokens) + tokens + 1
+
+    @staticmethod
+    def _inside(canvas: Canvas, over: Tensor, left: Tensor, made: Tensor) -> tuple[Canvas, Tensor, Tensor]:
+        """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
+        and `[B]` those whose forward only stores."""
+        assert canvas.grid is not None
+        prefilled = canvas.origin - canvas.begin >= canvas.grid
+        late = prefilled & (canvas.start == canvas.origin)
+        due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
+        idle = due | (prefilled & (canvas.step == 0))
+        return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle
+
+
+def _keep(idle: Tensor, old: object, new: object) -> object:
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+        return new
+    return torch.where(idle.view(-1, *[1] * (new.dim() - 1)), old, new)

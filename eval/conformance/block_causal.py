@@ -1,0 +1,151 @@
+"""The published loops of block-causal models: SDAR (and TraDo) and LLaDA2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.canvas import Canvas
+from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
+from dllm_sampler.eval.conformance.lines import Count, Line, Size
+from dllm_sampler.guides import Temperature, TopK, TopP
+from dllm_sampler.noise import Noise, ReplayNoise
+from dllm_sampler.protocols import Guide
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.dynamic import DynamicThreshold
+from dllm_sampler.stops import BlockStop
+
+NEVER = 1.0  # no probability is above it
+
+
+class SdarArguments(BaseModel):
+    """What SDAR's `block_diffusion_generate` takes, with its defaults."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    gen_length: Size = 128
+    block_length: Size = 8
+    denoising_steps: Size = 8
+    temperature: float = Field(default=1.0, gt=0)
+    top_k: Count = 0
+    top_p: float = 1.0
+    remasking_strategy: Literal["low_confidence_static", "low_confidence_dynamic", "sequential"] = (
+        "low_confidence_dynamic"
+    )
+    confidence_threshold: float = 0.85
+    stopping_criteria_idx: list[Count] | None = None
+    mask_id: int | None = None
+
+    @property
+    def guides(self) -> list[Guide]:
+        """In the published order; the probability is that of the filtered distribution."""
+        guides: list[Guide] = [Temperature(measured=True, value=self.temperature)]
+        if self.top_k > 0:
+            guides.append(TopK(measured=True, k=self.top_k))
+        if self.top_p < 1:
+            guides.append(TopP(measured=True, p=self.top_p))
+        return guides
+
+
+class Llada2Arguments(BaseModel):
+    """What LLaDA2's `generate` takes, with its defaults."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    temperature: float = 0.0
+    block_length: Size = 32
+    steps: Size = 32
+    gen_length: Size = 2048
+    eos_early_stop: bool = False
+    minimal_topk: Size = 1
+    threshold: float = 0.95
+    eos_id: int | None = None
+    mask_id: int | None = None
+
+
+@dataclass(frozen=True)
+class StopAt(BlockStop):
+    """`BlockStop` for any of several tokens."""
+
+    tokens: tuple[int, ...] = ()
+
+    def ends(self, after: Canvas) -> Tensor:
+        """See `BlockStop.ends`."""
+        found = torch.zeros_like(after.masked)
+        for token in self.tokens:
+            found |= after.ids == token
+        return found & ~after.masked & ~after.frozen & after.seen()
+
+
+@dataclass(frozen=True)
+class Greedy(ReplayNoise):
+    """No noise: the recorded run took the best token of a distribution that is otherwise sampled from."""
+
+    seed: int = 0
+    layout: Literal["dream", "llada", "sdar"] = "sdar"
+
+    def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """See `Noise.tokens`."""
+        return torch.zeros(*positions.shape, vocab, device=positions.device)
+
+
+def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
+    """SDAR's loop: blocks are decoded to their end, and forwards that only store are counted but not listed."""
+    args = line.arguments(SdarArguments)
+    static = args.remasking_strategy != "low_confidence_dynamic"
+    sampler = Sampler(
+        checkpoints.load(line.model, args.mask_id),
+        scheduler=DynamicThreshold(
+            NEVER if static else args.confidence_threshold,
+            args.denoising_steps,
+            "position" if args.remasking_strategy == "sequential" else "confidence",
+        ),
+        blocks=FixedBlocks(args.block_length),
+        stop=StopAt(tuple(args.stopping_criteria_idx)) if args.stopping_criteria_idx else "none",
+        cache=BlockCausalCache("separate"),
+        guide=args.guides,
+        noise=_noise(line),
+        compat=True,
+    )
+    return Setup(sampler, _to_block_end(line, args.gen_length, args.block_length), only_commits=True)
+
+
+def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
+    """LLaDA2's loop: blocks are decoded to their end, and the answer is cut afterwards."""
+    args = line.arguments(Llada2Arguments)
+    if args.temperature > 0:
+        raise Unsupported("no order of draws is known for this loop")
+    denoiser = checkpoints.load(line.model, args.mask_id)
+    if args.eos_id not in (None, denoiser.spec.eos_id):
+        raise Unsupported(f"eos_id {args.eos_id} is not the checkpoint's")
+    steps = min(args.steps, args.gen_length // args.minimal_topk)
+    sampler = Sampler(
+        denoiser,
+        scheduler=DynamicThreshold(args.threshold, max(1, steps)),
+        blocks=FixedBlocks(args.block_length),
+        stop="prefix" if args.eos_early_stop else "block",
+        compat=True,
+    )
+    return Setup(sampler, _to_block_end(line, args.gen_length, args.block_length), cut=args.gen_length)
+
+
+def _noise(line: Line) -> Noise:
+    if line.rng is not None:
+        return ReplayNoise(line.rng.torch_manual_seed, "sdar")
+    if str(line.params.get("token_draw", "")).startswith("argmax"):
+        return Greedy()
+    raise Unsupported("a random run without rng cannot be repeated")
+
+
+def _to_block_end(line: Line, gen_length: int, block: int) -> int:
+    """New tokens up to the end of the last block; blocks are counted from the prompt's first token."""
+    if line.batched:
+        raise Unsupported("the published loop takes one prompt at a time")
+    prompt = len(line.prompts[0])
+    return -(-(prompt + gen_length) // block) * block - prompt

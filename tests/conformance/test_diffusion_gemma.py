@@ -1,0 +1,213 @@
+"""DiffusionGemma against transformers' own forward and against recorded runs of transformers' own `generate`."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dllm_sampler import Canvas, Query, Result, Sampler, UserError, layout
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.eval.conformance import lines, replay
+from dllm_sampler.eval.conformance.builder import Checkpoints, Setup
+from dllm_sampler.eval.conformance.diffusion_gemma import Watched
+from dllm_sampler.loop import Engine, State
+from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser, Memory
+from dllm_sampler.noise import CounterNoise
+from tests.contract.test_syncs import no_host_reads
+
+DATA = Path(__file__).parent / "data"
+NAME, CANVAS, VOCAB = "tiny-diffusion-gemma", 16, 288
+CHECKPOINTS = Checkpoints(DATA)
+LINES = lines.read(DATA, "diffusion-gemma")
+REFERENCE = load_file(DATA / NAME / "forward.safetensors")
+PROMPTS = [[284, 103, 22, 280, 12], [284, 101, 22, 32, 271, 44, 28, 49, 280, 46, 33, 21, 101, 28, 49, 32, 24, 7], [284]]
+RENOISE = {"name": "entropy_renoise", "max_denoising_steps": 6, "entropy_bound": 2.0, "confidence_threshold": 1.0}
+
+
+@cache
+def denoiser() -> DiffusionGemmaDenoiser:
+    loaded = CHECKPOINTS.load(NAME)
+    assert isinstance(loaded, DiffusionGemmaDenoiser)
+    return loaded
+
+
+def sampler(scheduler: Any = RENOISE, **plugins: Any) -> Sampler:
+    return Sampler(denoiser(), scheduler=scheduler, **{"stop": "none", **plugins})
+
+
+def laid_out(prompts: list[list[int]], tokens: int = CANVAS) -> tuple[Canvas, Cache]:
+    spec = denoiser().spec
+    canvas = layout.canvas(prompts, tokens, [0] * len(prompts), spec, FixedBlocks().bind(spec), CounterNoise(), False)
+    return canvas, NoCache().init(canvas, spec)
+
+
+def ask(canvas: Canvas, live: Cache, shown: Tensor, previous: Tensor | None = None) -> Tensor:
+    """Logits `[B, K, CANVAS, V]` where the block shows `shown [B, K, CANVAS]`."""
+    query = Query(canvas.window(CANVAS), shown, previous=previous)
+    hidden, _ = denoiser()(canvas, query, live.plan(canvas, query))
+    return denoiser().head(hidden)
+
+
+def close(one: Tensor, two: Tensor) -> None:
+    torch.testing.assert_close(one, two, atol=1e-4, rtol=0.0)
+
+
+def test_recorded_forward_with_and_without_self_conditioning() -> None:
+    canvas, live = laid_out(REFERENCE["prompt_ids"].tolist())
+    shown = REFERENCE["canvas_ids"][:, None]
+    close(ask(canvas, live, shown)[:, 0], REFERENCE["logits"])
+    later = replace(canvas, age=canvas.age + 1, sizes=replace(canvas.sizes, opens=False))
+    fed = REFERENCE["self_conditioning_logits"]
+    close(ask(later, live, shown, fed)[:, 0], REFERENCE["logits_self_conditioned"])
+    # What the last block left behind is void when a block opens.
+    close(ask(canvas, live, shown, fed)[:, 0], REFERENCE["logits"])
+
+
+def test_a_finished_canvas_joins_the_memory() -> None:
+    """Encoded piece by piece behind prompts of two lengths, as transformers encodes the whole text at once."""
+    generator = torch.Generator().manual_seed(0)
+    first, second, third = torch.randint(VOCAB - 10, (3, 2, CANVAS), generator=generator)
+    canvas, live = laid_out(PROMPTS[:2], 3 * CANVAS)
+    for block in (first, second, third):
+        logits = ask(canvas, live, block[:, None])
+        columns = canvas.window(CANVAS)
+        ids = canvas.ids.scatter(1, columns, block)
+        canvas = replace(canvas, ids=ids).advance(torch.tensor([True, True]), CANVAS, None)
+    assert isinstance(live.memory, Memory)
+    assert live.memory.width == CANVAS
+    for row, prompt in enumerate(PROMPTS[:2]):
+        text = torch.tensor([prompt + first[row].tolist() + second[row].tolist()])  # longer than the sliding window
+        with torch.no_grad():
+            whole = denoiser().model(input_ids=text, decoder_input_ids=third[row : row + 1]).logits
+        close(logits[row], whole)
+
+
+def test_hypotheses_are_answered_each() -> None:
+    canvas, live = laid_out(PROMPTS)
+    shown = torch.randint(VOCAB, (3, 2, CANVAS), generator=torch.Generator().manual_seed(1))
+    fed = torch.randn(3, CANVAS, VOCAB, generator=torch.Generator().manual_seed(2))
+    later = replace(canvas, age=canvas.age + 1)
+    together = ask(later, live, shown, fed)
+    for k in range(2):
+        close(together[:, k : k + 1], ask(later, live, shown[:, k : k + 1], fed))
+    assert (together[:, 0] - together[:, 1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line.id)
+def test_recorded_runs(line: lines.Line) -> None:
+    setup = replay.prepare(line, CHECKPOINTS)
+    assert isinstance(setup, Setup)
+    verdict = replay.replay(line, setup)
+    assert verdict.status == "passed", verdict.reason
+    scheduler = setup.sampler.plugins.scheduler
+    assert isinstance(scheduler, Watched)
+    assert line.model_extra is not None
+    assert scheduler.canvases == line.model_extra["canvas_before_each_step"]
+
+
+@pytest.mark.parametrize("change", [{"entropy_bound": 3.0}, {"t_max": 0.9}, {"stability_threshold": 3}])
+def test_another_setting_is_another_run(change: dict[str, Any]) -> None:
+    outcomes = []
+    for line in LINES:
+        setup = replay.prepare(line.model_copy(update={"params": line.params | change}), CHECKPOINTS)
+        assert isinstance(setup, Setup)
+        outcomes.append(replay.replay(line, setup).status)
+    assert "failed" in outcomes
+
+
+def assert_same_row(batch: Result, row: int, alone: Result) -> None:
+    assert torch.equal(batch.tokens[row], alone.tokens[0])
+    assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
+    assert (batch.nfe[row], batch.trace.rows[row]) == (alone.nfe[0], alone.trace.rows[0])
+
+
+@pytest.mark.parametrize("scheduler", [RENOISE, {"name": "block_refine", "steps": 5, "threshold": 0.5}])
+def test_a_row_in_a_batch_is_the_row_alone(scheduler: dict[str, Any]) -> None:
+    seeds = [4, 5, 6]
+    batch = sampler(scheduler).generate(PROMPTS, max_new_tokens=40, seed=seeds)  # the last canvas is cut
+    assert len(set(batch.nfe.tolist())) > 1, "rows should have been in different canvases"
+    for row, prompt in enumerate(PROMPTS):
+        assert_same_row(batch, row, sampler(scheduler).generate([prompt], max_new_tokens=40, seed=seeds[row]))
+
+
+def test_how_often_the_host_looks_changes_nothing() -> None:
+    often, rarely = (sampler(poll_every=n).generate(PROMPTS, max_new_tokens=40) for n in (1, 5))
+    assert torch.equal(often.tokens, rarely.tokens)
+    assert torch.equal(often.nfe, rarely.nfe)
+    assert torch.equal(often.trace.rows, rarely.trace.rows)
+
+
+def test_the_last_canvas_is_decoded_whole_and_cut() -> None:
+    whole = sampler().generate(PROMPTS, max_new_tokens=2 * CANVAS)
+    *_, last = sampler().stream(PROMPTS, max_new_tokens=CANVAS + 3)
+    assert last.result is not None
+    for tokens in (last.tokens, last.result.tokens):
+        assert torch.equal(tokens, whole.tokens[:, : CANVAS + 3])
+    assert torch.equal(last.result.nfe, whole.nfe)
+    assert (last.result.trace.end == last.result.trace.origin + CANVAS + 3).all()
+    assert last.result.complete.all()
+
+
+def test_what_is_computed() -> None:
+    """The decoder's canvas in each forward, and every token of the text before the last canvas once."""
+    result = sampler().generate(PROMPTS[0], max_new_tokens=2 * CANVAS)
+    assert result.trace.rows.tolist() == [int(result.nfe) * CANVAS + len(PROMPTS[0]) + CANVAS]
+
+
+def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, taken = Engine.step, []
+
+    def under_watch(engine: Engine, state: State) -> None:
+        with no_host_reads():
+            step(engine, state)
+        taken.append(state)
+
+    monkeypatch.setattr(Engine, "step", under_watch)
+    result = sampler().generate(PROMPTS, max_new_tokens=2 * CANVAS)
+    assert len(taken) == int(result.nfe.max())
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [
+        ({"scheduler": "threshold"}, "scheduler=Threshold fills masks.*use scheduler=entropy_renoise"),
+        ({"scheduler": {"name": "remdm"}}, "scheduler=Remdm"),
+        ({"blocks": {"name": "fixed", "length": 8}}, "canvases of 16 positions.*blocks.length=16"),
+        ({"blocks": "full"}, "blocks=FullBlock makes others"),
+        ({"cache": "prefix"}, "cache=PrefixCache cannot serve this model.*use cache=none"),
+        ({"cache": "dual"}, "cache=DualCache"),
+        ({"stop": "truncate"}, "stop=TruncateStop cuts the canvas.*use stop=prefix"),
+    ],
+)
+def test_what_cannot_work_is_refused(plugins: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Sampler(denoiser(), **{"scheduler": "entropy_renoise", **plugins})
+
+
+@pytest.mark.parametrize("stop", ["prefix", "block", "prophet"])
+def test_stops(stop: str) -> None:
+    ends = replace(denoiser(), eos_id=101)  # a token that does occur
+    results = [
+        Sampler(ends, scheduler=RENOISE, stop=which).generate(PROMPTS, max_new_tokens=3 * CANVAS, seed=11)
+        for which in ("none", stop)
+    ]
+    if stop == "prophet":
+        assert results[1].complete.all()
+        return
+    full, early = results
+    assert torch.equal(early.lengths, full.lengths)
+    assert (early.nfe < full.nfe).any()
+    answer = torch.arange(3 * CANVAS) < full.lengths[:, None]
+    assert torch.equal(early.tokens[answer], full.tokens[answer])
+
+
+def test_guidance_needs_a_mask() -> None:
+    with pytest.raises(UserError, match="mask token"):
+        Sampler.from_pretrained({"path": str(DATA / NAME), "cfg_scale": 1.0}, scheduler="entropy_renoise")

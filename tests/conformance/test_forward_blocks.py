@@ -1,0 +1,133 @@
+"""The networks of SDAR, LLaDA2 and LLaDA-MoE against recorded logits, and SDAR's cached forward."""
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from dllm_sampler import Sampler, layout
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.loading import load
+from dllm_sampler.models.moe import MoE
+from dllm_sampler.models.transformer import block_causal
+from dllm_sampler.noise import CounterNoise
+
+DATA = Path(__file__).parent / "data"
+MASK = 286
+close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
+
+
+@cache
+def denoiser(name: str) -> TransformerDenoiser:
+    loaded = load(DATA / name, device="cpu", mask_id=MASK).denoiser
+    assert isinstance(loaded, TransformerDenoiser)
+    return loaded
+
+
+@cache
+def reference(name: str) -> dict[str, Tensor]:
+    return load_file(DATA / name / "forward.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "key"),
+    [
+        ("tiny-sdar", 4, "b4.logits_full"),
+        ("tiny-sdar", 16, "b16.logits_full"),
+        ("tiny-llada2-moe", 8, "b8.logits"),
+        ("tiny-llada2-moe", 16, "b16.logits"),
+    ],
+)
+def test_block_causal_forward(name: str, length: int, key: str) -> None:
+    ids = reference(name)[f"b{length}.input_ids"]
+    at = torch.arange(ids.shape[1])[None]
+    with torch.no_grad():
+        logits = denoiser(name).transformer(ids, keys=block_causal(at, at, length))
+    close(logits, reference(name)[key])
+    with torch.no_grad():
+        assert (denoiser(name).transformer(ids) - logits).abs().amax() > 0.1, "the mask changed nothing"
+
+
+def test_llada_moe_forward() -> None:
+    data = reference("tiny-llada-moe")
+    with torch.no_grad():
+        close(denoiser("tiny-llada-moe").transformer(data["input_ids"]), data["logits"])
+
+
+def test_the_router_of_llada2() -> None:
+    model, data = denoiser("tiny-llada2-moe").transformer, reference("tiny-llada2-moe")
+    at = torch.arange(48)[None]
+    seen: list[Tensor] = []
+    moe = model.layers[-1].ffn
+    assert isinstance(moe, MoE)
+    hook = moe.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    with torch.no_grad():
+        model(data["b16.input_ids"], keys=block_causal(at, at, 16))
+        hook.remove()
+        hidden = seen[0].flatten(0, 1)
+        close(hidden @ moe.router.weight.T, data["b16.router_logits_last_moe_layer"][0])
+        _, chosen = moe.router(hidden)
+    assert torch.equal(chosen.sort(-1).values, data["b16.expert_ids_last_moe_layer"][0].sort(-1).values)
+
+
+def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canvas:
+    """The canvas of a generation of which the last block is left, whatever it holds by now."""
+    prompt, total = ids[0, :-length].tolist(), ids.shape[1]
+    blocks = FixedBlocks(length).bind(model.spec)
+    canvas = layout.canvas([prompt], length, [0], model.spec, blocks, CounterNoise(), False)
+    assert (int(canvas.start), int(canvas.stop), canvas.grid) == (total - length, total, length)
+    return replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
+
+
+@pytest.mark.parametrize("length", [4, 16])
+def test_sdar_cached_forward(length: int) -> None:
+    model, data = denoiser("tiny-sdar"), reference("tiny-sdar")
+    canvas = at_last_block(model, data[f"b{length}.input_ids"], length)
+    query = Query.window(canvas, length)
+    wanted = data[f"b{length}.logits_cached_last_block"]
+    live = BlockCausalCache().init(canvas, model.spec)
+    nothing = Edit(query.ids[:, 0], torch.zeros_like(query.ids[:, 0], dtype=torch.bool))
+    blank = Readout(query.ids, query.ids.double())
+    for forward in range(2):  # the first one stores the prompt, the second one reads it
+        plan = live.plan(canvas, live.narrow(canvas, query))
+        assert int(plan.computed) == (length if forward else 48)
+        hidden, _ = model(canvas, query, plan)
+        close(model.head(hidden)[:, 0], wanted)
+        live.observe(canvas, query, nothing, blank)
+        canvas = replace(canvas, age=canvas.age + 1, sizes=replace(canvas.sizes, computed=length, whole=False))
+    assert live.slots is not None
+    close(live.slots.read(0, 48 - length)[0], data[f"b{length}.cache_key_layer0"])
+    plain = NoCache().init(canvas, model.spec)
+    hidden, _ = model(canvas, query, plain.plan(canvas, query))
+    close(model.head(hidden)[:, 0], wanted)
+
+
+@pytest.mark.parametrize(("name", "length"), [("tiny-sdar", 4), ("tiny-llada2-moe", 32)])
+def test_a_user_needs_to_say_nothing(name: str, length: int) -> None:
+    sampler = Sampler.from_pretrained({"path": str(DATA / name), "mask_id": MASK}, device="cpu")
+    assert isinstance(sampler.plugins.cache, BlockCausalCache)
+    assert sampler.plugins.blocks.grid == length
+    prompts = [[5, 11, 3, 40, 41], [7]]
+    result = sampler.generate(prompts, max_new_tokens=21)
+    assert result.complete.all()
+    plain = Sampler.from_pretrained({"path": str(DATA / name), "mask_id": MASK}, device="cpu", cache="none")
+    assert torch.equal(plain.generate(prompts, max_new_tokens=21).tokens, result.tokens)
+
+
+def test_token_editing_on_llada2() -> None:
+    rule = {"name": "editing", "threshold": 0.3, "edit": 0.2}
+    made = [
+        Sampler(denoiser("tiny-llada2-moe"), scheduler=chosen, cache=cached, blocks=FixedBlocks(8), stop="none")
+        for chosen, cached in ((rule, "none"), (rule, "block_causal"), (rule | {"edit": 1.0}, "block_causal"))
+    ]
+    plain, cached, frozen = (sampler.generate([[21, 19, 40, 13, 103], [12, 14]], max_new_tokens=32) for sampler in made)
+    assert torch.equal(plain.tokens, cached.tokens) and torch.equal(plain.nfe, cached.nfe)
+    assert not torch.equal(cached.tokens, frozen.tokens), "nothing was edited"

@@ -1,0 +1,260 @@
+"""d2Cache: against a decoder written again from the paper, its ends, and its rules by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.cache.d2 import D2Cache, between
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Layer
+from dllm_sampler.schedulers.threshold import Threshold
+from tests import toys
+
+TOKENS, BLOCK, BAR = 17, 6, 0.7
+
+
+def run(cache: Any, kind: str = "llada", rows: slice = slice(None), **plugins: Any) -> Result:
+    sampler = toys.sampler(kind, cache=cache, **{"scheduler": Threshold(BAR), **plugins})
+    return sampler.generate(toys.PROMPTS[rows], max_new_tokens=TOKENS, seed=toys.SEEDS[rows])
+
+
+def same(one: Result, other: Result, *more: str) -> bool:
+    return all(torch.equal(getattr(one.trace, name), getattr(other.trace, name)) for name in ("ids", "step_map", *more))
+
+
+@dataclass
+class Paper:
+    """One row, sets of positions in Python, the rollout as a product of full matrices."""
+
+    model: TransformerDenoiser
+    block: int
+    masks: int
+    rollout: float
+    sigma: float
+    gap: int
+    keys: list[Tensor] = field(default_factory=list)  # per layer [Hkv, L, Dh]
+    values: list[Tensor] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+
+    def decode(self, prompt: list[int]) -> tuple[list[int], list[int]]:
+        first, length, back = len(prompt), len(prompt) + TOKENS, int(self.model.shift)
+        ids, steps, sure = [*prompt, *[toys.MASK] * TOKENS], [-1] * TOKENS, [0.0] * length
+        columns, step, start = list(range(length)), 0, first
+        while start < length:
+            stop = min(start + self.block, length)
+            with torch.no_grad():
+                logits, importance = self.forward(ids, columns)
+            self.computed.append(len(columns))
+            logits[:, toys.MASK] = -torch.inf
+            p = dict(zip([i + back for i in columns], logits.softmax(-1), strict=True))
+            masks = [i for i in range(first, length) if steps[i - first] < 0]
+            for i in masks:
+                sure[i] = float(p[i].max()) if i in p else sure[i]
+            open_ = [i for i in masks if i in p and start <= i < stop]
+            surest = max(open_, key=lambda i: (sure[i], -i))
+            fresh = [i for i in open_ if i == surest or sure[i] >= BAR]
+            for i in fresh:
+                ids[i], steps[i - first] = int(p[i].argmax()), step
+            step += 1
+            masks = [i for i in masks if i not in fresh]
+            if all(steps[i - first] >= 0 for i in range(start, stop)):
+                start, stop = stop, min(stop + self.block, length)
+            columns = self.choose(first, length, start, stop, masks, sure, fresh, importance)
+        return ids[first:], steps
+
+    def choose(
+        self, first: int, length: int, start: int, stop: int, masks: list[int], sure: list[float], fresh: list[int],
+        importance: Tensor,
+    ) -> list[int]:  # fmt: skip
+        """Columns of the next forward."""
+        until = length
+        if len(masks) >= self.masks and stop > start:
+            until = start + math.ceil((masks[self.masks - 1] + 1 - start) / (stop - start)) * (stop - start)
+        near = [i for i in masks if i < until]
+        score = {i: sure[i] * self.density(i, first, length, masks) for i in near}
+        near = sorted(near, key=lambda i: (-(start <= i < stop), -score[i], i))[: self.masks]
+        chosen = {i - int(self.model.shift) for i in near} | set(fresh)
+        rest = sorted(set(range(length)) - chosen, key=lambda i: (-float(importance[i]), i))
+        total, mass = float(importance[rest].sum()), 0.0
+        for place, i in enumerate(rest):
+            mass += float(importance[i]) / total
+            if self.rollout > 0 and (mass <= self.rollout or place == 0 or self.rollout == 1):
+                chosen.add(i)
+        ordered = sorted(chosen)
+        for left, right in pairwise(ordered):
+            if right - left <= self.gap:
+                chosen |= set(range(left, right))
+        return sorted(chosen)
+
+    def density(self, i: int, first: int, length: int, masks: list[int]) -> float:
+        reach = min(int(4 * self.sigma), TOKENS)
+        weight = {j: math.exp(-((j - i) ** 2) / (2 * self.sigma**2)) for j in range(i - reach, i + reach + 1)}
+        there = sum(w for j, w in weight.items() if min(j, length - 1) not in masks)
+        return there / sum(weight.values())
+
+    def forward(self, ids: list[int], columns: list[int]) -> tuple[Tensor, Tensor]:
+        net, length = self.model.transformer, len(ids)
+        hidden = net.embed(torch.tensor(ids)[columns])
+        rope = net.rope(torch.tensor([columns]), hidden.dtype)
+        flow = torch.eye(length, dtype=torch.float64)
+        for index, layer in enumerate(net.layers):
+            assert isinstance(layer, Layer)
+            q, k, v = (part[0] for part in layer.qkv(hidden[None], rope))
+            if index == len(self.keys):
+                self.keys.append(k.clone())
+                self.values.append(v.clone())
+            self.keys[index][:, columns], self.values[index][:, columns] = k, v
+            k, v = self.keys[index], self.values[index]
+            hidden = hidden + layer.attend(q[None], k[None], v[None])[0]
+            hidden = hidden + layer.mlp(hidden)
+            wide = k.repeat_interleave(q.shape[0] // k.shape[0], 0)
+            attention = torch.eye(length, dtype=torch.float64)
+            attention[columns] = (q @ wide.mT * layer.head_dim**-0.5).softmax(-1).mean(0)
+            mixed = attention + torch.eye(length, dtype=torch.float64)
+            flow = mixed / mixed.sum(1, keepdim=True) @ flow
+        return net.head(net.norm(hidden)), flow.sum(0)
+
+
+CASES: list[dict[str, Any]] = [
+    {"masks": 4, "rollout": 0.1, "sigma": 10.0, "gap": 4},
+    {"masks": 3, "rollout": 0.5, "sigma": 1.0, "gap": 0},
+    {"masks": 7, "rollout": 0.2, "sigma": 3.0, "gap": 2},
+    {"masks": 2, "rollout": 0.0, "sigma": 2.0, "gap": 1},
+    {"masks": 32, "rollout": 0.3, "sigma": 10.0, "gap": 0},
+]
+
+
+@pytest.mark.parametrize("kind", ["llada", "gqa", "dream"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("block", [BLOCK, TOKENS])
+def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
+    result = run(D2Cache(**case), kind, blocks={"name": "fixed", "length": block})
+    model, fewer = toys.denoiser(kind), False
+    assert isinstance(model, TransformerDenoiser)
+    for row, prompt in enumerate(toys.PROMPTS):
+        paper = Paper(model, block, **case)
+        tokens, steps = paper.decode(prompt)
+        assert result.tokens[row].tolist() == tokens
+        assert result.trace.generated[row].tolist() == steps
+        assert int(result.trace.rows[row]) == sum(paper.computed)
+        fewer |= min(paper.computed) < len(prompt) + TOKENS
+    assert fewer
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+@pytest.mark.parametrize("blocks", ["full", {"name": "fixed", "length": BLOCK}], ids=["full", "fixed"])
+def test_computing_everything_is_no_cache(kind: str, blocks: Any) -> None:
+    none = run("none", kind, blocks=blocks)
+    assert same(run(D2Cache(masks=1, rollout=1.0), kind, blocks=blocks), none, "rows", "nfe")
+    assert not same(run(D2Cache(masks=3), kind, blocks=blocks), none)
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_row_in_a_batch_is_the_row_alone(case: dict[str, Any], kind: str) -> None:
+    batch = run(D2Cache(**case), kind)
+    for row in range(len(toys.PROMPTS)):
+        alone = run(D2Cache(**case), kind, rows=slice(row, row + 1))
+        assert torch.equal(batch.tokens[row], alone.tokens[0])
+        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
+        assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
+
+
+def test_what_a_step_asks_and_computes() -> None:
+    """Only predicted masks are asked, inside the block some are, and what was written is computed."""
+    spy = toys.Spy(toys.denoiser())
+    cache, blocks = D2Cache(masks=3, rollout=0.1, gap=0), {"name": "fixed", "length": BLOCK}
+    Sampler(spy, cache=cache, scheduler=Threshold(BAR), blocks=blocks, stop="none").generate(
+        toys.PROMPTS, max_new_tokens=TOKENS
+    )
+    before, kept = None, False
+    for canvas, query, plan in spy.calls:
+        live = ~canvas.done
+        computed = torch.zeros_like(canvas.masked).scatter(1, plan.positions, plan.positions < canvas.length)
+        asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, query.positions < canvas.length)
+        assert torch.equal(asked[live], (computed & canvas.masked)[live])
+        assert canvas.eligible(query.positions).any(1)[live].all()
+        if before is not None:
+            wrote = (canvas.ids != before.ids)[live]
+            assert (computed[live] | ~wrote).all()
+            kept |= bool((canvas.masked & ~computed & canvas.in_block())[live].any())
+        before = canvas
+    assert kept, "a mask of the block was left out"
+
+
+def test_tokens_taken_back_are_computed_again() -> None:
+    spy = toys.Spy(toys.denoiser())
+    scheduler = {"name": "editing", "threshold": 0.4, "edit": 0.2, "extra": 3}
+    cache, blocks = D2Cache(masks=4, gap=0), {"name": "fixed", "length": BLOCK}
+    sampler = Sampler(spy, cache=cache, scheduler=scheduler, blocks=blocks, stop="none")
+    assert sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).complete.all()
+    before = spy.calls[0][0]
+    for canvas, _, plan in spy.calls[1:]:
+        computed = torch.zeros_like(canvas.masked).scatter(1, plan.positions, True)
+        wrote = (canvas.ids != before.ids) & ~canvas.done[:, None]
+        assert not (wrote & ~computed).any()
+        before = canvas
+
+
+def test_gaps_by_hand() -> None:
+    chosen = torch.tensor([[0, 1, 0, 0, 1, 0, 0, 0, 1, 0]]).bool()
+    for gap, columns in [(0, [1, 4, 8]), (1, [1, 4, 8]), (2, [1, 4, 8]), (3, [1, 2, 3, 4, 8]), (4, list(range(1, 9)))]:
+        assert between(chosen, gap)[0].nonzero()[:, 0].tolist() == columns
+    assert not between(torch.zeros_like(chosen), 4).any()
+
+
+def live(columns: int, **fields: Any) -> D2Cache:
+    canvas = toys.canvas(torch.ones(1, columns, dtype=torch.bool))
+    return D2Cache(**fields).init(canvas, toys.denoiser().spec)
+
+
+def test_rollout_by_hand() -> None:
+    """Two layers over three columns; the second layer computes column 1 alone."""
+    cache = live(3)
+    cache.flow.zero_().diagonal(dim1=1, dim2=2).fill_(1)
+    rows = torch.tensor([[[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.2, 0.4, 0.4]], [[0.5, 0.5, 0.0]] * 3]])  # two heads
+    cache.roll(rows.double(), torch.tensor([[0, 1, 2]]))
+    one = [[0.75, 0.25, 0], [0.125, 0.625, 0.25], [0.175, 0.225, 0.6]]
+    torch.testing.assert_close(cache.flow[0, :-1], torch.tensor(one, dtype=torch.float64))
+    cache.roll(torch.tensor([[[[1.0, 0.0, 0.0]]]]).double(), torch.tensor([[1]]))
+    one[1] = [(0.75 + 0.125) / 2, (0.25 + 0.625) / 2, 0.125]
+    torch.testing.assert_close(cache.flow[0, :-1], torch.tensor(one, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "columns"), [(0.0, []), (0.1, [3]), (0.4, [3]), (0.7, [3]), (0.85, [0, 3]), (1.0, [0, 2, 3])]
+)
+def test_the_nucleus_by_hand(rollout: float, columns: list[int]) -> None:
+    """Sums 3, 9, 2, 5 of which the second is chosen already: shares 0.3, -, 0.2, 0.5."""
+    cache = live(4, rollout=rollout)
+    cache.flow[0, :4] = torch.tensor([[1.0, 3, 1, 2], [2.0, 6, 1, 3], [0] * 4, [7.0, 7, 7, 7]])
+    seen, among = torch.tensor([[True, True, True, False, False]]), torch.tensor([[True, False, True, True, False]])
+    assert cache.looked_at(seen, among)[0].nonzero()[:, 0].tolist() == columns
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"masks": 0}, "cache.masks must be a whole number from 1 on"),
+        ({"gap": -1}, "cache.gap must be a whole number from 0 on"),
+        ({"rollout": 1.5}, "cache.rollout must be a share"),
+        ({"sigma": 0}, "cache.sigma must be a number of positions above 0"),
+    ],
+)
+def test_bad_fields(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        D2Cache(**fields)
+
+
+@pytest.mark.parametrize("scheduler", ["origin", "rcr", "remdm"])
+def test_who_must_hear_of_every_mask_is_refused(scheduler: str) -> None:
+    with pytest.raises(UserError, match=r"needs a prediction at every position .*=D2Cache chooses.*: use cache=dual"):
+        run("d2", scheduler=scheduler)

@@ -1,0 +1,328 @@
+"""dKV-Cache (arXiv 2505.15781): the invariants of its specification, and what takes tokens back under it."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Result, Sampler, UserError, layout
+from dllm_sampler.cache.base import Slots
+from dllm_sampler.cache.dkv import DelayedCache
+from dllm_sampler.cache.dkv_greedy import GreedyCache
+from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.canvas import Canvas
+from dllm_sampler.loop import Engine, State
+from dllm_sampler.models.transformer import Layer
+from dllm_sampler.noise import CounterNoise
+from tests import toys
+
+TOKENS, LENGTH = 16, 6
+STEPWISE = {"name": "fixed", "steps": None}
+PARALLEL = {"name": "threshold", "threshold": 0.6}
+DRAWN = {"name": "fixed", "score": "random"}
+
+
+def run(cache: Any, kind: str = "llada", prompts: list[list[int]] = toys.PROMPTS, **plugins: Any) -> Result:
+    sampler = toys.sampler(kind, cache=cache, **{"scheduler": PARALLEL, **plugins})
+    return sampler.generate(prompts, max_new_tokens=TOKENS, seed=[3 + i for i in range(len(prompts))])
+
+
+def same(one: Result, two: Result, rows: bool = True) -> bool:
+    names = ("ids", "step_map", "nfe", "logprob") + ("rows",) * rows
+    return all(torch.equal(getattr(one.trace, name), getattr(two.trace, name)) for name in names)
+
+
+def steps(cache: Any, kind: str = "llada", **plugins: Any) -> Iterator[tuple[Canvas, toys.Spy, State]]:
+    """Before every step but the first: the canvas, what was called so far, and the state."""
+    spy = toys.Spy(toys.denoiser(kind))
+    blocks = plugins.pop("blocks", {"name": "fixed", "length": LENGTH})
+    sampler = Sampler(spy, cache=cache, blocks=blocks, **{"scheduler": PARALLEL, "stop": "none", **plugins})
+    start = layout.canvas(toys.PROMPTS, TOKENS, toys.SEEDS, spy.spec, sampler.plugins.blocks, CounterNoise(), False)
+    for state in Engine(spy, sampler.plugins, 1).run(start, 40):
+        yield state.canvas, spy, state
+
+
+def computed(canvas: Canvas, positions: Tensor) -> Tensor:
+    """`[B, L+1] bool` of planned positions `[B, M]`."""
+    at = torch.zeros_like(canvas.masked).scatter(1, positions, True)
+    at[:, -1] = False
+    return at
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
+    for settings in ({}, {"per_block": True}, {"per_block": False, "shift": "un_right"}, {"compat": True}):
+        cached = run({"name": "dkv", "refresh_every": 1, **settings}, kind)
+        assert same(cached, run("none", kind))
+    greedy, plain = (run(cache, kind, scheduler="random_order") for cache in (GreedyCache(1, 2), "none"))
+    assert same(greedy, plain)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("every", [2, 3, 100])
+def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shift: bool) -> None:
+    model = toys.transformer()
+    with torch.no_grad():
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            layer.o_proj.weight.zero_()
+    # Such a model says the same at every mask: chance tells positions apart.
+    for scheduler in (DRAWN, "random_order"):
+        plugins: dict[str, Any] = {"scheduler": scheduler, "temperature": 1.0, "blocks": {"name": "fixed", "length": 5}}
+        caches: list[Any] = [DelayedCache(every), DelayedCache(every, "pd"), DelayedCache(every, "prefill")]
+        caches += [GreedyCache(every, 1)] if scheduler == "random_order" else [DelayedCache(every, shift="un_right")]
+        exact, *cached = (
+            Sampler(toys.wrapped(model, shift), cache=cache, stop="none", **plugins).generate(
+                toys.PROMPTS, max_new_tokens=TOKENS
+            )
+            for cache in ["none", *caches]
+        )
+        for result in cached:
+            assert torch.equal(result.tokens, exact.tokens)
+            assert torch.equal(result.trace.generated, exact.trace.generated)
+            assert (result.trace.rows < exact.trace.rows).sum() >= 4  # a prompt of one token has nothing to freeze
+
+
+@pytest.mark.parametrize("kind", ["llada", "cfg"])
+def test_3_what_is_computed_between_refreshes(kind: str) -> None:
+    """All but what the forward before the last one had made text; the first two forwards of a block are full."""
+    before: list[Canvas] = []
+    narrow = 0
+    for canvas, spy, state in steps(DelayedCache(4), kind, scheduler=STEPWISE):
+        called, _, plan = spy.calls[-1]
+        for row in range(len(toys.PROMPTS)):
+            if called.done[row]:
+                continue
+            every = int((called.end - called.begin)[row])
+            age = int(called.age[row])
+            text = int((called.seen() & ~before[-1].masked)[row].sum()) if before else 0
+            expected = every if age < 2 or age % 4 == 0 else every - text
+            assert int(plan.computed[row]) == expected
+            narrow += expected < every
+        before.append(called)
+        assert isinstance(state.cache, DelayedCache)
+        assert not (state.cache.kept & canvas.masked).any()
+        fresh = called.masked & ~canvas.masked  # what this step committed
+        assert not (state.cache.kept & fresh).any()
+    assert narrow > 10
+
+
+@pytest.mark.parametrize("mode", ["decode", "pd", "prefill"])
+@pytest.mark.parametrize(("shift", "compat"), [("un", False), ("un_right", False), ("un", True), ("un_right", True)])
+def test_3_under_a_logit_shift_no_mask_misses_its_row(shift: str, compat: bool, mode: str) -> None:
+    cache = DelayedCache(3, mode, shift=shift, compat=compat)  # pyright: ignore[reportArgumentType]
+    narrow = 0
+    for _, spy, state in steps(cache, "dream", scheduler={"name": "fixed", "steps": 9}):
+        called, query, plan = spy.calls[-1]
+        at = computed(called, plan.positions)
+        needed = (called.masked & ~called.done[:, None]).roll(-1, 1)
+        assert not (needed & ~at & called.seen()).any()
+        asked = (called.masked & called.in_block()).sum(1) * ~called.done
+        assert torch.equal((query.positions < called.length).sum(1) * ~called.done, asked)
+        narrow += int((at & called.seen()).sum()) < int(called.seen().sum())
+        if shift == "un_right" and not compat:
+            assert isinstance(state.cache, DelayedCache)
+            assert not (state.cache.kept & called.masked).any()
+    assert narrow > 4
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+def test_4_after_a_refresh_the_slots_are_those_of_a_fresh_forward(kind: str) -> None:
+    refreshed = 0
+    for _, spy, state in steps(DelayedCache(3, per_block=True), kind):
+        called, query, plan = spy.calls[-1]
+        if not plan.contiguous:
+            continue
+        other = DualCache().init(called, spy.spec)
+        spy.inner(called, query, other.whole(called, query))
+        for one, two in ((state.cache, other), (state.cache.twin, other.twin)):
+            if one is not None:
+                assert one.slots is not None and two is not None and two.slots is not None
+                for name in ("keys", "values"):
+                    for a, b in zip(getattr(one.slots, name), getattr(two.slots, name), strict=True):
+                        assert torch.equal(a[:, :-1], b[:, :-1])
+        refreshed += 1
+    assert refreshed > 3
+
+
+def test_5_greedy_with_a_window_over_the_canvas_computes_every_mask() -> None:
+    plugins = {"scheduler": {"name": "random_order", "steps": 10}, "blocks": "full"}
+    for every in (2, 3, 5):
+        decode = run(DelayedCache(every, per_block=False), **plugins)
+        assert same(run(GreedyCache(every, TOKENS), **plugins), decode)
+        assert not same(run(GreedyCache(every, 1), **plugins), decode)
+
+
+def test_5_greedy_computes_the_coming_the_last_and_a_window() -> None:
+    plugins = {"scheduler": {"name": "random_order", "steps": 8}, "blocks": "full"}
+    written, narrow = None, 0
+    for after, spy, _ in steps(GreedyCache(3, 2), **plugins):
+        called, query, plan = spy.calls[-1]
+        if int(called.age[0]) % 3:
+            at = computed(called, plan.positions)
+            asked = computed(called, query.positions)
+            assert written is not None
+            assert not ((asked | written) & ~at).any()
+            assert not (at & ~called.masked & ~written).any()
+            masks = (called.masked & ~asked).sum(1)
+            assert torch.equal(at.sum(1), (asked | written).sum(1) + torch.minimum(2 * asked.sum(1), masks))
+            narrow += 1
+        written = called.masked & ~after.masked
+    assert narrow > 4
+
+
+def test_the_window_goes_outwards_left_first_and_skips_text() -> None:
+    masked = torch.tensor([[True, True, False, True, True, False, True, True, True, False]])
+    canvas = toys.canvas(masked, age=torch.ones(1, dtype=torch.long))
+    cache = GreedyCache(100, 3).init(canvas, toys.denoiser().spec)
+    ahead = torch.zeros_like(canvas.ids)
+    ahead[0, 4], ahead[0, 7] = 1, 2
+    cache.expect(ahead)
+    at = cache.computes(canvas)[0].nonzero()[:, 0].tolist()
+    # Around 4: 3 (one to the left), 6 (two to the right), 1 (three to the left); around 7: 8, then 0 is all there is.
+    assert at == [0, 1, 3, 4, 6, 7, 8]
+    assert int(cache.count(canvas)) == 7
+    ahead[0, 7] = 0
+    assert cache.computes(canvas)[0].nonzero()[:, 0].tolist() == [1, 3, 4, 6]
+
+
+def test_6_without_a_prompt_prefill_is_no_cache() -> None:
+    single = [[5], [11], [3]]  # the row that predicts the first token is no part of what is frozen
+    prefill, plain = (run(cache, "dream", single) for cache in (DelayedCache(None, "prefill"), "none"))
+    assert same(prefill, plain)
+    spy = toys.Spy(toys.denoiser())
+    results = []
+    for cache in ("none", DelayedCache(None, "prefill")):
+        sampler = Sampler(spy, scheduler=PARALLEL, cache=cache, blocks="full", stop="none")
+        *_, state = Engine(spy, sampler.plugins, 1).run(toys.canvas(torch.ones(2, 9, dtype=torch.bool)), 9)
+        results.append((state.canvas.ids, state.canvas.rows))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize(("kind", "back"), [("llada", 0), ("dream", 1)])
+def test_prefill_and_pd_never_compute_the_prompt_again(kind: str, back: int) -> None:
+    for mode in ("prefill", "pd"):
+        first = True
+        for _, spy, _ in steps(DelayedCache(2, mode), kind):  # pyright: ignore[reportArgumentType]
+            called, _, plan = spy.calls[-1]
+            prompt = called.seen() & (called.columns() < called.origin - back)
+            at = computed(called, plan.positions)
+            assert not (at & prompt).any() or first
+            if mode == "prefill" and not first:
+                every = called.end - called.origin + back
+                assert torch.equal(plan.computed, (every * ~called.done).clamp(max=TOKENS + back))
+            first = False
+
+
+REVISING: dict[str, dict[str, Any]] = {
+    "rcr": {"name": "rcr"},
+    "remdm": {"name": "remdm", "revisions": 3, "tokens": 2},
+    "editing": {"name": "editing", "threshold": 0.5, "edit": 0.3, "extra": 4},
+    "hierarchical": {"name": "hierarchical", "low": 0.2, "threshold": 0.8, "remask": 0.4},
+}
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+@pytest.mark.parametrize("name", REVISING)
+def test_what_is_taken_back_or_replaced_leaves_the_cache_at_once(name: str, kind: str) -> None:
+    cache = DelayedCache(100, per_block=False, shift="un_right")
+    before, revised, evicted = None, 0, 0
+    for canvas, spy, state in steps(cache, kind, scheduler=REVISING[name], blocks="full"):
+        called, _, plan = spy.calls[-1]
+        assert isinstance(state.cache, DelayedCache)
+        touched = ~called.masked & (canvas.masked | (canvas.ids != called.ids))
+        assert not (state.cache.kept & (touched | canvas.masked)).any()
+        if before is not None:
+            # Whatever changed in the step before is computed, and so is every row that predicts a mask.
+            at = computed(called, plan.positions) | called.done[:, None]
+            assert not ((before[0] | called.masked) & ~at & called.seen()).any()
+            evicted += int((touched & before[1]).sum())
+        revised += int(touched.sum())
+        before = touched, state.cache.kept.clone()
+    assert revised > 0
+    # Some edits need a prediction at the token's place, which a cached row does not give; records do not.
+    assert evicted > 0 or name in ("editing", "hierarchical")
+
+
+@pytest.mark.parametrize("scheduler", ["random_order", {"name": "origin", "steps": 6}, PARALLEL])
+def test_a_stop_hears_only_of_what_was_computed(scheduler: Any) -> None:
+    watched = 0
+    prophet = {"name": "prophet", "start": 2, "length": 9, "early": 99.0, "mid": 99.0, "late": 99.0}
+    for cache in [DelayedCache(3), DualCache(), *([GreedyCache(2, 1)] if scheduler == "random_order" else [])]:
+        for _, spy, _ in steps(cache, scheduler=scheduler, stop=prophet):
+            called, query, plan = spy.calls[-1]
+            asked = computed(called, query.positions) & ~called.done[:, None]
+            assert not (asked & ~computed(called, plan.positions)).any()
+            watched += int((asked & ~called.in_block()).sum())
+    assert watched > 0
+
+
+def test_published_defaults_depend_on_the_model() -> None:
+    canvas = toys.canvas(torch.ones(1, 4, dtype=torch.bool), step=torch.tensor([4]), age=torch.tensor([4]))
+    llada, dream = (DelayedCache().init(canvas, toys.denoiser(kind).spec) for kind in ("llada", "dream"))
+    assert not llada.due(canvas) and dream.due(canvas)
+
+
+class TestLife:
+    """A live cache serves one generation; its template serves any number, and nothing stays behind."""
+
+    @pytest.mark.parametrize("name", ["dual", "dkv", "dllm", "none"])
+    def test_a_live_cache_refuses_a_second_generation(self, name: str) -> None:
+        sampler = toys.sampler(cache=name)
+        start = layout.canvas([[1, 2]], 8, [0], sampler.denoiser.spec, sampler.plugins.blocks, CounterNoise(), False)
+        engine = Engine(sampler.denoiser, sampler.plugins, 1)
+        live = next(engine.run(start, 8)).cache
+        with pytest.raises(UserError, match="belongs to one generation"):
+            live.init(start, sampler.denoiser.spec)
+        with pytest.raises(UserError, match="belongs to one generation"):
+            toys.sampler(cache=live)
+
+    @pytest.mark.parametrize("cache", [DelayedCache(3), DualCache()])
+    def test_generations_that_take_turns_do_not_meet(self, cache: Any) -> None:
+        sampler = toys.sampler(cache=cache, scheduler=STEPWISE)
+        alone = [sampler.generate(prompt, max_new_tokens=TOKENS) for prompt in toys.PROMPTS[:2]]
+        streams = [sampler.stream(prompt, max_new_tokens=TOKENS) for prompt in toys.PROMPTS[:2]]
+        last = [None, None]
+        for pair in zip(*streams, strict=True):
+            last = list(pair)
+        for one, two in zip(alone, last, strict=True):
+            assert two is not None and two.result is not None
+            assert same(one, two.result)
+
+    @pytest.mark.parametrize("name", ["dkv", "dual", "dllm"])
+    def test_nothing_is_left_after_a_generation(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Any] = []
+        init = Slots.__init__
+
+        def noted(self: Slots, *args: Any) -> None:
+            init(self, *args)
+            made.append(weakref.ref(self))
+
+        monkeypatch.setattr(Slots, "__init__", noted)
+        sampler = toys.sampler("cfg", cache=name)
+        for _ in range(3):
+            sampler.generate(toys.PROMPTS, max_new_tokens=8)
+        gc.collect()
+        assert len(made) == 6  # two branches each
+        assert not any(ref() is not None for ref in made)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"name": "dkv", "refresh_every": 0}, "cache.refresh_every must be a whole number of at least 1, or null"),
+        ({"name": "dkv", "shift": "right"}, "leaves masks without the rows"),
+        ({"name": "dkv", "shift": "left"}, "un_right"),
+        ({"name": "dkv", "mode": "greedy"}, "decode"),
+        ({"name": "dkv_greedy"}, "use scheduler=random_order"),
+        ({"name": "dkv_greedy", "window": -1}, "cache.window must be a whole number of at least 0"),
+    ],
+)
+def test_mistakes_are_one_sentence(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as refusal:
+        toys.sampler(cache=settings, scheduler=PARALLEL)
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,215 @@
+"""dLLM-Cache (arXiv 2506.06295): its settings at their ends, what a forward really computes, and guidance."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Result, Sampler, UserError, layout
+from dllm_sampler.cache.dllm_cache import IntervalCache
+from dllm_sampler.canvas import Query
+from dllm_sampler.eval.conformance.builder import Measured
+from dllm_sampler.loop import Engine
+from dllm_sampler.models.transformer import SwiGLU
+from dllm_sampler.noise import CounterNoise
+from tests import toys
+
+TOKENS = 16
+LAYERS = 2
+PARALLEL = {"name": "threshold", "threshold": 0.6}
+
+
+def run(cache: Any, kind: str = "llada", prompts: list[list[int]] = toys.PROMPTS, **plugins: Any) -> Result:
+    sampler = toys.sampler(kind, cache=cache, **{"scheduler": PARALLEL, **plugins})
+    return sampler.generate(prompts, max_new_tokens=TOKENS)
+
+
+def assert_same(one: Result, two: Result) -> None:
+    for name in ("ids", "step_map", "nfe"):
+        assert torch.equal(getattr(one.trace, name), getattr(two.trace, name)), name
+    torch.testing.assert_close(one.trace.logprob, two.trace.logprob, rtol=1e-6, atol=1e-9)
+
+
+def differ(one: Result, two: Result) -> bool:
+    return bool((one.trace.logprob - two.trace.logprob).abs().amax() > 1e-3)
+
+
+@contextmanager
+def fed() -> Iterator[list[int]]:
+    """Rows that went through a feed-forward, one entry per layer and forward."""
+    rows: list[int] = []
+    forward = SwiGLU.forward
+
+    def noted(self: SwiGLU, hidden: Tensor) -> Tensor:
+        rows.append(hidden.shape[1])
+        return forward(self, hidden)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SwiGLU, "forward", noted)
+        yield rows
+
+
+def steps(number: int) -> dict[str, Any]:
+    return {"scheduler": {"name": "fixed", "steps": number}, "blocks": "full"}
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+def test_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
+    plain = run("none", kind)
+    for ratio in (0.0, 0.5):
+        cached = run(IntervalCache(1, 1, ratio), kind)
+        assert_same(cached, plain)
+        assert torch.equal(cached.trace.rows, plain.trace.rows)
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+def test_the_whole_response_computed_by_choice_or_by_interval(kind: str) -> None:
+    by_interval, by_choice = run(IntervalCache(6, 1, 0.0), kind), run(IntervalCache(6, 4, 1.0), kind)
+    if kind == "dream":  # the row that predicts the first token is one more than the share counts
+        by_choice = run(IntervalCache(6, 1, 1.0), kind)
+    assert_same(by_choice, by_interval)
+    assert differ(by_interval, run("none", kind)), "the prompt was not frozen"
+
+
+def test_without_a_share_nothing_is_computed_in_between() -> None:
+    prompt = toys.PROMPTS[1]
+    with fed() as rows:
+        result = run(
+            IntervalCache(5, 3, 0.0), prompts=[prompt], scheduler={"name": "fixed", "steps": 10}, blocks="full"
+        )
+    forwards, at = [], iter(rows)
+    for number in range(10):
+        first, later = next(at), (len(prompt) if number % 5 == 0 else 0) + (TOKENS if number % 3 == 0 else 0)
+        assert first == len(prompt) + TOKENS  # the first layer is always computed
+        assert later == 0 or next(at) == later
+        forwards.append(first + later)
+    assert not list(at)
+    assert int(result.trace.rows[0]) == sum((rows + LAYERS - 1) // LAYERS for rows in forwards)
+    assert differ(result, run(IntervalCache(5, 3, 0.25), prompts=[prompt], **steps(10)))
+
+
+def test_a_share_of_the_response_is_computed_in_between() -> None:
+    prompt = toys.PROMPTS[1]
+    with fed() as rows:
+        result = run(
+            IntervalCache(100, 7, 0.3), prompts=[prompt], scheduler={"name": "fixed", "steps": 6}, blocks="full"
+        )
+    assert rows == [23, 23, *[23, int(16 * 0.3)] * 5]
+    assert int(result.trace.rows[0]) == 23 + 5 * 14
+
+
+def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
+    canvas = toys.canvas(torch.ones(1, 8, dtype=torch.bool), origin=2)
+    spec = toys.denoiser().spec
+    cache = IntervalCache(100, 100, 0.5).init(canvas, spec)
+    cache.fresh = False, False
+    assert cache.slots is not None
+    old = torch.randn(1, 8, spec.num_kv_heads, spec.head_dim, dtype=torch.float64)
+    turned = torch.tensor([0.0, 2.0, 0.1, 1.0, 0.0, 3.0])  # of the response, in radians
+    axes = old.flatten(2)[0, 2:]
+    other = torch.randn_like(axes)
+    other = other - (other * axes).sum(1, keepdim=True) / (axes * axes).sum(1, keepdim=True) * axes
+    other = other / other.norm(dim=1, keepdim=True) * axes.norm(dim=1, keepdim=True)
+    new = (turned.cos()[:, None] * axes + turned.sin()[:, None] * other).view(1, 6, spec.num_kv_heads, -1)
+    cache.slots.values[1][:, :-1] = old
+
+    class Parts:
+        def values(self, hidden: Tensor) -> Tensor:
+            return new.transpose(1, 2)
+
+    query = Query.masks(canvas, 8)
+    plan = cache.plan(canvas, query)
+    chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    assert chosen is not None and chosen.tolist() == [[3, 5, 7]]
+    assert torch.equal(cache.slots.values[1][:, 2:8], new)
+    assert torch.equal(cache.slots.values[1][:, :2], old[:, :2])
+    # A token that was replaced comes first, however alike its values are.
+    cache.slots.values[1][:, :-1] = old
+    cache.urgent[0, 6] = True
+    plan = cache.plan(canvas, query)
+    chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+    assert chosen is not None and chosen.tolist() == [[3, 6, 7]]
+
+
+@pytest.mark.parametrize("scheduler", ["rcr", {"name": "hierarchical", "low": 0.2, "threshold": 0.8, "remask": 0.4}])
+def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[Tensor] = []
+    due = IntervalCache._due  # pyright: ignore[reportPrivateUsage]
+
+    def noted(self: IntervalCache, index: int, *args: Any) -> Tensor | None:
+        at = due(self, index, *args)
+        if index:
+            assert at is not None
+            chosen.append(at)
+        return at
+
+    monkeypatch.setattr(IntervalCache, "_due", noted)
+    sampler = toys.sampler(cache=IntervalCache(100, 100, 0.5), scheduler=scheduler, blocks="full")
+    spec, blocks = sampler.denoiser.spec, sampler.plugins.blocks
+    start = layout.canvas(toys.PROMPTS, TOKENS, toys.SEEDS, spec, blocks, CounterNoise(), False)
+    before, touched, seen = start, None, 0
+    for state in Engine(sampler.denoiser, sampler.plugins, 1).run(start, 40):
+        at = torch.zeros_like(start.masked).scatter(1, chosen[-1], True)
+        if touched is not None:
+            few = touched.sum(1, keepdim=True) <= 8  # as many as the share holds
+            assert not (touched & few & ~at).any()
+            seen += int((touched & few).sum())
+        after = state.canvas
+        touched = ~before.masked & (after.masked | (after.ids != before.ids)) & ~after.done[:, None]
+        before = after
+    assert seen > 0
+
+
+class TestGuidance:
+    """The branch without prompt is made in every so many forwards, and in the first five."""
+
+    @staticmethod
+    def result(cache: Any) -> tuple[Result, list[int]]:
+        model = Measured(toys.denoiser("cfg"))
+        plugins: dict[str, Any] = {
+            "scheduler": {"name": "fixed", "steps": 10},
+            "blocks": {"name": "fixed", "length": 8},
+        }
+        sampler = Sampler(model, cache=cache, stop="none", **plugins)
+        return sampler.generate(toys.PROMPTS[1], max_new_tokens=TOKENS), model.lengths
+
+    def test_it_is_left_out_between(self) -> None:
+        plain, _ = self.result("none")
+        always, _ = self.result(IntervalCache(1, 1, guidance_every=1))
+        some, spent = self.result(IntervalCache(1, 1, guidance_every=3))
+        assert_same(always, plain)
+        assert spent == [23 * (2 if number < 5 or number % 3 == 0 else 1) for number in range(10)]
+        assert some.nfe.tolist() == [10]
+        first = plain.trace.generated < 5  # the sixth forward is the first to reuse
+        assert torch.equal(some.trace.generated < 5, first)
+        both = torch.cat([torch.zeros(1, 7, dtype=torch.bool), first], 1)
+        torch.testing.assert_close(some.trace.logprob[both], plain.trace.logprob[both])
+        assert differ(some, plain)
+
+    def test_batches(self) -> None:
+        for cache in (IntervalCache(4, 2, 0.25, 3), IntervalCache(100, 7, 0.0, 2)):
+            batch = run(cache, "cfg")
+            for row, prompt in enumerate(toys.PROMPTS):
+                alone = run(cache, "cfg", [prompt])
+                assert torch.equal(batch.tokens[row], alone.tokens[0])
+                assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
+                assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"prompt_every": 0}, "cache.prompt_every must be a whole number of at least 1"),
+        ({"response_every": -3}, "cache.response_every must be"),
+        ({"guidance_every": 0}, "cache.guidance_every must be"),
+        ({"ratio": 1.5}, "cache.ratio must be a share between 0 and 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        toys.sampler(cache={"name": "dllm", **settings})

@@ -1,0 +1,66 @@
+"""dInfer's vicinity refresh: its window, its warm-up, and the caches it becomes at its ends."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.cache.vicinity import VicinityCache
+from tests import toys
+
+TOKENS, BLOCK = 17, 6
+
+
+def run(cache: Any, kind: str = "llada") -> Result:
+    sampler = toys.sampler(kind, scheduler={"name": "threshold", "threshold": 0.7}, cache=cache)
+    return sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
+
+
+def same(one: Result, other: Result) -> bool:
+    names = ("ids", "step_map", "nfe", "rows")
+    return all(torch.equal(getattr(one.trace, name), getattr(other.trace, name)) for name in names)
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+def test_without_a_margin_it_is_the_dual_cache(kind: str) -> None:
+    assert same(run(VicinityCache(before=0, after=0, warmup=0), kind), run("dual", kind))
+
+
+@pytest.mark.parametrize("kind", toys.TOYS)
+@pytest.mark.parametrize("cache", [VicinityCache(99, 99, 0), VicinityCache(0, 0, 99)], ids=["margin", "warmup"])
+def test_a_margin_or_a_warmup_that_never_ends_is_no_cache(kind: str, cache: VicinityCache) -> None:
+    assert same(run(cache, kind), run("none", kind))
+    assert not same(run("dual", kind), run("none", kind))
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+def test_the_window(kind: str) -> None:
+    """One prompt of three, blocks of six, two columns left, three right; two whole forwards, then one per block."""
+    spy = toys.Spy(toys.denoiser(kind))
+    blocks = {"name": "fixed", "length": BLOCK}
+    cache = VicinityCache(before=2, after=3, warmup=2)
+    result = Sampler(spy, scheduler="fixed", cache=cache, blocks=blocks, stop="none").generate(
+        toys.PROMPTS[:1], max_new_tokens=12
+    )
+    columns = [plan.positions[0].tolist() for _, _, plan in spy.calls]
+    whole, first, second = list(range(15)), list(range(1, 12)), list(range(7, 15))
+    assert columns == [whole] * 2 + [first] * 4 + [whole] + [second] * 5
+    assert int(result.trace.rows) == sum(map(len, columns))
+
+
+def test_the_shift_has_a_column_before_the_block() -> None:
+    spy = toys.Spy(toys.denoiser("dream"))
+    blocks = {"name": "fixed", "length": BLOCK}
+    cache = VicinityCache(before=0, after=0, warmup=0)
+    Sampler(spy, scheduler="fixed", cache=cache, blocks=blocks, stop="none").generate(
+        toys.PROMPTS[:1], max_new_tokens=6
+    )
+    assert spy.calls[1][2].positions.tolist() == [list(range(2, 9))]
+
+
+@pytest.mark.parametrize("field", ["before", "after", "warmup"])
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+def test_fields_are_whole_numbers(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=rf"cache\.{field} must be a whole number from 0 on"):
+        VicinityCache(**{field: value})

@@ -1,0 +1,216 @@
+"""The schedulers of uniform diffusion, on a toy without mask token and on models that follow a script."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError, readout
+from dllm_sampler.guides.annealing import LinearTemperature
+from dllm_sampler.noise import CounterNoise
+from dllm_sampler.protocols import Denoiser, Plan, Spent
+from dllm_sampler.schedulers.block_refine import BlockRefine
+from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
+from tests import played, toys
+from tests.contract.test_batching import assert_same_row
+from tests.contract.test_syncs import no_host_reads
+
+TOKENS, BLOCK = 15, 6
+RENOISE: dict[str, Any] = {
+    "max_denoising_steps": 7,
+    "entropy_bound": 1.0,
+    "stability_threshold": 0,
+    "confidence_threshold": 1.0,
+}
+SCHEDULERS: list[Any] = [EntropyRenoise(**RENOISE), BlockRefine(5, 0.5)]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """A model without a mask token, which remembers the canvases it saw."""
+
+    inner: Denoiser
+    seen: list[Canvas]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return replace(self.inner.spec, mask_id=None)
+
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        self.seen.append(canvas)
+        return self.inner(canvas, query, plan)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.inner.head(hidden)
+
+
+def uniform(scheduler: Any, model: Denoiser | None = None, **plugins: Any) -> tuple[Sampler, list[Canvas]]:
+    seen: list[Canvas] = []
+    plugins = {"blocks": {"name": "fixed", "length": BLOCK}, "stop": "none", **plugins}
+    return Sampler(Uniform(model or toys.denoiser(), seen), scheduler=scheduler, **plugins), seen
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda one: type(one).__name__)
+def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:
+    sampler, _ = uniform(scheduler, cache=cache)
+    batch = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
+    assert batch.complete.all()
+    assert len(set(batch.nfe.tolist())) > 1
+    for row, prompt in enumerate(toys.PROMPTS):
+        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=toys.SEEDS[row]))
+
+
+LONG = [replace(SCHEDULERS[0], stability_threshold=None), BlockRefine(5, 1.0)]
+
+
+@pytest.mark.parametrize("scheduler", LONG, ids=lambda one: type(one).__name__)
+def test_noise_is_drawn_anew_and_nothing_else_is(scheduler: Any) -> None:
+    sampler, seen = uniform(scheduler)
+    sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
+    stayed = changed = 0
+    for before, after in pairwise(seen):
+        assert torch.equal(before.ids[:, : before.origin], after.ids[:, : after.origin])
+        kept = ~before.masked & ~after.masked & ~before.in_block()
+        assert torch.equal(before.ids[kept], after.ids[kept])
+        noise = before.masked & after.masked & before.in_block() & after.in_block() & ~after.done[:, None]
+        stayed += int((before.ids == after.ids)[noise].sum())
+        changed += int((before.ids != after.ids)[noise].sum())
+    assert 0 < stayed < 0.1 * changed  # one in 40 by chance
+
+
+def test_the_noise_is_uniform_and_does_not_repeat() -> None:
+    canvas = replace(toys.canvas(torch.ones(8, 100, dtype=torch.bool)), row_seed=torch.arange(8))
+    positions = canvas.window(100)
+    draws = torch.stack(
+        [CounterNoise().ids(replace(canvas, step=canvas.step + step), positions, 7) for step in range(50)]
+    )
+    assert draws.min() == 0
+    assert draws.max() == 6
+    counts = torch.bincount(draws.flatten(), minlength=7) / draws.numel()
+    assert (counts - 1 / 7).abs().max() < 0.01  # 40000 draws: five standard deviations
+    assert (draws[0] == draws[1]).float().mean() < 0.2
+    huge = CounterNoise().ids(canvas, positions, 262_144)
+    assert 0 <= int(huge.min()) < int(huge.max()) < 262_144
+
+
+def accepted(bound: float, entropies: list[float], **settings: Any) -> list[list[int]]:
+    """What each of five forwards leaves accepted where positions have these probabilities of their best token."""
+    model = played.constant(entropies)
+    scheduler = EntropyRenoise(bound, 5, 1.0, 1.0, None, None, **settings)
+    steps = list(Sampler(model, scheduler=scheduler, blocks="full", stop="none").stream([[0]], max_new_tokens=4))
+    return [(~step.masked[0]).nonzero()[:, 0].tolist() for step in steps]
+
+
+def test_the_bound() -> None:
+    sure = [0.9, 0.6, 0.95, 0.7]
+    assert accepted(0.0, sure) == [[2]] * 4 + [[0, 1, 2, 3]]
+    assert accepted(float("inf"), sure) == [[0, 1, 2, 3]] * 5
+    # Position 2 has 0.27 nats: its neighbour in the order may come along, the next one has 0.27 + 0.48 before it.
+    assert accepted(0.3, sure) == [[0, 2]] * 4 + [[0, 1, 2, 3]]
+
+
+def says(tokens: list[list[int]], sure: list[list[float]]) -> played.Script:
+    """A model that says in forward n what the n-th lists say, the last ones from there on; one prompt token."""
+
+    def logits(canvas: Canvas) -> Tensor:
+        step = min(int(canvas.step[0]), len(tokens) - 1)
+        table = torch.full((len(tokens[0]) + 2, 8), 0.0, dtype=torch.float64)
+        for place, (token, p) in enumerate(zip(tokens[step], sure[step], strict=True), 1):
+            table[place] = (1 - p) / 6
+            table[place, token], table[place, 7] = p, 0
+        return table.log()[None]
+
+    return played.Script(logits)
+
+
+def test_acceptance_is_decided_anew_and_the_answer_is_the_last_best_canvas() -> None:
+    tokens = [[1, 2], [3, 2], [4, 5]]
+    sure = [[0.99, 0.6], [0.6, 0.99], [0.9, 0.8]]
+    scheduler = EntropyRenoise(0.0, 3, 0.0, 0.0, None, None)
+    *steps, last = Sampler(says(tokens, sure), scheduler=scheduler, blocks="full", stop="none").stream(
+        [[0]], max_new_tokens=2
+    )
+    assert [step.masked[0].tolist() for step in steps] == [[False, True], [True, False]]
+    assert last.tokens[0].tolist() == [4, 5]
+    assert last.result is not None
+    assert last.result.trace.steps(0) == [[], [], [0, 1]]
+    torch.testing.assert_close(last.result.trace.logprob[0, 1:].exp(), torch.tensor([0.9, 0.8]))
+
+
+@pytest.mark.parametrize(("stability", "forwards"), [(0, 2), (1, 4), (2, 5), (9, 12)])
+def test_the_rule_of_stability(stability: int, forwards: int) -> None:
+    """Unsure in the first forward; another best canvas in the second than from the third on."""
+    tokens = [[1, 1], [1, 2], [1, 3]]
+    sure = [[0.6, 0.6], [0.999, 0.999], [0.999, 0.999]]
+    scheduler = EntropyRenoise(0.0, 12, 0.0, 0.0, stability, 0.1)
+    result = Sampler(says(tokens, sure), scheduler=scheduler, blocks="full", stop="none").generate(
+        [[0]], max_new_tokens=2
+    )
+    assert int(result.nfe) == forwards
+    assert result.tokens[0].tolist() == ([1, 2] if stability == 0 else [1, 3])
+
+
+def test_the_temperature_falls_linearly() -> None:
+    guide = LinearTemperature(0.4, 0.8, 4)
+    canvas = toys.canvas(torch.ones(3, 2, dtype=torch.bool))
+    canvas = replace(canvas, age=torch.tensor([0, 3, 9]))
+    logits = torch.ones(3, 1, 2, 5)
+    found = 1 / guide(logits, canvas, Query.window(canvas, 2))[:, 0, 0, 0]
+    torch.testing.assert_close(found, torch.tensor([0.8, 0.5, 0.4]))
+
+
+def test_a_users_temperature_comes_before() -> None:
+    sampler, _ = uniform(EntropyRenoise(**RENOISE), temperature=2.0, top_k=3)
+    assert [type(guide).__name__ for guide in sampler.plugins.guides] == ["Temperature", "TopK", "LinearTemperature"]
+
+
+@pytest.mark.parametrize(("steps", "counts"), [(2, [4, 4]), (3, [3, 3, 2]), (8, [1] * 8), (16, [1, 0] * 7 + [1])])
+def test_the_rising_quota(steps: int, counts: list[int]) -> None:
+    model = played.constant([0.5 + 0.01 * i for i in range(8)])
+    found = [len(step) for step in played.play(model, BlockRefine(steps, 1.0), 8)]
+    assert found == counts
+
+
+def test_the_threshold_of_block_refinement() -> None:
+    model = played.constant([0.99, 0.5, 0.6, 0.97, 0.95])
+    assert played.play(model, BlockRefine(5, 0.95), 5) == [[0, 3], [], [4], [2], [1]]
+
+
+def test_a_step_reads_nothing() -> None:
+    for scheduler in SCHEDULERS:
+        sampler, _ = uniform(scheduler)
+        plugins, seen = sampler.plugins, toys.canvas(torch.ones(2, 9, dtype=torch.bool))
+        carry = plugins.scheduler.init(seen)
+        query = Query.window(seen, 9)
+        logits = torch.randn(2, 1, 9, toys.VOCAB, dtype=torch.float64)
+        read = readout.read(
+            logits, logits, seen, query, sampler.denoiser.spec, plugins.guides, plugins.scheduler.needs, False
+        )
+        with no_host_reads():
+            plugins.scheduler.tell(seen.renoised(toys.VOCAB), query, read, carry)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"entropy_bound": -1}, "entropy_bound must be a number from 0 on"),
+        ({"max_denoising_steps": 0}, "max_denoising_steps must be a whole number"),
+        ({"t_min": 0.9}, "t_max must be a finite number from t_min=0.9 on, not 0.8"),
+        ({"t_max": float("inf")}, "t_max must be a finite number"),
+        ({"t_min": 0.0}, "t_min must be above 0"),
+        ({"stability_threshold": -1}, "stability_threshold must be a whole number from 0 on"),
+        ({"confidence_threshold": -0.1}, "confidence_threshold must be a number"),
+    ],
+)
+def test_settings_that_cannot_be_meant(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        EntropyRenoise(**settings)
+
+
+def test_schedulers_for_masks_are_refused() -> None:
+    with pytest.raises(UserError, match="scheduler=Threshold fills masks, and this model has none"):
+        uniform("threshold")
