@@ -129,7 +129,7 @@ class Scheduler(PlugIn):
 
     @property
     def guides(self) -> tuple[Guide, ...]:
-        """What it does to the logits itself, after the user's guides (a temperature that falls, say); default: nothing."""
+        """What it does to the logits itself, after the user's guides (a falling temperature, say); default: nothing."""
         return ()
 
     @property

@@ -41,7 +41,7 @@ class EntropyBound(Scheduler):
 
 
 def bounded(entropy: Tensor, eligible: Tensor, bound: float) -> Tensor:
-    """`[B, Q] bool` the longest run of `eligible` positions, lowest entropy first, that sums to `bound` without its last."""
+    """`[B, Q] bool` most `eligible` positions, lowest entropy first, that sum to `bound` without their last."""
     place = rank(-entropy, eligible)
     ascending = torch.zeros_like(entropy).scatter_(1, place, entropy.masked_fill(~eligible, torch.inf))
     before = torch.cat([torch.zeros_like(ascending[:, :1]), ascending.cumsum(1)[:, :-1]], 1)  # sum without itself
