@@ -178,7 +178,9 @@ def test_the_models_own_block_length(length: int | None) -> None:
     assert Sampler(toys.denoiser()).plugins.blocks.grid is None
 
 
-@pytest.mark.parametrize("cache", [name for name in config.names("cache") if name not in ("none", "block_causal")])
+@pytest.mark.parametrize(
+    "cache", [name for name in config.names("cache") if name not in ("none", "exact", "block_causal")]
+)
 def test_other_caches_are_refused(cache: str) -> None:
     with pytest.raises(UserError, match=r"block-causal.*: use cache=block_causal|must know before"):
         sampler(cache=cache)
