@@ -17,11 +17,14 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
-def cells(text: str) -> list[list[str]]:
-    """The rows of the tables in `text`, heads included, rulers left out."""
-    lines = [line.strip() for line in text.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [row for row in rows if not all(re.fullmatch(r":?-+:?", cell) for cell in row)]
+def tables(text: str) -> list[list[list[str]]]:
+    """The rows of each table in `text`, its head first, without the ruler."""
+    found = re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE)
+    lines = [table.splitlines() for table in found]
+    return [
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in rows[:1] + rows[2:]]
+        for rows in lines
+    ]
 
 
 def section(text: str, name: str) -> str | None:

@@ -82,8 +82,7 @@ def cells(row: Row, best: bool) -> list[str]:
 def stale(docs: Path, setup: Setup) -> list[str]:
     """What the document lacks or has too much of, one sentence each. Figures are not compared."""
     text = markdown.read(docs, SECTION)
-    table = markdown.section(text, SECTION) or ""
-    head, *lines = markdown.cells(table) or [[]]
+    head, *lines = next(iter(markdown.tables(markdown.section(text, SECTION) or "")), [[]])
     have, want = {line[0].strip("*`") for line in lines}, set(methods(setup))
     found = [f"{docs} has no row for {name}" for name in sorted(want - have)]
     found += [f"{docs} has a row for {name}, which is no method" for name in sorted(have - want)]
@@ -92,13 +91,19 @@ def stale(docs: Path, setup: Setup) -> list[str]:
     picture = docs.with_suffix(".png")
     if not picture.exists():
         found.append(f"there is no picture {picture}")
-    written = text.replace(table, "")
-    entries = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", written, re.MULTILINE)
-    named = [name for entry in entries for name in re.findall(r"`([^`]+)`", entry)]
+    named = entries(text)
     for name in config.names("scheduler"):
-        if named.count(name) != 1:
-            found.append(f"{docs} has {named.count(name) or 'no'} entries for scheduler={name}, and should have one")
+        if named.count(f"scheduler={name}") != 1:
+            count = named.count(f"scheduler={name}") or "no"
+            found.append(f"{docs} has {count} entries for scheduler={name}, and should have one")
     return found
+
+
+def entries(text: str) -> list[str]:
+    """The plug-ins that a document describes, as `group=name`: the first cells of its tables that name papers."""
+    rows = [row for head, *rows in markdown.tables(text) if "paper" in head for row in rows]
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
+    return [name if "=" in name else f"scheduler={name}" for name in names]
 
 
 def here() -> tuple[str, str]:

@@ -11,7 +11,7 @@ from dllm_sampler import config
 from dllm_sampler.eval import markdown, scheduler_runs
 from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
 from dllm_sampler.eval.scheduler_runs import ORACLE, Row, front
-from dllm_sampler.eval.scheduler_table import DOCS, SECTION, main
+from dllm_sampler.eval.scheduler_table import DOCS, SECTION, entries, main
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 
@@ -49,7 +49,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def rows(folder: Path) -> dict[str, list[str]]:
     section = markdown.section((folder / "schedulers.md").read_text(), SECTION)
     assert section is not None
-    return {line[0].strip("*`"): line[1:] for line in markdown.cells(section)[1:]}
+    (table,) = markdown.tables(section)
+    return {line[0].strip("*`"): line[1:] for line in table[1:]}
 
 
 def test_every_method_has_a_row(folder: Path) -> None:
@@ -73,16 +74,14 @@ def test_the_rest_of_the_document_stays(folder: Path) -> None:
 
 def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
     document, store = folder / "schedulers.md", folder / "out" / "results.jsonl"
-    before = document.read_text()
+    before, figures = document.read_text(), {name: cells[:5] for name, cells in rows(folder).items()}
     lines = store.read_text().splitlines()
     (torn,) = [line for line in lines if '"name": "klass"' in line and '"task": "shuffle"' in line]
     store.write_text("\n".join([line for line in lines if line != torn] + [torn[:100]]))
     document.write_text(markdown.fill(before, SECTION, ""))
     assert command(folder, *FEW) == 0
     assert [one for one in measured if one != "learn2pd"] == ["klass"]
-    assert {name: cells[:5] for name, cells in rows(folder).items()} == {
-        line[0].strip("*`"): line[1:6] for line in markdown.cells(before)[-len(rows(folder)) :]
-    }
+    assert {name: cells[:5] for name, cells in rows(folder).items()} == figures
     measured.clear()
     assert command(folder, *FEW) == 0
     assert "klass" not in measured, "what stood behind the torn line was lost"
@@ -115,11 +114,8 @@ def test_the_document_is_up_to_date() -> None:
 
 def test_entries_name_what_there_is() -> None:
     """Each method has one entry in the hand-written tables, and each entry is a plug-in, which --info then lists."""
-    written = markdown.fill(DOCS.read_text(), SECTION, "")
-    entries = [name for line in markdown.cells(written) for name in re.findall(r"`([^`]+)`", line[0])]
-    methods = [entry.rpartition("=") for entry in entries if entry not in ("scheduler=", "plug-in")]
-    found = [f"{group or 'scheduler'}={name}" for group, _, name in methods]
-    assert len(found) == len(set(found))
+    found = entries(DOCS.read_text())
+    assert len(found) == len(set(found)) > len(config.names("scheduler"))
     for entry in found:
         group, _, name = entry.partition("=")
         assert config.entry(group, name).about
