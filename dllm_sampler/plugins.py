@@ -12,6 +12,7 @@ from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
+from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.forced import ForcedFirst
 
 Kind = TypeVar("Kind")
@@ -27,6 +28,10 @@ class Plugins:
     cache: Cache
     guides: tuple[Guide, ...]
     compat: bool
+
+    def __post_init__(self) -> None:
+        draws = any(guide.draws for guide in self.guides)
+        object.__setattr__(self, "scheduler", self.scheduler.beside(self.blocks, draws))
 
     @property
     def needs(self) -> frozenset[str]:
@@ -88,6 +93,13 @@ def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     return plugin
 
 
+def _forced_first(scheduler: Scheduler) -> bool:
+    """Whether it or a scheduler inside commits a block's first position by force."""
+    if isinstance(scheduler, ForcedFirst):
+        return True
+    return isinstance(scheduler, Around) and _forced_first(scheduler.inner)
+
+
 def check(plugins: Plugins, spec: ModelSpec) -> None:
     """Refuse a set of plug-ins that cannot work together, or not with this model.
 
@@ -110,6 +122,17 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
             f"scheduler={scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows"
             " only: use another scheduler, threshold say"
         )
+    if plugins.scheduler.drafts:
+        if not plugins.cache.steady:
+            raise UserError(
+                f"scheduler={scheduler} makes fewer forwards than the scheduler inside, and what cache={cache} keeps"
+                " changes from one forward to the next, so that tokens would differ: use cache=dual, prefix or none"
+            )
+        if plugins.stop.cuts or plugins.stop.fills:
+            raise UserError(
+                f"scheduler={scheduler} takes several steps in one forward, and stop={type(plugins.stop).__name__}"
+                " would change the canvas between them: use stop=prefix, block or none"
+            )
     trained = plugins.scheduler.block_length
     if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:
         raise UserError(
@@ -117,7 +140,7 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
             f"{type(plugins.blocks).__name__} makes others: use blocks=fixed with blocks.length={trained} or train anew"
         )
     starved = spec.shift and isinstance(plugins.cache, PrefixCache | DualCache) and plugins.cache.compat
-    if starved and not isinstance(plugins.scheduler, ForcedFirst):
+    if starved and not _forced_first(plugins.scheduler):
         raise UserError(
             "cache.compat=true leaves each block's first position without a prediction on this model, and"
             f" {type(plugins.scheduler).__name__} does not commit it first: wrap it in ForcedFirst, or use"

@@ -32,7 +32,8 @@ class Recorder:
         at = query.positions
         wrote = edit.commit & ~after.masked.gather(1, at) & ~before.frozen.gather(1, at) & ~before.done[:, None]
         step = torch.where(wrote, before.step[:, None], self.step_map.gather(1, at))
-        sure = torch.where(wrote, readout.confidence[:, 0].log().float(), self.logprob.gather(1, at))
+        sure = readout.confidence[:, 0] if edit.sure is None else edit.sure
+        sure = torch.where(wrote, sure.log().float(), self.logprob.gather(1, at))
         if edit.remask is not None:
             step = torch.where(after.masked.gather(1, at), -1, step)
         self.step_map.scatter_(1, at, step)

@@ -20,6 +20,11 @@ class DualCache(Cache):
 
     compat: bool = False
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True
+
     def narrow(self, canvas: Canvas, query: Query) -> Query:
         """Between refreshes only the block has fresh rows."""
         return query if query.exact else query.drop(canvas, canvas.in_block() | self.due(canvas)[:, None])

@@ -14,6 +14,11 @@ class NoCache(Cache):
 
     stores: ClassVar[bool] = False
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True
+
     def plan(self, canvas: Canvas, query: Query) -> Plan:
         """See `Cache.plan`."""
         return self.whole(canvas, query)

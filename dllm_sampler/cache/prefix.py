@@ -23,6 +23,11 @@ class PrefixCache(Cache):
 
     compat: bool = False
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True
+
     def narrow(self, canvas: Canvas, query: Query) -> Query:
         """Between refreshes only the block and what follows it have fresh rows."""
         fresh = (canvas.columns() >= canvas.start[:, None]) | self.due(canvas)[:, None]

@@ -65,6 +65,11 @@ class Klass(FixedSteps):
         """Under `compat` a later block's masks have a history."""
         return self.compat
 
+    @property
+    def plain(self) -> bool:
+        """See `Scheduler.plain`."""
+        return not self.compat
+
     def init(self, canvas: Canvas) -> Carry:
         """The fixed schedule's state, last log-probabilities `[B, W+1, V]`, divergences `[B, W+1, history]`."""
         assert self.model is not None

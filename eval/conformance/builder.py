@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.conformance.lines import Line
+from dllm_sampler.eval.conformance.lines import Line, Steps
 from dllm_sampler.models import loading
 from dllm_sampler.protocols import Denoiser
 from dllm_sampler.sampler import Sampler
@@ -47,6 +47,7 @@ class Setup:
         rows_first: how `steps` of a batch are indexed, see `Line.committed`.
         wasted_block: see `compare.mismatch`.
         lockstep: block length of a loop whose rows wait for each other at the end of a block; ours do not.
+        steps: what the run committed, where the record's steps are not forwards; None: see `Line.committed`.
         fill: token that the published loop writes over whatever was never decoded.
     """
 
@@ -56,6 +57,7 @@ class Setup:
     wasted_block: int | None = None
     lockstep: int | None = None
     fill: int | None = None
+    steps: Callable[[], Steps] | None = None
 
 
 Builder = Callable[[Line, Checkpoints], Setup]

@@ -9,7 +9,11 @@ from dllm_sampler.eval.conformance.lines import Steps, Tokens
 
 
 def mismatch(
-    wanted: Sequence[tuple[Tokens, Steps]], got: Sequence[tuple[Tokens, Steps]], nfe: int, wasted_block: int | None
+    wanted: Sequence[tuple[Tokens, Steps]],
+    got: Sequence[tuple[Tokens, Steps]],
+    nfe: int,
+    wasted_block: int | None,
+    forwards: int | None = None,
 ) -> str | None:
     """What differs first between the recorded rows (tokens and steps each) and ours; None where they match.
 
@@ -19,16 +23,18 @@ def mismatch(
         nfe: forwards of the recorded run.
         wasted_block: block length of a loop that makes one more forward when a block's first one has filled it;
             such a forward may be missing, together with its empty entry. None: nothing may be missing.
+        forwards: of our run, where `steps` are something else.
     """
     for row, ((tokens, steps), (our_tokens, our_steps)) in enumerate(zip(wanted, got, strict=True)):
+        made = len(our_steps) if forwards is None else forwards
         allowed = [(steps, nfe)]
         if wasted_block is not None:
             kept = without_waste(steps, wasted_block)
             allowed.append((kept, nfe - (len(steps) - len(kept))))
-        if our_tokens == tokens and (our_steps, len(our_steps)) in allowed:
+        if our_tokens == tokens and (our_steps, made) in allowed:
             continue
         reason = _steps(min((wanted for wanted, _ in allowed), key=lambda w: w != our_steps), our_steps)
-        reason = reason or _tokens(tokens, our_tokens) or f"NFE {len(our_steps)}, recorded {nfe}"
+        reason = reason or _tokens(tokens, our_tokens) or f"NFE {made}, recorded {nfe}"
         return reason if len(wanted) == 1 else f"row {row}: {reason}"
     return None
 

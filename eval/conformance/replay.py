@@ -61,7 +61,11 @@ def replay(line: Line, setup: Setup) -> Verdict:
     if setup.lockstep is not None and line.batched:
         steps = lockstep(steps, setup.lockstep)
     wanted = list(zip(line.outputs, line.committed(setup.rows_first), strict=True))
-    reason = mismatch(wanted, list(zip(tokens, steps, strict=True)), line.nfe, setup.wasted_block)
+    forwards = len(steps[0]) if setup.steps else None
+    if setup.steps is not None:
+        steps = [setup.steps()]
+    got = list(zip(tokens, steps, strict=True))
+    reason = mismatch(wanted, got, line.nfe, setup.wasted_block, forwards)
     return Verdict(line.id, line.system, "failed" if reason else "passed", reason or "")
 
 

@@ -6,7 +6,7 @@ enter it here: under the `system` of its lines, or under the part before the sla
 
 from __future__ import annotations
 
-from dllm_sampler.eval.conformance import dinfer, dream, klass_wino, learn2pd, llada, unmasking
+from dllm_sampler.eval.conformance import dinfer, dream, freedave, klass_wino, learn2pd, llada, unmasking
 from dllm_sampler.eval.conformance.builder import Builder, Unsupported
 
 SYSTEMS: dict[str, Builder] = {
@@ -28,6 +28,9 @@ SYSTEMS: dict[str, Builder] = {
     "dinfer-threshold": dinfer.dinfer,
     "dinfer-hierarchy": dinfer.dinfer,
     "dinfer-credit": dinfer.dinfer,
+    "freedave": freedave.freedave,
+    "freedave-static": freedave.freedave,
+    "freedave-dream": freedave.freedave,
     "learn2pd": learn2pd.plain,
     "learn2pd-eot": learn2pd.end_of_text,
     "klass": klass_wino.klass,
