@@ -128,6 +128,11 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
                 f"scheduler={scheduler} makes fewer forwards than the scheduler inside, and what cache={cache} keeps"
                 " changes from one forward to the next, so that tokens would differ: use cache=dual, prefix or none"
             )
+        if plugins.scheduler.opens_ahead and plugins.cache.stores:
+            raise UserError(
+                f"scheduler.eager opens blocks without a forward of their own, in which cache={cache} refreshes what it"
+                " keeps: use scheduler.eager=false, or cache=none"
+            )
         if plugins.stop.cuts or plugins.stop.fills:
             raise UserError(
                 f"scheduler={scheduler} takes several steps in one forward, and stop={type(plugins.stop).__name__}"

@@ -141,6 +141,11 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def opens_ahead(self) -> bool:
+        """Whether it may open a block without a forward of its own, which a cache may want for a refresh."""
+        return False
+
+    @property
     def block_length(self) -> int | None:
         """The one block length it was made for (a learned rule); None: any."""
         return None

@@ -47,6 +47,11 @@ class FreeDave(Verifier):
         super().__post_init__()
         if self.draft != "auto":
             check_count("draft", self.draft)
+        if self.compat and self.eager:
+            raise UserError(
+                "scheduler.eager is exact, and published eager acceptance is not: set scheduler.compat=false, or"
+                " scheduler.eager=false"
+            )
         if self.match not in get_args(Match):
             raise UserError(f"scheduler.match must be exact or subset, not {self.match!r}")
 

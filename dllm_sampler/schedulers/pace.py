@@ -31,7 +31,8 @@ class Pace:
     def next(self, canvas: Canvas, seconds: float) -> int:
         """Take down the last step's time and choose the branches of the next one."""
         sizes = canvas.sizes
-        table = self.tables.setdefault((*canvas.ids.shape, sizes.block), {1: []})
+        batch, columns = canvas.ids.shape
+        table = self.tables.setdefault((batch, columns, sizes.block), {1: []})
         now = sizes.branches
         # A forward that opens a block is wider, and one with few masks left takes fewer branches than it may.
         if now in table and not sizes.some_open and sizes.masks >= now:

@@ -98,6 +98,11 @@ class Verifier(Around):
         """See `Scheduler.drafts`."""
         return True
 
+    @property
+    def opens_ahead(self) -> bool:
+        """See `Scheduler.opens_ahead`."""
+        return self.eager
+
     def bind(self, spec: ModelSpec) -> Self:
         """Take the mask token: what a branch holds is what stands there in its place."""
         if spec.mask_id is None:

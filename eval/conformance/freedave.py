@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -20,6 +21,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.verifier import Layout
 from dllm_sampler.stops import BlockStop, NoStop
 
 
@@ -36,6 +38,8 @@ class Arguments(BaseModel):
     dual_cache: bool = False
     confidence_threshold: float | None = None
     early_exit: bool = False
+    draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"
+    decoding_steps: Size | None = None
     mask_token_id: int | None = None
     draft_steps: Size | None = None
     eager_acceptance_mode: bool = False
@@ -185,6 +189,8 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
         raise Unsupported("only greedy runs can be repeated")
     if not args.use_cache:
         raise Unsupported("without its cache the published loop does not see the prompt after the first step")
+    if args.draft_steps is None and (args.decoding_steps or args.max_gen_length) < args.max_gen_length:
+        raise Unsupported("with fewer steps than tokens the published static loop leaves masks behind")
     rule = args.confidence_threshold
     scheduler: Scheduler = FixedSteps() if rule is None else Threshold(rule)
     if denoiser.spec.shift:
@@ -204,7 +210,9 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
             events=events or Events(),
         )
     elif args.draft_steps is not None:
-        scheduler = Noted(scheduler, draft=args.draft_steps, match="subset", compat=True, events=events or Events())
+        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
+        rules = {"draft": args.draft_steps, "match": "subset", "compat": True}
+        scheduler = Noted(scheduler, layout=layout, events=events or Events(), **rules)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,

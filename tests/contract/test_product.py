@@ -8,7 +8,7 @@ import pytest
 
 from dllm_sampler import Scheduler, UserError, config
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.protocols import Blocks
+from dllm_sampler.protocols import Blocks, Stop
 from tests import toys
 from tests.contract import cases
 
@@ -24,11 +24,14 @@ def built(group: str) -> dict[str, Any]:
     return {name: config.build(group, one) for name, one in firsts.items()}
 
 
-def opposed(scheduler: Scheduler, blocks: Blocks, cache: Cache) -> list[str]:
+def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> list[str]:
     """The plug-ins that a scheduler cannot work with, by what it declares."""
     trained = scheduler.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
-    return [type(cache).__name__] * (scheduler.whole and cache.stores) + [type(blocks).__name__] * wrong_blocks
+    caches = (scheduler.whole and cache.stores) or (scheduler.drafts and not cache.steady)
+    stops = scheduler.drafts and (stop.cuts or stop.fills)
+    against = {type(cache).__name__: caches, type(blocks).__name__: wrong_blocks, type(stop).__name__: stops}
+    return [name for name, opposes in against.items() if opposes]
 
 
 @pytest.mark.parametrize("name", config.names("scheduler"))
@@ -38,7 +41,7 @@ def test_every_combination_runs_or_is_refused(name: str) -> None:
         plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
-        against = opposed(scheduler.bind(toys.denoiser().spec), plugins["blocks"], plugins["cache"])
+        against = opposed(scheduler.bind(toys.denoiser().spec), plugins["blocks"], plugins["stop"], plugins["cache"])
         if against:
             with pytest.raises(UserError) as refusal:
                 toys.sampler(scheduler=scheduler, **plugins)
