@@ -63,7 +63,8 @@ class Verifier(Around):
         layout: `batch`: candidates are rows of a larger batch, each with a copy of the cached keys; `tree`: they lie
             side by side on the sequence axis, share the cached keys, and a mask keeps them apart. Equal results.
         eager: guess over the end of the block, into the next one, and open that without a forward of its own where
-            the guess was right; needs blocks of one length and a cache that opening a block does not refresh.
+            the guess was right (one block ends per forward at most); needs blocks that are not sized on opening, and a
+            cache that opening a block does not refresh.
     """
 
     layout: Layout = "batch"

@@ -128,7 +128,7 @@ class PublishedEager(ForcedFirst):
         start, now = int(canvas.start[0]), canvas.ids[0].gather(0, query.positions[0])
         first, last = start - canvas.origin, start + self.block >= canvas.length
         drafts, tokens, sure = query.ids[0], readout.token[0], readout.confidence[0].float()
-        best, held = 0, carry
+        best, (token, certainty, stale) = 0, carry
         if int(canvas.age[0]) == 0:
             after = now.clone()
             if self.forced:
@@ -144,18 +144,18 @@ class PublishedEager(ForcedFirst):
         full = bool((after[: self.block] != self.mask_id).all())
         opens = int(canvas.age[0]) == 0
         if opens or not full:
-            fresh = (tokens[best], sure[best])
-            held = (*(old.scatter(0, query.positions[0], new) for old, new in zip(carry, fresh, strict=False)), opens)
+            token = token.scatter(0, query.positions[0], tokens[best])
+            certainty, stale = certainty.scatter(0, query.positions[0], sure[best]), opens
         if not opens:
             self._note(now, after, first)
         if last and int((after == self.mask_id).sum()) == 1:
-            before, after = after, self._advance(after, held[0][start:], held[1][start:], self.threshold)
+            before, after = after, self._advance(after, token[start:], certainty[start:], self.threshold)
             self._note(before, after, first)
         over = torch.tensor([full if opens else bool((after != self.mask_id).all())])
         wrote = after != now
         if opens and self.forced:
             wrote[0] = True
-        return Edit(after[None], wrote[None], hold=~over, leave=over), held
+        return Edit(after[None], wrote[None], hold=~over, leave=over), (token, certainty, stale)
 
     def bound(self, tokens: int) -> int:
         """A forward that opens a block, and the first one after it, may commit nothing."""
