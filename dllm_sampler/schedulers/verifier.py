@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -123,8 +123,9 @@ class Verifier(Around):
                 " forward that opens it: use blocks=fixed, or eager=false"
             )
         told = replace(self, inner=self.inner.beside(blocks, draws))
+        kept = {one.name: getattr(self, one.name) for one in fields(self) if not one.init}
         lookahead = blocks.lookahead(2**16) if self.eager else 0
-        for name, value in {"mask_id": self.mask_id, "lookahead": lookahead, "draws": draws}.items():
+        for name, value in {**kept, "lookahead": lookahead, "draws": draws}.items():
             object.__setattr__(told, name, value)
         return told
 
