@@ -7,7 +7,7 @@ with L, so nothing needs a "valid" flag. Rows are left-padded: every generation 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,8 @@ class Sizes:
     computed: int  # for no live row does the cache compute more columns
     whole: bool  # for every live row it computes all there are
     opens: bool = True  # some live row may open a block
+    all_open: bool = True  # every live row opens one
+    branches: int | None = None  # a drafting scheduler tries no more than so many; None: as many as it likes
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,8 @@ class Query:
     positions: Tensor  # [B, Q] sorted columns, padded with L
     ids: Tensor  # [B, K, Q]
     live: Tensor | None = None  # [B] candidates that count; None: all K
+    step: Tensor | None = None  # [B, K] the step each candidate stands for, which keys its noise; None: canvas.step
+    tree: bool = False  # candidates side by side on the sequence axis instead of on the batch axis
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
@@ -188,7 +192,7 @@ class Query:
         return Query.at(canvas, canvas.window(width))
 
     def join(self, canvas: Canvas, chosen: Tensor, width: int) -> Query:
-        """This query and the set `chosen [B, L+1] bool` besides, `width` columns in all (one hypothesis only)."""
+        """This query and the set `chosen [B, L+1] bool` besides, `width` columns in all."""
         asked = torch.zeros_like(chosen).scatter(1, self.positions, self.positions < canvas.length)
         if self.limit is not None:
             chosen = chosen & (canvas.columns() < self.limit[:, None])  # what is hidden has no answer
@@ -200,7 +204,10 @@ class Query:
         return self._moved(canvas, positions)
 
     def _moved(self, canvas: Canvas, positions: Tensor) -> Query:
-        return replace(self, positions=positions, ids=canvas.ids.gather(1, positions)[:, None])
+        rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)  # [B, K, L+1]
+        rows = rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
+        at = positions[:, None].expand(-1, self.ids.shape[1], -1)
+        return replace(self, positions=positions, ids=rows.gather(2, at))
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,17 @@ class Readout:
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; nobody else's, a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
+
+    def of(self, candidate: Tensor) -> Readout:
+        """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
+
+        def pick(values: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            index = candidate.view(-1, *[1] * (values.dim() - 1))
+            return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
+
+        return replace(self, **{field.name: pick(getattr(self, field.name)) for field in fields(self)})
 
 
 @dataclass(frozen=True)

@@ -177,13 +177,23 @@ def _one(group: str, spec: object) -> Any:
         return None
     try:
         cls = resolve_name(str(target))
-        nested = {key: instantiate(value) if _is_config(value) else value for key, value in given.items()}
+        hints = _hints(cls) if inspect.isclass(cls) else {}
+        nested = {key: _nested(hints.get(key), value) for key, value in given.items()}
+    except UserError:
+        raise
     except (ImportError, AttributeError, ValueError, HydraException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{owner}: what _target_ names cannot be had ({reason})") from error
     if not inspect.isclass(cls):
         raise UserError(f"{owner}: _target_ should name a class, and {target} is none")
     return cls(**check(owner, cls, nested))
+
+
+def _nested(hint: Any, value: object) -> Any:
+    """A field of a plug-in: where a scheduler belongs, it is named like any other."""
+    if getattr(hint, "__name__", "") == "Scheduler" and isinstance(value, str | Mapping):  # its module needs torch
+        return _one("scheduler", value)
+    return instantiate(value) if _is_config(value) else value
 
 
 def _is_config(value: object) -> bool:

@@ -73,7 +73,7 @@ def canvas(
 def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     """Sizes that are large enough whatever happened since the host last looked."""
     width = blocks.lookahead(canvas.length - canvas.origin)
-    return Sizes(masks=width, block=width, computed=canvas.length, whole=False)
+    return Sizes(masks=width, block=width, computed=canvas.length, whole=False, all_open=False)
 
 
 def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
@@ -84,10 +84,18 @@ def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None
     """
     live = ~canvas.done
     masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
-    opens = ((canvas.age == 0) & live).any()
-    values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), opens, canvas.done.all(), bad.any()]
+    opens = canvas.age == 0
+    values = [
+        (masks * live).amax(),
+        ((canvas.stop - canvas.start) * live).amax(),
+        (opens & live).any(),
+        (opens | canvas.done).all(),
+        canvas.done.all(),
+        bad.any(),
+    ]
     if count is not None:
         values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
-    masks, block, opened, finished, any_bad, *of_cache = torch.stack(values).tolist()
+    masks, block, some_open, all_open, finished, any_bad, *of_cache = torch.stack(values).tolist()
     computed, whole = of_cache or (canvas.length, True)
-    return Sizes(masks, block, computed, bool(whole), bool(opened)), bool(finished), bool(any_bad)
+    sizes = Sizes(masks, block, computed, bool(whole), bool(some_open), bool(all_open))
+    return sizes, bool(finished), bool(any_bad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class State:
     ahead: Tensor | None = None  # [B, L+1] see `Scheduler.ahead`
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
+    begun: float = 0.0  # when the host began the last step, in seconds of its clock
 
 
 class Engine:
@@ -71,7 +73,7 @@ class Engine:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
         edit, state.carry = p.scheduler.tell(canvas, query, seen, state.carry)
         asked = canvas.eligible(query.positions) & ~canvas.done[:, None]
-        fails = (asked & seen.confidence[:, 0].isnan()).any(1)
+        fails = (asked[:, None] & seen.confidence.isnan()).flatten(1).any(1)
         state.bad = torch.where(fails & (state.bad == 0), canvas.step + 1, state.bad)
         commit = edit.commit & (state.bad == 0)[:, None]
         if spec.mask_id is not None and p.compat:
@@ -98,11 +100,14 @@ class Engine:
     def poll(self, state: State, step: int, last: bool = False) -> None:
         """Read the device between two steps: who is done, and how large the next step must be."""
         if step % self.poll_every and not self.plugins.cache.stores and not last:
-            state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, self.plugins.blocks))
+            sizes = layout.widest(state.canvas, self.plugins.blocks)
+            state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
             return
         count = state.cache.count(state.canvas)
         sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead)
-        state.canvas = replace(state.canvas, sizes=sizes)
+        # The device has caught up with the host here, so the clock tells how long the step took.
+        branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
+        state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))
         if bad:
             found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}
             raise NotFiniteError(min(found.values()), list(found))
@@ -113,6 +118,7 @@ class Engine:
         for step in range(1, max_steps + 1):
             # not inference_mode: its tensors could not be used by autograd later
             with torch.no_grad():
+                state.begun = perf_counter()
                 self.step(state)
                 try:
                     self.poll(state, step, last=step == max_steps)

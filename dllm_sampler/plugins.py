@@ -13,6 +13,7 @@ from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
+from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.stored import StorePass
 
@@ -29,6 +30,10 @@ class Plugins:
     cache: Cache
     guides: tuple[Guide, ...]
     compat: bool
+
+    def __post_init__(self) -> None:
+        draws = any(guide.draws for guide in self.guides)
+        object.__setattr__(self, "scheduler", self.scheduler.beside(self.blocks, draws))
 
     @property
     def needs(self) -> frozenset[str]:
@@ -93,6 +98,13 @@ def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     return plugin
 
 
+def _forced_first(scheduler: Scheduler) -> bool:
+    """Whether it or a scheduler inside commits a block's first position by force."""
+    if isinstance(scheduler, ForcedFirst):
+        return True
+    return isinstance(scheduler, Around) and _forced_first(scheduler.inner)
+
+
 def check(plugins: Plugins, spec: ModelSpec) -> None:
     """Refuse a set of plug-ins that cannot work together, or not with this model.
 
@@ -126,6 +138,22 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
             f"cache={cache} must know before each forward what it will commit, and scheduler={scheduler} decides that"
             " by the forward's predictions: use scheduler=random_order, or another cache, dkv say"
         )
+    if plugins.scheduler.drafts:
+        if not plugins.cache.steady:
+            raise UserError(
+                f"scheduler={scheduler} makes fewer forwards than the scheduler inside, and what cache={cache} keeps"
+                " changes from one forward to the next, so that tokens would differ: use cache=dual, prefix or none"
+            )
+        if plugins.scheduler.opens_ahead and plugins.cache.stores:
+            raise UserError(
+                f"scheduler.eager opens blocks without a forward of their own, in which cache={cache} refreshes what it"
+                " keeps: use scheduler.eager=false, or cache=none"
+            )
+        if plugins.stop.cuts or plugins.stop.fills:
+            raise UserError(
+                f"scheduler={scheduler} takes several steps in one forward, and stop={type(plugins.stop).__name__}"
+                " would change the canvas between them: use stop=prefix, block or none"
+            )
     trained = plugins.scheduler.block_length
     if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:
         raise UserError(
@@ -163,7 +191,7 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
             f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
         )
     starved = spec.shift and isinstance(plugins.cache, PrefixCache | DualCache) and plugins.cache.compat
-    if starved and not isinstance(plugins.scheduler, ForcedFirst):
+    if starved and not _forced_first(plugins.scheduler):
         raise UserError(
             "cache.compat=true leaves each block's first position without a prediction on this model, and"
             f" {type(plugins.scheduler).__name__} does not commit it first: wrap it in ForcedFirst, or use"

@@ -57,6 +57,8 @@ class Plan:
     computed: Tensor  # [B] real positions among them
     contiguous: bool = False  # positions are the columns 0..M-1 of every row
     slots: Tensor | None = None  # [B*M] where the others lie in a buffer of B*(L+1) columns: once per plan, not layer
+    candidates: int = 1  # K: hypotheses over the same rows; what is stored are those of candidate 0
+    tree: Tensor | None = None  # [B, K*M, S+K*M] bool: keys seen, candidates side by side behind the S stored ones
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,28 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def plain(self) -> bool:
+        """Whether it asks for the active block in every step (`ask` is the default), so that others can ask for it."""
+        return type(self).ask is Scheduler.ask
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it asks about states that may not come true, and so must not be disturbed in what it foresees."""
+        return False
+
+    @property
+    def opens_ahead(self) -> bool:
+        """Whether it may open a block without a forward of its own, which a cache may want for a refresh."""
+        return False
+
+    @property
     def block_length(self) -> int | None:
         """The one block length it was made for (a learned rule); None: any."""
         return None
+
+    def beside(self, blocks: Blocks, draws: bool) -> Self:
+        """Take what it must know of the other plug-ins: its blocks, and whether tokens are drawn; default: nothing."""
+        return self
 
     def init(self, canvas: Canvas) -> Carry:
         """State before the first step; default: none."""
@@ -180,6 +201,14 @@ class Scheduler(PlugIn):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""
         raise NotImplementedError
+
+    def pace(self, canvas: Canvas, seconds: float) -> int | None:
+        """Called by the host between steps: how long the last one took, of which `canvas` has the sizes.
+
+        Returns:
+            `Sizes.branches` of the next step; it must not change what is committed in the end.
+        """
+        return None
 
     def bound(self, tokens: int) -> int:
         """Most steps a generation of `tokens` can take; default: one commit per step at least."""
@@ -246,6 +275,7 @@ class Stop(PlugIn):
     """Ends rows early."""
 
     cuts: ClassVar[bool] = False  # whether it may shorten the canvas (`edit.end`)
+    fills: ClassVar[bool] = False  # whether it may commit tokens itself
 
     def positions(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns to join to every query (a cache may still drop them); default: none."""

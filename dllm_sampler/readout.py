@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,8 +45,7 @@ def read(
     if any(guide.draws for guide in guides):
         # In half precision the sums would tie, and ties go to the lower id.
         choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-        noise = canvas.noise.tokens(canvas, query.positions, spec.vocab_size)
-        token = _argmax(choice + noise[:, None].to(choice.dtype))  # [B, K, Q]; candidates share their noise
+        token = _argmax(choice + _noise(canvas, query, spec.vocab_size).to(choice.dtype))  # [B, K, Q]
     else:
         token = _argmax(choice)
     return measure(measured, token, query.ids, needs, hidden)
@@ -109,6 +110,14 @@ def _rows(table: Tensor) -> int:
     """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet."""
     rows, width = table.shape
     return max(1, min(rows, CACHE // width) if table.device.type == "cpu" else rows)
+
+
+def _noise(canvas: Canvas, query: Query, vocab: int) -> Tensor:
+    """`[B, K, Q, V]` or, where candidates stand for the same step and so share it, `[B, 1, Q, V]`."""
+    if query.step is None:
+        return canvas.noise.tokens(canvas, query.positions, vocab)[:, None]
+    steps = [replace(canvas, step=step) for step in query.step.unbind(1)]
+    return torch.stack([canvas.noise.tokens(at, query.positions, vocab) for at in steps], 1)
 
 
 def _argmax(logits: Tensor) -> Tensor:

@@ -140,6 +140,8 @@ class Prophet(Stop):
             progress is the share of the generation already committed.
     """
 
+    fills: ClassVar[bool] = True
+
     start: int | None = None
     length: int = 5
     early: float = 7.5

@@ -66,6 +66,11 @@ class Cache:
         """The cache to use with this model and scheduler; default: this one."""
         return self
 
+    @property
+    def steady(self) -> bool:
+        """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
+        return False
+
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
 
@@ -136,6 +141,9 @@ class Cache:
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on `hidden [B*K, M, D]`; default: store the fresh keys and values, attend, feed forward."""
         q, k, v = parts.qkv(hidden, rope)
+        if plan.candidates > 1:
+            hidden = hidden + self._attend_forked(index, parts, q, k, v, plan)
+            return hidden + parts.mlp(hidden)
         k, v, mask = self.store(index, k, v, plan)
         hidden = hidden + parts.attend(q, k, v, mask)
         return hidden + parts.mlp(hidden)
@@ -145,9 +153,7 @@ class Cache:
         if self.slots is not None:
             self.slots.write(index, k, v, plan)
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
-        if plan.keys is None:
-            return k, v, None
-        return k, v, plan.keys[:, None] if plan.keys.dim() == 3 else plan.keys[:, None, None]
+        return k, v, _mask(plan.keys)
 
     def rows(self, plan: Plan) -> Tensor:
         """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
@@ -156,6 +162,43 @@ class Cache:
     def reuses_guidance(self) -> bool | None:
         """Whether guidance may use an earlier forward's difference between the branches; None: never does."""
         return None
+
+    def fork(self, plan: Plan, canvas: Canvas, candidates: int, tree: bool) -> Plan:
+        """The plan for `candidates` hypotheses at once, each of which sees its own rows and what is stored.
+
+        tree: side by side on the sequence axis; else on the batch axis, where each has a copy of what is stored.
+        """
+        if candidates == 1:
+            return plan
+        if not tree:
+            keys = None if plan.keys is None else plan.keys.repeat_interleave(candidates, 0)
+            return replace(plan, candidates=candidates, keys=keys)
+        batch, width = plan.positions.shape
+        seen = canvas.seen() if plan.keys is None else plan.keys
+        seen = (seen if seen.dim() == 3 else seen[:, None]).expand(batch, width, -1)  # [B, M, S]
+        at = plan.positions[:, None].expand(-1, width, -1)
+        branch = torch.arange(candidates * width, device=at.device) // width  # [K*M]
+        keys = seen.gather(2, at).repeat(1, candidates, candidates) & (branch[:, None] == branch)  # [B, K*M, K*M]
+        if self.slots is not None and not plan.contiguous:
+            keys = torch.cat([seen.scatter(2, at, False).repeat(1, candidates, 1), keys], 2)
+        return replace(plan, candidates=candidates, tree=keys)
+
+    def _attend_forked(self, index: int, parts: LayerParts, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+        """Attention `[B*K, M, D]` of K candidates; the keys and values of candidate 0 are stored."""
+        many = plan.candidates
+        stored: list[Tensor] = []
+        if self.slots is not None:
+            self.slots.write(index, k[::many], v[::many], plan)
+            if not plan.contiguous:
+                stored = list(self.slots.read(index, self.slots.columns))  # [B, Hkv, L+1, Dh]
+        if plan.tree is None:
+            if stored:
+                k, v = (_overlaid(old, new, plan) for old, new in zip(stored, (k, v), strict=True))
+            return parts.attend(q, k, v, _mask(plan.keys))
+        q, k, v = (_beside(heads, many) for heads in (q, k, v))  # [B, H, K*M, Dh]
+        if stored:
+            k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(stored, (k, v), strict=True))
+        return parts.attend(q, k, v, _mask(plan.tree)).unflatten(1, (many, -1)).flatten(0, 1)
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
@@ -179,6 +222,26 @@ class Cache:
         batch, columns = chosen.shape
         slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
         return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten())
+
+
+def _mask(keys: Tensor | None) -> Tensor | None:
+    """Keys seen, `[N, S]` or `[N, M, S]`, as attention wants them."""
+    if keys is None:
+        return None
+    return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
+
+
+def _overlaid(stored: Tensor, fresh: Tensor, plan: Plan) -> Tensor:
+    """`stored [B, Hkv, L+1, Dh]` once per candidate, with the candidate's own `fresh [B*K, Hkv, M, Dh]` laid over."""
+    columns = stored.shape[2] if plan.keys is not None else stored.shape[2] - 1
+    at = plan.positions.repeat_interleave(plan.candidates, 0)[:, None, :, None]  # [B*K, 1, M, 1]
+    copies = stored.repeat_interleave(plan.candidates, 0).to(fresh.dtype)
+    return copies.scatter(2, at.expand(-1, *fresh.shape[1:2], -1, fresh.shape[3]), fresh)[:, :, :columns]
+
+
+def _beside(heads: Tensor, candidates: int) -> Tensor:
+    """`[B*K, H, M, Dh]` to `[B, H, K*M, Dh]`."""
+    return heads.unflatten(0, (-1, candidates)).transpose(1, 2).flatten(2, 3)
 
 
 def visible(canvas: Canvas, query: Query) -> Tensor:

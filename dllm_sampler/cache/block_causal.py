@@ -43,6 +43,11 @@ class BlockCausalCache(Cache):
         live.clean = canvas.begin
         return live
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True
+
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
         first = torch.minimum(self.clean, canvas.on_grid(canvas.start))[:, None]

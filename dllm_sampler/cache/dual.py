@@ -21,6 +21,11 @@ class DualCache(Cache):
 
     compat: bool = False
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True
+
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         back = int(self.spec.shift and not self.compat)

@@ -11,3 +11,8 @@ class NoCache(Cache):
     """Compute every position in every step: exact, and the baseline of every speed-up."""
 
     stores: ClassVar[bool] = False
+
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True

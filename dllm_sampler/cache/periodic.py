@@ -26,6 +26,11 @@ class _Periodic(Cache):
         if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
             raise UserError(f"cache.every must be a whole number of at least 1, or null, not {self.every!r}")
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return self.every is None
+
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)

@@ -107,6 +107,7 @@ class TransformerDenoiser:
             answers, plan = _shadows(canvas, query, plan, answers)
             ids = torch.cat([ids, torch.full_like(query.ids, self.mask_id)], 2)  # [B, K, M+Q]
             columns = torch.cat([columns, predictors], 1)
+        plan = plan.cache.fork(plan, canvas, candidates, query.tree)
         # Rotary positions count from the row's first token, so that padding changes nothing.
         positions = _repeat(columns - canvas.begin[:, None], candidates)
         hidden = self.transformer(

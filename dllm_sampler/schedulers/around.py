@@ -38,6 +38,11 @@ class Around(Scheduler):
         return self.inner.revises
 
     @property
+    def plain(self) -> bool:
+        """See `Scheduler.plain`."""
+        return type(self).ask is Around.ask and self.inner.plain
+
+    @property
     def block_length(self) -> int | None:
         """See `Scheduler.block_length`."""
         return self.inner.block_length

@@ -65,6 +65,11 @@ class Klass(FixedSteps):
         """Under `compat` a later block's masks have a history."""
         return self.compat
 
+    @property
+    def plain(self) -> bool:
+        """See `Scheduler.plain`."""
+        return not self.compat
+
     def init(self, canvas: Canvas) -> Carry:
         """The fixed schedule's state; the last query `[B, Q]`, its probabilities `[B, Q, V]`, `[B, Q, history]`."""
         assert self.model is not None

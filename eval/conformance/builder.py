@@ -78,6 +78,7 @@ class Setup:
         rows_first: how `steps` of a batch are indexed, see `Line.committed`.
         wasted_block: see `compare.mismatch`.
         lockstep: block length of a loop whose rows wait for each other at the end of a block; ours do not.
+        steps: what the run committed, where the record's steps are not forwards; None: see `Line.committed`.
         fill: token that the published loop writes over whatever was never decoded.
         measured: the sampler's denoiser, where the record says how many positions each forward computed.
         guided: whether the record has two forwards for the step of this number (from 0), one of them without prompt.
@@ -101,6 +102,7 @@ class Setup:
     accepted: Steps | None = None
     ends: tuple[int, ...] | None = None
     pad: int | None = None
+    steps: Callable[[], Steps] | None = None
 
 
 Builder = Callable[[Line, Checkpoints], Setup]

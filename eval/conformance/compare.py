@@ -14,6 +14,7 @@ def mismatch(
     nfe: int,
     wasted_block: int | None,
     only_commits: bool = False,
+    forwards: int | None = None,
 ) -> str | None:
     """What differs first between the recorded rows (tokens and steps each) and ours; None where they match.
 
@@ -24,9 +25,10 @@ def mismatch(
         wasted_block: block length of a loop that makes one more forward when a block's first one has filled it;
             such a forward may be missing, together with its empty entry. None: nothing may be missing.
         only_commits: `wanted` has no entries for forwards that committed nothing.
+        forwards: of our run, where `steps` are something else.
     """
     for row, ((tokens, steps), (our_tokens, our_steps)) in enumerate(zip(wanted, got, strict=True)):
-        made = len(our_steps)
+        made = len(our_steps) if forwards is None else forwards
         if only_commits:
             our_steps = [step for step in our_steps if step]
         allowed = [(steps, nfe)]

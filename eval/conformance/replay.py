@@ -63,7 +63,11 @@ def replay(line: Line, setup: Setup) -> Verdict:
     if setup.guided is not None:
         steps = [[part for i, step in enumerate(row) for part in [[]] * setup.guided(i) + [step]] for row in steps]
     wanted = list(zip(line.outputs, line.committed(setup.rows_first), strict=True))
-    reason = mismatch(wanted, list(zip(tokens, steps, strict=True)), line.nfe, setup.wasted_block, setup.only_commits)
+    forwards = len(steps[0]) if setup.steps else None
+    if setup.steps is not None:
+        steps = [setup.steps()]
+    got = list(zip(tokens, steps, strict=True))
+    reason = mismatch(wanted, got, line.nfe, setup.wasted_block, setup.only_commits, forwards)
     reason = reason or _lengths(line, setup)
     return Verdict(line.id, line.system, "failed" if reason else "passed", reason or "")
 

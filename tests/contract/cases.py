@@ -51,6 +51,14 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "scheduler.block_refine": [{"steps": 4}, {"steps": 9, "threshold": 0.6}],
     "scheduler.eoser": [{"low": 0.0}, {"low": 0.3, "progress": "step", "steps": 6}],
+    "scheduler.freedave": [
+        {},
+        {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5, "layout": "tree"},
+        {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset"},
+        {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset", "compat": True},
+        {"inner": {"name": "ccd", "warmup": 1}, "eager": True},
+    ],
+    "scheduler.ssd": [{"width": 3, "layout": "tree"}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
     "scheduler.klass": [
         {"threshold": 0.3, "divergence": 1.0},
@@ -213,7 +221,7 @@ def cases() -> list[Case]:
             scheduler=scheduler,
             cache=cache,
             blocks=next(blocks for blocks in turns["blocks"] if legal(scheduler=scheduler, blocks=blocks)),
-            stop=next(turns["stop"]),
+            stop=next(stop for stop in turns["stop"] if legal(scheduler=scheduler, stop=stop)),
             guide=next(turns["guide"]),
             **next(toy),
         )

@@ -58,6 +58,11 @@ def fewer_forwards(one: Result, two: Result) -> bool:
     return bool((one.nfe <= two.nfe).all() and (one.nfe < two.nfe).any())
 
 
+def same_in_fewer(one: Result, two: Result) -> bool:
+    """Equal answers, fewer forwards."""
+    return torch.equal(one.tokens, two.tokens) and bool(one.nfe.sum() < two.nfe.sum())
+
+
 def takes_back(one: Result, two: Result) -> bool:
     """Positions were filled anew: more forwards than where nothing is taken back, and other tokens."""
     return bool((one.nfe > two.nfe).any()) and answers_differ(one, two)
@@ -133,6 +138,12 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         fewer_forwards,
     ),
     "scheduler.eoser": ({"scheduler": {"name": "eoser", "low": 0.0}}, STEPWISE, other_order),
+    "scheduler.freedave": ({"scheduler": "freedave"}, STEPWISE, same_in_fewer),
+    "scheduler.ssd": (
+        {"scheduler": {"name": "ssd", "length": 4, "width": 3}},
+        {"scheduler": {"name": "ssd", "length": 4}},
+        same_in_fewer,
+    ),
     "scheduler.hierarchical": ({"scheduler": HIERARCHY}, STEPWISE, parallel),
     "scheduler.klass": (
         {"scheduler": KLASS | {"divergence": 1.0}},

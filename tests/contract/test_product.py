@@ -8,7 +8,7 @@ import pytest
 
 from dllm_sampler import Scheduler, UserError, config
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.protocols import Blocks
+from dllm_sampler.protocols import Blocks, Stop
 from tests import toys
 from tests.contract import cases
 
@@ -25,13 +25,15 @@ def built(group: str) -> dict[str, Any]:
     return {name: config.build(group, one) for name, one in firsts.items() if name != "block_causal"}
 
 
-def opposed(scheduler: Scheduler, blocks: Blocks, cache: Cache) -> list[str]:
+def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> list[str]:
     """The plug-ins that a scheduler cannot work with, by what it declares."""
     trained = scheduler.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
     starved = (scheduler.whole and cache.stores) or (cache.foresees and not scheduler.plans)
-    starved = starved or (scheduler.exact and cache.chooses)
-    return [type(cache).__name__] * starved + [type(blocks).__name__] * wrong_blocks
+    starved = starved or (scheduler.exact and cache.chooses) or (scheduler.drafts and not cache.steady)
+    stops = scheduler.drafts and (stop.cuts or stop.fills)
+    against = {type(cache).__name__: starved, type(blocks).__name__: wrong_blocks, type(stop).__name__: stops}
+    return [name for name, opposes in against.items() if opposes]
 
 
 @pytest.mark.parametrize("name", config.names("scheduler"))
@@ -41,7 +43,7 @@ def test_every_combination_runs_or_is_refused(name: str) -> None:
         plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
-        against = opposed(scheduler.bind(toys.denoiser().spec), plugins["blocks"], plugins["cache"])
+        against = opposed(scheduler.bind(toys.denoiser().spec), plugins["blocks"], plugins["stop"], plugins["cache"])
         if against:
             with pytest.raises(UserError) as refusal:
                 toys.sampler(scheduler=scheduler, **plugins)

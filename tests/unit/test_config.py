@@ -36,10 +36,10 @@ def test_yaml_is_the_class(group: str, name: str) -> None:
 
 
 def _written(field: Any) -> object:
-    """A field's default as YAML says it: a tuple is a list, a plug-in of its own defaults names its class."""
+    """A field's default as YAML says it: a tuple is a list, a plug-in of its own defaults is named."""
     if field.default_factory is not dataclasses.MISSING:
-        inner = field.default_factory()
-        return {"_target_": f"{type(inner).__module__}.{type(inner).__qualname__}"}
+        target = f"{type(inner := field.default_factory()).__module__}.{type(inner).__qualname__}"
+        return next(n for n in config.names("scheduler") if config.entry("scheduler", n).settings["_target_"] == target)
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 

@@ -1,0 +1,227 @@
+"""FreeDave's static and drafting loops, for LLaDA and for Dream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.cache.prefix import PrefixCache
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
+from dllm_sampler.eval.conformance.lines import Line, Size, Steps
+from dllm_sampler.protocols import Carry, Scheduler, block_over
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.forced import ForcedFirst
+from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.verifier import Layout
+from dllm_sampler.stops import BlockStop, NoStop
+
+
+class Arguments(BaseModel):
+    """What the published functions take, with their defaults; without `draft_steps` it is the static loop."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    max_gen_length: Size = 128
+    block_length: Size = 32
+    temperature: float = 0.0
+    alg_temp: float | None = None
+    use_cache: bool = False
+    dual_cache: bool = False
+    confidence_threshold: float | None = None
+    early_exit: bool = False
+    draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"
+    decoding_steps: Size | None = None
+    mask_token_id: int | None = None
+    draft_steps: Size | None = None
+    eager_acceptance_mode: bool = False
+
+
+@dataclass(frozen=True)
+class AllEnd(BlockStop):
+    """The published early exit: a block of nothing but end tokens."""
+
+    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        after = canvas.apply(query.positions, edit)
+        return replace(edit, finish=block_over(after, edit) & (self.ends(after) | ~canvas.in_block()).all(1))
+
+
+@dataclass
+class Events:
+    """Dream's record: commits are numbered, not forwards, and a forced first position shares the next number."""
+
+    number: int = 0
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    def note(self, positions: Tensor, first: int) -> None:
+        """Positions (inside the generation) that were committed together; `first` is the block's first one."""
+        chosen = positions.tolist()
+        self.numbers |= dict.fromkeys(chosen, self.number)
+        self.number += any(position != first for position in chosen)
+
+    def steps(self) -> Steps:
+        """Positions of each number."""
+        found = sorted(set(self.numbers.values()))
+        return [sorted(at for at, number in self.numbers.items() if number == one) for one in found]
+
+
+@dataclass(frozen=True)
+class Noted(FreeDave):
+    """The shipped drafting, with a note of what a forward's walk and its free last mask commit."""
+
+    events: Events = field(default_factory=Events)
+
+    def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
+        certain = super()._certain(canvas, now, then)
+        first = int(canvas.start[0]) - canvas.origin
+        for before, after in ((canvas, now), (now, then if certain[0] else now)):
+            self.events.note((before.masked & ~after.masked)[0, canvas.origin :].nonzero()[:, 0], first)
+        return certain
+
+
+@dataclass(frozen=True)
+class PublishedEager(ForcedFirst):
+    """The published eager acceptance, which is not lossless: no plug-in to choose. One row; reads the host.
+
+    The window is the block and the next ones, which all fill before the block is left, near blocks first. Once the
+    block is full each round takes one step more than it verified, and drafts from the predictions of the last round
+    before that. Dream's forced commit also overwrites a block's first position that an earlier window filled.
+    """
+
+    draft: int
+    block: int
+    threshold: float | None
+    mask_id: int
+    forced: bool
+    events: Events = field(default_factory=Events)
+
+    def init(self, canvas: Canvas) -> Carry:
+        """Tokens and confidences held, `[L+1]`; whether they are those of the forward that opened the block."""
+        return canvas.ids[0], torch.zeros(canvas.length + 1), True
+
+    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+        """The window, under each draft."""
+        start = int(canvas.start[0])
+        size = min((1 + -(-self.draft // self.block)) * self.block, canvas.length - start)
+        query = Query.at(canvas, torch.arange(start, start + size)[None], exact=True)
+        if int(canvas.age[0]) == 0:
+            return query
+        token, sure, stale = carry
+        token, sure, now = token[start:][:size], sure[start:][:size], query.ids[0, 0]
+        count = min(self.draft, int((now == self.mask_id).sum()))
+        drafts = [now if stale and self.forced else self._advance(now, token, sure, self.threshold)]
+        while len(drafts) < count:
+            drafts.append(self._advance(drafts[-1], token, sure, None))
+        return replace(query, ids=torch.stack(drafts)[None])
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """Follow the published acceptance."""
+        start, now = int(canvas.start[0]), canvas.ids[0].gather(0, query.positions[0])
+        first, last = start - canvas.origin, start + self.block >= canvas.length
+        drafts, tokens, sure = query.ids[0], readout.token[0], readout.confidence[0].float()
+        best, (token, certainty, stale) = 0, carry
+        if int(canvas.age[0]) == 0:
+            after = now.clone()
+            if self.forced:
+                after[0] = tokens[0, 0]
+                self.events.note(torch.tensor([first]), first)
+        else:
+            targets = [self._advance(*row, self.threshold) for row in zip(drafts, tokens, sure, strict=True)]
+            while inside := [j for j in range(best + 1, len(drafts)) if self._within(drafts[j], targets[best])]:
+                best = max(inside)
+            after = drafts[best]
+            full = bool((after[: self.block] != self.mask_id).all())
+            after = targets[best] if full else after
+        full = bool((after[: self.block] != self.mask_id).all())
+        opens = int(canvas.age[0]) == 0
+        if opens or not full:
+            token = token.scatter(0, query.positions[0], tokens[best])
+            certainty, stale = certainty.scatter(0, query.positions[0], sure[best]), opens
+        if not opens:
+            self._note(now, after, first)
+        if last and int((after == self.mask_id).sum()) == 1:
+            before, after = after, self._advance(after, token[start:], certainty[start:], self.threshold)
+            self._note(before, after, first)
+        over = torch.tensor([full if opens else bool((after != self.mask_id).all())])
+        wrote = after != now
+        if opens and self.forced:
+            wrote[0] = True
+        return Edit(after[None], wrote[None], hold=~over, leave=over), (token, certainty, stale)
+
+    def bound(self, tokens: int) -> int:
+        """A forward that opens a block, and the first one after it, may commit nothing."""
+        return 3 * tokens
+
+    def _note(self, before: Tensor, after: Tensor, first: int) -> None:
+        self.events.note((before != after).nonzero()[:, 0] + first, -1)
+
+    def _within(self, draft: Tensor, target: Tensor) -> bool:
+        return bool(((draft == target) | (draft == self.mask_id)).all())
+
+    def _advance(self, now: Tensor, token: Tensor, sure: Tensor, threshold: float | None) -> Tensor:
+        """One step of the static loop on `now [W]`: blocks nearer by one count one more in confidence."""
+        near = torch.arange(len(now) - 1, -1, -1) // self.block
+        masked = now == self.mask_id
+        rank = (sure[: len(now)] + near).masked_fill(~masked, -torch.inf)
+        chosen = masked & (torch.arange(len(now)) == rank.argmax())
+        if threshold is not None:
+            above = rank >= threshold + (near * masked).max()
+            chosen = above if bool(above.any()) else chosen
+        return torch.where(chosen, token[: len(now)], now)
+
+
+def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
+    """Either loop."""
+    args = line.arguments(Arguments)
+    denoiser = checkpoints.load(line.model)
+    if args.mask_token_id not in (None, denoiser.spec.mask_id):
+        raise Unsupported(f"mask_token_id {args.mask_token_id} is not the checkpoint's")
+    if args.temperature or args.alg_temp:
+        raise Unsupported("only greedy runs can be repeated")
+    if not args.use_cache:
+        raise Unsupported("without its cache the published loop does not see the prompt after the first step")
+    if args.draft_steps is None and (args.decoding_steps or args.max_gen_length) < args.max_gen_length:
+        raise Unsupported("with fewer steps than tokens the published static loop leaves masks behind")
+    rule = args.confidence_threshold
+    scheduler: Scheduler = FixedSteps() if rule is None else Threshold(rule)
+    if denoiser.spec.shift:
+        scheduler = ForcedFirst(scheduler)
+    events = Events() if denoiser.spec.shift and args.draft_steps is not None else None
+    if args.draft_steps is not None and args.eager_acceptance_mode:
+        if args.dual_cache and args.max_gen_length > args.block_length:
+            raise Unsupported("published eager acceptance fails with a dual cache and several blocks")
+        assert denoiser.spec.mask_id is not None
+        scheduler = PublishedEager(
+            scheduler,
+            draft=args.draft_steps,
+            block=args.block_length,
+            threshold=rule,
+            mask_id=denoiser.spec.mask_id,
+            forced=denoiser.spec.shift,
+            events=events or Events(),
+        )
+    elif args.draft_steps is not None:
+        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
+        rules = {"draft": args.draft_steps, "match": "subset", "compat": True}
+        scheduler = Noted(scheduler, layout=layout, events=events or Events(), **rules)
+    sampler = Sampler(
+        denoiser,
+        scheduler=scheduler,
+        blocks=FixedBlocks(args.block_length),
+        stop=AllEnd() if args.early_exit else NoStop(),
+        cache=DualCache(compat=True) if args.dual_cache else PrefixCache(compat=True),
+        compat=True,
+    )
+    # The static loop looks for masks after the second forward of a block only.
+    wasted = args.block_length if args.draft_steps is None else None
+    fill = denoiser.spec.eos_id if args.early_exit else None
+    return Setup(sampler, args.max_gen_length, wasted_block=wasted, fill=fill, steps=events and events.steps)

@@ -1,0 +1,244 @@
+"""FreeDave (arXiv 2510.00294) and SSD (arXiv 2510.04147): the scheduler inside, in fewer forwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError
+from dllm_sampler.eval.drafting import same_path
+from dllm_sampler.noise import ReplayNoise
+from dllm_sampler.protocols import Plan, Spent
+from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.pace import Pace
+from dllm_sampler.schedulers.ssd import SelfSpeculative
+from tests import toys
+
+TOKENS, BLOCK = 18, 6
+Settings = dict[str, Any]
+BASES: dict[str, Settings] = {
+    "fixed": {"name": "fixed"},
+    "two": {"name": "fixed", "steps": 9, "score": "margin"},
+    "threshold": {"name": "threshold", "threshold": 0.6},
+    "credit": {"name": "credit", "threshold": 0.7},
+    "klass": {"name": "klass", "threshold": 0.3, "divergence": 1.0},
+}
+
+
+def run(scheduler: Settings, toy: str = "llada", prompts: list[list[int]] = toys.PROMPTS, **plugins: Any) -> Result:
+    sampler = toys.sampler(toy, scheduler=scheduler, **plugins)
+    return sampler.generate(prompts, max_new_tokens=TOKENS, seed=list(range(len(prompts))))
+
+
+def random_prompts(seed: int, count: int = 6) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(toys.EOS) for _ in range(random.randint(1, 9))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("toy", toys.TOYS)
+def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str) -> None:
+    """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m dllm_sampler.eval.drafting` has many more prompts."""
+    turn = list(BASES).index(base) + toys.TOYS.index(toy)
+    cache, draft, prompts = ("none", "prefix", "dual")[turn % 3], 3 + turn % 4, random_prompts(turn)
+    alone = run(BASES[base], toy, prompts, cache=cache)
+    chain = {"name": "freedave", "inner": BASES[base], "draft": draft}
+    batch, tree = (run({**chain, "layout": layout}, toy, prompts, cache=cache) for layout in ("batch", "tree"))
+    ssd = {"name": "ssd", "inner": BASES[base], "length": draft - 1}
+    speculative = run(ssd, toy, prompts, cache=cache)
+    mixed = run({**ssd, "width": 3, "layout": "tree"}, toy, prompts, cache=cache)
+    for drafted in (batch, tree, speculative, mixed):
+        assert same_path(alone, drafted).all()
+        torch.testing.assert_close(drafted.trace.logprob, alone.trace.logprob, atol=1e-6, rtol=1e-6)
+    for other in (tree, speculative):
+        assert torch.equal(other.trace.generated, batch.trace.generated)
+        assert torch.equal(other.trace.rows, batch.trace.rows)
+
+
+def test_one_branch_is_the_scheduler_inside() -> None:
+    """FreeDave's invariant 2, SSD's 2."""
+    for one in ({"name": "freedave", "draft": 1}, {"name": "ssd", "length": 0}):
+        for base in list(BASES.values())[::2]:
+            drafted, alone = run({**one, "inner": base}, cache="dual"), run(base, cache="dual")
+            assert torch.equal(drafted.trace.generated, alone.trace.generated)
+            assert torch.equal(drafted.trace.rows, alone.trace.rows)
+
+
+@pytest.mark.parametrize("guide", [{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}])
+def test_sampling_is_exact_too(guide: Settings) -> None:
+    for base in ({"name": "fixed"}, {"name": "threshold", "threshold": 0.6}, {"name": "fixed", "score": "random"}):
+        for layout in ("batch", "tree"):
+            drafted = {"name": "freedave", "inner": base, "draft": 5, "layout": layout}
+            options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}
+            alone, after = run(base, **options), run(drafted, **options)
+            assert same_path(alone, after).all()
+            assert after.nfe.sum() < alone.nfe.sum()
+
+
+def test_more_branches_save_more_forwards() -> None:
+    """FreeDave's invariant 3. No theorem for a single row: a longer step may end where drafts are worse."""
+    prompts = random_prompts(5, 24)
+    forwards = [int(run({"name": "freedave", "draft": d}, prompts=prompts).nfe.sum()) for d in (1, 2, 4, 6)]
+    assert forwards == sorted(forwards, reverse=True)
+    assert forwards[-1] < 0.85 * forwards[0]
+    swaps = {"name": "ssd", "length": 5, "width": 3}
+    assert int(run(swaps, prompts=prompts).nfe.sum()) < forwards[-1]
+
+
+def test_a_tree_holds_its_chain() -> None:
+    """SSD's invariant 5: from the same state it goes at least as far."""
+    for most in range(1, 9):
+        chain, tree = (SelfSpeculative(length=4, width=width, nodes=99).branches(most) for width in (1, 3))
+        assert tree[: len(chain)] == chain
+        assert all(max(branch) < most for branch in tree)
+        assert len(set(tree)) == len(tree)
+    assert len(SelfSpeculative(length=4, width=3, nodes=6).branches(20)) == 5
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Logits by position; `fickle`: also by how many masks the row still has, so that no guess holds."""
+
+    fickle: bool
+
+    @property
+    def spec(self) -> ModelSpec:
+        return replace(toys.denoiser().spec, cacheable=False)
+
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        masks = (query.ids == toys.MASK).sum(2, keepdim=True) * self.fickle
+        own = query.positions[:, None] - canvas.begin[:, None, None]
+        best = (own * 7 + masks) % toys.EOS  # [B, K, Q]
+        hidden = torch.nn.functional.one_hot(best, toys.VOCAB).double() * (1 + (own * 13 % 11)[..., None] / 10)
+        return hidden, Spent((~canvas.done).long(), plan.computed * ~canvas.done)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+
+def scripted(fickle: bool, **scheduler: Any) -> Result:
+    sampler = Sampler(Scripted(fickle), scheduler=scheduler, blocks={"name": "fixed", "length": BLOCK}, stop="none")
+    return sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
+
+
+@pytest.mark.parametrize("draft", [1, 2, 3, 4, 7])
+def test_constant_and_fickle_predictions(draft: int) -> None:
+    """FreeDave's invariants 5 and 6: every draft is right, or none."""
+    constant, fickle = (scripted(odd, name="freedave", draft=draft) for odd in (False, True))
+    assert (fickle.nfe == TOKENS).all()
+    # A block's first forward commits one position, each other one `draft`.
+    assert (constant.nfe == TOKENS // BLOCK * (1 + -(-(BLOCK - 1) // draft))).all()
+    assert torch.equal(constant.tokens, scripted(False, name="fixed").tokens)
+    eager = scripted(False, name="freedave", draft=draft, eager=True)
+    assert torch.equal(eager.tokens, constant.tokens)
+    assert (eager.nfe <= constant.nfe).all()
+    assert draft == 1 or (eager.nfe < constant.nfe).all()
+
+
+@pytest.mark.parametrize("length", [2, 4, 18])
+def test_eager_drafts_cross_the_edge(length: int) -> None:
+    for base in ("fixed", "threshold"):
+        for toy in ("llada", "dream"):
+            options: Settings = {"blocks": {"name": "fixed", "length": length}}
+            drafts = [{"name": "freedave", "inner": BASES[base], "draft": 5, "eager": eager} for eager in (False, True)]
+            alone = run(BASES[base], toy, **options)
+            waits, eager = (run(draft, toy, **options) for draft in drafts)
+            assert same_path(alone, eager).all()
+            assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("toy", ["llada", "gqa", "cfg"])
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str, tree: bool) -> None:
+    """One forward of three hypotheses gives what three forwards of one give; the first one's keys are stored."""
+    denoiser, sampler = toys.denoiser(toy), toys.sampler(toy, scheduler="fixed", cache=cache)
+    forwards: dict[bool, list[Tensor]] = {}
+    for together in (True, False):
+        spy = toys.Spy(denoiser)
+        spying = Sampler(spy, scheduler="fixed", cache=cache, blocks=sampler.plugins.blocks, stop="none")
+        *_, _ = spying.stream(toys.PROMPTS, max_new_tokens=12, every=1)
+        canvas, query, plan = spy.calls[3]  # inside a block: most of it comes from the slots
+        ids = torch.stack([query.ids[:, 0], *(torch.full_like(query.ids[:, 0], token) for token in (3, 8))], 1)
+        if together:
+            found = denoiser(canvas, replace(query, ids=ids, tree=tree), plan)[0]
+            forwards[True] = [*found.unbind(1), *(plan.cache.slots.keys if plan.cache.slots else [])]
+        else:
+            each = [denoiser(canvas, replace(query, ids=ids[:, k : k + 1]), plan)[0][:, 0] for k in (2, 1, 0)]
+            forwards[False] = [*reversed(each), *(plan.cache.slots.keys if plan.cache.slots else [])]
+    real = query.positions < canvas.length
+    for number, (one, other) in enumerate(zip(forwards[True], forwards[False], strict=True)):
+        keep = real[..., None] if number < 3 else torch.arange(one.shape[1])[:, None, None] < canvas.length
+        torch.testing.assert_close(one * keep, other * keep)
+
+
+REFUSED: dict[str, tuple[Settings, str]] = {
+    "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "cannot look ahead for Wino"),
+    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "cannot look ahead for SlowFast"),
+    "twice": ({"scheduler": {"name": "ssd", "inner": "freedave"}}, "drafts already"),
+    "cache": ({"cache": "periodic_dual"}, "use cache=dual, prefix or none"),
+    "stop": ({"stop": "prophet"}, "use stop=prefix, block or none"),
+    "cut": ({"stop": "truncate"}, "use stop=prefix, block or none"),
+    "edge": ({"scheduler": {"name": "freedave", "eager": True}, "cache": "dual"}, "use scheduler.eager=false"),
+    "sized": ({"scheduler": {"name": "freedave", "eager": True}, "blocks": "adablock"}, "use blocks=fixed"),
+    "published": ({"scheduler": {"name": "freedave", "eager": True, "compat": True}}, "scheduler.compat=false"),
+    "none": ({"scheduler": {"name": "freedave", "draft": 0}}, "scheduler.draft"),
+    "layout": ({"scheduler": {"name": "freedave", "layout": "star"}}, "layout"),
+    "inner": ({"scheduler": {"name": "freedave", "inner": "treshold"}}, "did you mean 'threshold'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_sentence(name: str) -> None:
+    plugins, sentence = REFUSED[name]
+    with pytest.raises(UserError, match=sentence) as refusal:
+        toys.sampler(**{"scheduler": "freedave", **plugins})
+    assert "\n" not in str(refusal.value)
+
+
+def test_noise_in_the_order_of_steps_is_refused() -> None:
+    sampler = toys.sampler(scheduler="freedave", noise=ReplayNoise(0, "llada"), temperature=1.0)
+    with pytest.raises(UserError, match="use the default noise"):
+        sampler.generate([[3]], max_new_tokens=4)
+
+
+def test_the_pace_grows_while_branches_are_free() -> None:
+    block = toys.canvas(torch.ones(1, 32, dtype=torch.bool))
+
+    def settle(seconds: dict[int, float]) -> list[int]:
+        pace, asked = Pace(most=8, tries=2), [1]
+        for _ in range(12):
+            sizes = replace(block.sizes, branches=asked[-1], opens=False)
+            asked.append(pace.next(replace(block, sizes=sizes), seconds[asked[-1]]))
+        return asked
+
+    assert settle({1: 1.0, 2: 1.0, 4: 1.1, 8: 1.2})[-1] == 8
+    assert settle({1: 1.0, 2: 1.1, 4: 2.0, 8: 4.0})[-1] == 2
+    assert settle({1: 1.0, 2: 1.9})[-1] == 1
+
+
+def test_auto_changes_no_token() -> None:
+    scheduler = toys.sampler(scheduler={"name": "freedave", "draft": "auto"})
+    alone = run({"name": "fixed"})
+    for _ in range(3):  # it goes on learning
+        drafted = scheduler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=list(range(len(toys.PROMPTS))))
+        assert same_path(alone, drafted).all()
+    plugin = scheduler.plugins.scheduler
+    assert isinstance(plugin, FreeDave)
+    assert max(max(table) for table in plugin.measured.tables.values()) > 1
+
+
+def test_mini_needs_fewer_forwards() -> None:
+    prompts = ["reverse : red blue green", "copy : red blue", "2 + 3 + 4 ="]
+    alone, drafted = (
+        Sampler.from_pretrained("mini", dtype="float64", scheduler=scheduler, cache="dual", stop="none")
+        for scheduler in ("fixed", {"name": "freedave", "draft": 8})
+    )
+    one, two = (sampler.generate(prompts, max_new_tokens=32) for sampler in (alone, drafted))
+    assert same_path(one, two).all()
+    assert two.nfe.sum() < 0.5 * one.nfe.sum(), "on average a forward commits more than two positions"
