@@ -36,7 +36,7 @@ def test_whoever_revises_keeps_the_step_map(case: Case) -> None:
         if not case.sampler.plugins.stop.cuts:
             assert torch.equal(commits.masked, commits.step_map < 0)
         assert (commits.tokens[commits.masked] == toys.MASK).all()
-        if before is not None:
+        if before is not None and not case.sampler.plugins.stop.cuts:  # a cut may hide what was just taken back
             written = ~before.masked & ~commits.masked & (before.tokens != commits.tokens)
             assert (commits.step_map[written] == commits.step - 1).all()
         before = commits
