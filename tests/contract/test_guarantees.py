@@ -185,7 +185,7 @@ class Vandal(Scheduler):
     """Asks for every column and writes, remasks, cuts and finishes at random, wherever it likes."""
 
     cuts: bool = False
-    plans: ClassVar[bool] = True  # so that no cache refuses it
+    plans: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride] - so that no cache refuses it
 
     def ask(self, canvas: Canvas, width: int, carry: Any) -> Query:
         everything = canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)
