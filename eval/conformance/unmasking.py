@@ -47,7 +47,7 @@ class Arguments(BaseModel):
     steps: Size = 128
     temperature: float = 0.0
     cfg_scale: float = 0.0
-    remasking: Literal["low_confidence"] = "low_confidence"
+    remasking: str = "low_confidence"
     mask_id: int | None = None
 
 
@@ -111,6 +111,7 @@ class ProphetArguments(Arguments):
 
     answer_start_pos: int | None = None
     answer_length: Size = 5
+    analyze_gap: bool = True
     early_exit_thresholds: Gaps = Gaps()
 
 
@@ -131,6 +132,7 @@ class DreamArguments(BaseModel):
 
     max_new_tokens: Size
     alg: str
+    steps: Size | None = None  # without effect: blocks run until they are full
     block_length: Size = 32
     threshold: float = 0.9
     delimiter_threshold: float = 0.3
@@ -198,6 +200,8 @@ def prophet(line: Line, checkpoints: Checkpoints) -> Setup:
     """Prophet around LLaDA's loop; without an answer's start it never exits."""
     args = line.arguments(ProphetArguments)
     gaps, stop = args.early_exit_thresholds, None
+    if not args.analyze_gap:
+        raise Unsupported("analyze_gap false: what the loop does then is not known")
     if args.answer_start_pos is not None:
         start = args.answer_start_pos - len(line.prompts[0])
         stop = Prophet(start, args.answer_length, gaps.early, gaps.mid, gaps.late, args.steps)
@@ -242,6 +246,8 @@ def _denoiser(line: Line, checkpoints: Checkpoints, args: Arguments, eos: int | 
         raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
+    if args.remasking != "low_confidence":
+        raise Unsupported(f"remasking {args.remasking} draws in an order that is not known for this loop")
     if eos is not None and isinstance(denoiser, TransformerDenoiser):
         denoiser = replace(denoiser, eos_id=eos)
     return guided(denoiser, args.cfg_scale)
