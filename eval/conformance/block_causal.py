@@ -15,6 +15,7 @@ from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.guides import Temperature, TopK, TopP
+from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import Noise, ReplayNoise
 from dllm_sampler.protocols import Guide
 from dllm_sampler.sampler import Sampler
@@ -122,8 +123,8 @@ def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
     denoiser = checkpoints.load(line.model, args.mask_id)
-    if args.eos_id not in (None, denoiser.spec.eos_id):
-        raise Unsupported(f"eos_id {args.eos_id} is not the checkpoint's")
+    if args.eos_id is not None and isinstance(denoiser, TransformerDenoiser):
+        denoiser = replace(denoiser, eos_id=args.eos_id)
     steps = min(args.steps, args.gen_length // args.minimal_topk)
     sampler = Sampler(
         denoiser,
