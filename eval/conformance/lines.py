@@ -119,8 +119,6 @@ class Line(BaseModel):
         """
         known = model.model_fields.keys() | ASIDES
         strange = [name for name, value in self.params.items() if value is not None and name not in known]
-        known = model.model_fields.keys() | ASIDES
-        strange = [name for name, value in self.params.items() if value is not None and name not in known]
         if strange:
             raise Unsupported(f"no plug-in knows the argument{'s' * (len(strange) > 1)} {', '.join(strange)}")
         meaningful = {name for name, about in model.model_fields.items() if type(None) in get_args(about.annotation)}
