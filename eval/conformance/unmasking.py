@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,13 +11,14 @@ from dllm_sampler.blocks import AdaBlock, AscendingBlocks, FixedBlocks, FullBloc
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.prefix import PrefixCache
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.protocols import Blocks, Denoiser, Scheduler
+from dllm_sampler.protocols import Blocks, Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.ascending import AscendingSteps
 from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
@@ -35,6 +36,27 @@ DREAM_DELIMITERS = (
     *(198, 271, 280, 319, 340, 382, 401, 532, 624, 630, 692, 698, 921, 1248, 1837, 1939, 2219, 2533, 3276, 3876),
     *(4894, 5267, 14750, 68327),
 )
+
+
+@dataclass(frozen=True)
+class AmongTop(Around):
+    """Confidence is the share of the `k` likeliest tokens' mass. A `TopK` guide would show it to the blocks too, and
+    AdaBlock's Dream path sizes them by plain probabilities.
+    """
+
+    k: int = 50
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Probabilities besides."""
+        return super().needs | {"probabilities"}
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert readout.probabilities is not None
+        mass = readout.probabilities.topk(min(self.k, readout.probabilities.shape[-1])).values.double().sum(-1)
+        confidence = (readout.confidence / mass).clamp(max=1)
+        return self.inner.tell(canvas, query, replace(readout, confidence=confidence), carry)
 
 
 class Arguments(BaseModel):
@@ -133,7 +155,7 @@ class DreamArguments(BaseModel):
     max_new_tokens: Size
     alg: str
     steps: Size | None = None  # without effect: blocks run until they are full
-    block_length: Size = 32
+    block_length: Size = 8
     threshold: float = 0.9
     delimiter_threshold: float = 0.3
     temperature: float | None = 0.0
@@ -228,13 +250,14 @@ def adablock_dream(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.mask_token_id not in (None, denoiser.spec.mask_id):
         raise Unsupported(f"mask_token_id {args.mask_token_id} is not the checkpoint's")
     scheduler: Scheduler = Threshold(args.threshold)
+    if args.top_k is not None:
+        scheduler = AmongTop(scheduler, args.top_k)
     sampler = Sampler(
         denoiser,
         scheduler=ForcedFirst(scheduler) if args.dual_cache else scheduler,
         blocks=AdaBlock(DREAM_DELIMITERS, args.delimiter_threshold, args.block_length),
         stop="none",
         cache=DualCache(compat=True) if args.dual_cache else NoCache(),
-        guide=[] if args.top_k is None else [TopK(measured=True, k=args.top_k)],
         compat=True,
     )
     return Setup(sampler, args.max_new_tokens)
