@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import dllm_sampler
+from dllm_sampler.eval.untrained import llada, llada_157m
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
 
 MINI = Path(dllm_sampler.__file__).parent / "models" / "mini"
@@ -51,25 +52,12 @@ def subject(name: str) -> Subject:
         assert isinstance(denoiser, TransformerDenoiser)
         return Subject(denoiser, "checkpoint", prompt=32, new_tokens=64, block=32)
     if name == "mini":
-        return Subject(_random(_llada(160, 128, 352, 5, 4)), "random", prompt=32, new_tokens=64, block=32)
+        return Subject(llada(160, 128, 352, 5, 4), "random", prompt=32, new_tokens=64, block=32)
     if name == "smoke":
-        return Subject(_random(_llada(640, 64, 128, 2, 4)), "random", prompt=16, new_tokens=32, block=16)
+        return Subject(llada(640, 64, 128, 2, 4), "random", prompt=16, new_tokens=32, block=16)
     if name == "llada-157m":
-        return Subject(_random(_llada(126464, 512, 1536, 8, 8)), "random", prompt=128, new_tokens=128, block=32)
+        return Subject(llada_157m(), "random", prompt=128, new_tokens=128, block=32)
     if name == "llada-8b":
-        denoiser = _random(_llada(126464, 4096, 12288, 32, 32), "cuda", torch.bfloat16)
+        denoiser = llada(126464, 4096, 12288, 32, 32, "cuda", torch.bfloat16)
         return Subject(denoiser, "random", prompt=128, new_tokens=128, block=32)
     raise SystemExit(f"unknown model {name!r}: choose among mini, llada-157m, llada-8b (needs a GPU), smoke")
-
-
-def _llada(vocabulary: int, width: int, feed_forward: int, layers: int, heads: int) -> TransformerConfig:
-    return TransformerConfig(vocabulary, width, feed_forward, layers, heads, heads, width // heads)
-
-
-def _random(config: TransformerConfig, device: str = "cpu", dtype: torch.dtype = torch.float32) -> TransformerDenoiser:
-    with torch.device(device):
-        model = Transformer(config).to(dtype)
-        # Wide weights: at the usual 0.02 every mask gets the same prediction, and equal tokens would prove little.
-        generator = torch.Generator(device).manual_seed(0)
-        model.init_weights(std=2 / config.hidden_size**0.5, embedding_std=1.0, generator=generator)
-    return TransformerDenoiser(model.eval(), mask_id=1, eos_id=0)

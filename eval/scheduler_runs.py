@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ from dllm_sampler import config
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
 from dllm_sampler.eval.oracle import decode
+from dllm_sampler.eval.store import Store
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
@@ -104,42 +103,17 @@ def settings(plugins: Plugins) -> Plugins:
     return full
 
 
-class Store:
-    """Figures of a method on a task, in a file of JSON lines, written as they come: a cut run goes on from there.
+def store(path: Path, setup: Setup) -> Store[Figures]:
+    """What is measured already: a method's answers to a task, and their times."""
 
-    Code that changed in between is not noticed.
-    """
+    def read(entry: Mapping[str, Any]) -> Figures:
+        return Figures(Tally(**entry["sums"]), tuple(entry["ms_per_token"]))
 
-    def __init__(self, path: Path, setup: Setup):
-        self.path, self.found = path, {}
-        self.setup = {name: value for name, value in asdict(setup).items() if name != "tasks"}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        except OSError as error:
-            raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
-        for line in lines:
-            with suppress(ValueError, KeyError, TypeError):  # the run was cut in the middle of the line
-                entry = json.loads(line)
-                key = self._key(entry["schema"], entry["setup"], entry["plugins"], entry["task"])
-                self.found[key] = Figures(Tally(**entry["sums"]), tuple(entry["ms_per_token"]))
+    def written(figures: Figures) -> dict[str, Any]:
+        return {"sums": asdict(figures.tally), "ms_per_token": figures.milliseconds}
 
-    def find(self, plugins: Plugins, task: str) -> Figures | None:
-        """The result of these plug-ins on a task, in this setup."""
-        return self.found.get(self._key(SCHEMA, self.setup, settings(plugins), task))
-
-    def add(self, plugins: Plugins, task: str, figures: Figures) -> None:
-        """Write down a result; what a cut run left of a line is closed first."""
-        about = {"schema": SCHEMA, "setup": self.setup, "plugins": settings(plugins), "task": task}
-        line = json.dumps({**about, "sums": asdict(figures.tally), "ms_per_token": figures.milliseconds})
-        torn = self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * bool(torn) + line + "\n")
-        self.found[self._key(*about.values())] = figures
-
-    @staticmethod
-    def _key(schema: int, setup: object, plugins: object, task: str) -> str:
-        return json.dumps([schema, setup, plugins, task], sort_keys=True)
+    about = {name: value for name, value in asdict(setup).items() if name != "tasks"}
+    return Store(path, SCHEMA, about, settings, read, written)
 
 
 def measure(answer: Answer, task: str, setup: Setup) -> Figures:
@@ -178,7 +152,7 @@ def answering(base: Sampler, plugins: Plugins, setup: Setup) -> Answer:
     return timed
 
 
-def run(base: Sampler, setup: Setup, store: Store, console: Console) -> tuple[list[Row], list[str]]:
+def run(base: Sampler, setup: Setup, store: Store[Figures], console: Console) -> tuple[list[Row], list[str]]:
     """Measure what the store does not have. Returns rows, and the methods that lack something.
 
     All methods answer one task before the next: a machine that gets slower or faster does so for all of them.

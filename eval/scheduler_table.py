@@ -20,7 +20,7 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown, scheduler_plot
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.exact_match import CANVAS, HARD
-from dllm_sampler.eval.scheduler_runs import NEEDS, ORACLE, Row, Setup, Store, front, methods, run
+from dllm_sampler.eval.scheduler_runs import NEEDS, ORACLE, Row, Setup, front, methods, run, store
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 
@@ -177,7 +177,7 @@ def write(docs: Path, output: Path, setup: Setup) -> str:
     scheduler_plot.available()
     torch.set_num_threads(setup.threads)
     base = Sampler.from_pretrained(setup.model, device="cpu")
-    rows, lacking = run(base, setup, Store(output / "results.jsonl", setup), Console(stderr=True))
+    rows, lacking = run(base, setup, store(output / "results.jsonl", setup), Console(stderr=True))
     picture = docs.with_suffix(".png")
     section = content(setup, rows, lacking, picture.name)
     markdown.write(picture, scheduler_plot.draw(rows))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.guides import Temperature, TopK, TopP
+from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import Noise, ReplayNoise
-from dllm_sampler.protocols import Guide
+from dllm_sampler.protocols import Guide, block_over
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
-from dllm_sampler.stops import BlockStop
+from dllm_sampler.stops import BlockStop, PrefixStop
 
 NEVER = 1.0  # no probability is above it
 
@@ -84,6 +85,20 @@ class StopAt(BlockStop):
 
 
 @dataclass(frozen=True)
+class EarlyStop(PrefixStop):
+    """As `PrefixStop`, but the published loop looks only when a step commits an end token, and behind each block."""
+
+    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        before, edit = edit.finish, super().__call__(canvas, query, readout, edit)
+        assert edit.finish is not None
+        looks = (edit.commit & (edit.ids == self.eos)).any(1)
+        looks = looks | block_over(canvas.apply(query.positions, edit), edit)
+        finish = edit.finish & looks
+        return replace(edit, finish=finish if before is None else before | finish)
+
+
+@dataclass(frozen=True)
 class Greedy(ReplayNoise):
     """No noise: the recorded run took the best token of a distribution that is otherwise sampled from."""
 
@@ -122,14 +137,14 @@ def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
     denoiser = checkpoints.load(line.model, args.mask_id)
-    if args.eos_id not in (None, denoiser.spec.eos_id):
-        raise Unsupported(f"eos_id {args.eos_id} is not the checkpoint's")
+    if args.eos_id is not None and isinstance(denoiser, TransformerDenoiser):
+        denoiser = replace(denoiser, eos_id=args.eos_id)
     steps = min(args.steps, args.gen_length // args.minimal_topk)
     sampler = Sampler(
         denoiser,
         scheduler=DynamicThreshold(args.threshold, max(1, steps)),
         blocks=FixedBlocks(args.block_length),
-        stop="prefix" if args.eos_early_stop else "block",
+        stop=EarlyStop() if args.eos_early_stop else "block",
         compat=True,
     )
     return Setup(sampler, _to_block_end(line, args.gen_length, args.block_length), cut=args.gen_length)

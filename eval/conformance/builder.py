@@ -11,14 +11,11 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.lines import Line, Steps
+from dllm_sampler.eval.conformance.lines import Unsupported as Unsupported
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 from dllm_sampler.sampler import Sampler
-
-
-class Unsupported(Exception):
-    """A line that asks for something no plug-in does; the message says what."""
 
 
 @dataclass(frozen=True)

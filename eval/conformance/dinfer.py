@@ -38,6 +38,7 @@ class Arguments(BaseModel):
     credit_alpha: float = 0.7
     boost_gamma: float = 0.2
     decay_beta: float = 0.8
+    use_float64: bool = False  # a finer confidence of the same rule; ours is always fine
     maximum_unroll: Size = 4
     expected_tpf: Size = 8
     early_stop: bool = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -29,7 +28,7 @@ class Arguments(BaseModel):
     steps: Size = 128
     temperature: float = 0.0
     cfg_scale: float = 0.0
-    remasking: Literal["low_confidence"] = "low_confidence"
+    remasking: str = "low_confidence"
     mask_id: int | None = None
     eos_id: int | None = None
     accept_thres: float
@@ -53,6 +52,8 @@ def _setup(line: Line, checkpoints: Checkpoints, stop: Stop) -> Setup:
         raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
+    if args.remasking != "low_confidence":
+        raise Unsupported(f"remasking {args.remasking} draws in an order that is not known for this loop")
     if args.eos_id is not None and isinstance(denoiser, TransformerDenoiser):
         denoiser = replace(denoiser, eos_id=args.eos_id)
     path: Path = checkpoints.folder / "traces" / args.filter_weights

@@ -16,6 +16,12 @@ Size = Annotated[int, Field(ge=1)]
 Tokens = list[Count]
 Steps = list[list[Count]]  # per forward, the positions it committed
 Model = TypeVar("Model", bound=BaseModel)
+# In `params`, yet said elsewhere too (masks, and how a run drew) or without a bearing on what is decoded.
+ASIDES = frozenset({"attention_mask", "pad_id", "pad_token_id", "return_dict_in_generate", "token_draw"})
+
+
+class Unsupported(Exception):
+    """A line that asks for something no plug-in does; the message says what."""
 
 
 class Rng(BaseModel):
@@ -108,8 +114,13 @@ class Line(BaseModel):
         """`params` as a system understands them; a null stands for the default, except where null says something.
 
         Raises:
+            Unsupported: the system knows nothing of one that is set.
             UserError: one is missing or has no legal value.
         """
+        known = model.model_fields.keys() | ASIDES
+        strange = [name for name, value in self.params.items() if value is not None and name not in known]
+        if strange:
+            raise Unsupported(f"no plug-in knows the argument{'s' * (len(strange) > 1)} {', '.join(strange)}")
         meaningful = {name for name, about in model.model_fields.items() if type(None) in get_args(about.annotation)}
         given = {name: value for name, value in self.params.items() if value is not None or name in meaningful}
         return check(model, given, f"{self.where}: params")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -11,13 +11,14 @@ from dllm_sampler.blocks import AdaBlock, AscendingBlocks, FixedBlocks, FullBloc
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.prefix import PrefixCache
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.protocols import Blocks, Denoiser, Scheduler
+from dllm_sampler.protocols import Blocks, Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.ascending import AscendingSteps
 from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
@@ -37,6 +38,27 @@ DREAM_DELIMITERS = (
 )
 
 
+@dataclass(frozen=True)
+class AmongTop(Around):
+    """Confidence is the share of the `k` likeliest tokens' mass. A `TopK` guide would show it to the blocks too, and
+    AdaBlock's Dream path sizes them by plain probabilities.
+    """
+
+    k: int = 50
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Probabilities besides."""
+        return super().needs | {"probabilities"}
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert readout.probabilities is not None
+        mass = readout.probabilities.topk(min(self.k, readout.probabilities.shape[-1])).values.double().sum(-1)
+        confidence = (readout.confidence / mass).clamp(max=1)
+        return self.inner.tell(canvas, query, replace(readout, confidence=confidence), carry)
+
+
 class Arguments(BaseModel):
     """What most of these loops take, with their defaults."""
 
@@ -47,7 +69,7 @@ class Arguments(BaseModel):
     steps: Size = 128
     temperature: float = 0.0
     cfg_scale: float = 0.0
-    remasking: Literal["low_confidence"] = "low_confidence"
+    remasking: str = "low_confidence"
     mask_id: int | None = None
 
 
@@ -111,6 +133,7 @@ class ProphetArguments(Arguments):
 
     answer_start_pos: int | None = None
     answer_length: Size = 5
+    analyze_gap: bool = True
     early_exit_thresholds: Gaps = Gaps()
 
 
@@ -131,7 +154,8 @@ class DreamArguments(BaseModel):
 
     max_new_tokens: Size
     alg: str
-    block_length: Size = 32
+    steps: Size | None = None  # without effect: blocks run until they are full
+    block_length: Size = 8
     threshold: float = 0.9
     delimiter_threshold: float = 0.3
     temperature: float | None = 0.0
@@ -198,6 +222,8 @@ def prophet(line: Line, checkpoints: Checkpoints) -> Setup:
     """Prophet around LLaDA's loop; without an answer's start it never exits."""
     args = line.arguments(ProphetArguments)
     gaps, stop = args.early_exit_thresholds, None
+    if not args.analyze_gap:
+        raise Unsupported("analyze_gap false: what the loop does then is not known")
     if args.answer_start_pos is not None:
         start = args.answer_start_pos - len(line.prompts[0])
         stop = Prophet(start, args.answer_length, gaps.early, gaps.mid, gaps.late, args.steps)
@@ -224,13 +250,14 @@ def adablock_dream(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.mask_token_id not in (None, denoiser.spec.mask_id):
         raise Unsupported(f"mask_token_id {args.mask_token_id} is not the checkpoint's")
     scheduler: Scheduler = Threshold(args.threshold)
+    if args.top_k is not None:
+        scheduler = AmongTop(scheduler, args.top_k)
     sampler = Sampler(
         denoiser,
         scheduler=ForcedFirst(scheduler) if args.dual_cache else scheduler,
         blocks=AdaBlock(DREAM_DELIMITERS, args.delimiter_threshold, args.block_length),
         stop="none",
         cache=DualCache(compat=True) if args.dual_cache else NoCache(),
-        guide=[] if args.top_k is None else [TopK(measured=True, k=args.top_k)],
         compat=True,
     )
     return Setup(sampler, args.max_new_tokens)
@@ -242,6 +269,8 @@ def _denoiser(line: Line, checkpoints: Checkpoints, args: Arguments, eos: int | 
         raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
+    if args.remasking != "low_confidence":
+        raise Unsupported(f"remasking {args.remasking} draws in an order that is not known for this loop")
     if eos is not None and isinstance(denoiser, TransformerDenoiser):
         denoiser = replace(denoiser, eos_id=eos)
     return guided(denoiser, args.cfg_scale)

@@ -142,6 +142,28 @@ def test_a_random_run_without_its_draws_is_unsupported(folder: Path, capsys: pyt
     assert last_line(capsys) == "conformance: 0 passed, 0 failed, 1 unsupported"
 
 
+@pytest.mark.parametrize(
+    ("id", "changed"),
+    [
+        ("llada-vanilla-01", {"confidence_floor": 0.1, "odd": 1}),
+        ("adablock-none-01", {"remasking": "random"}),
+        ("adablock-none-01", {"odd": 1}),
+        ("dream-a-07", {"odd": False}),
+    ],
+)
+def test_an_argument_that_nothing_acts_on_is_unsupported(id: str, changed: Raw, folder: Path):
+    record = recorded(id)
+    write(
+        folder,
+        record | {"params": record["params"] | {"nothing": None}},
+        record | {"params": record["params"] | changed},
+    )
+    assert main([str(folder), "--json", str(folder / "out.json")]) == 0
+    verdicts = json.loads((folder / "out.json").read_text())["lines"]
+    assert [verdict["status"] for verdict in verdicts] == ["passed", "unsupported"]
+    assert all(name in verdicts[1]["reason"] for name in changed)
+
+
 def test_a_single_row_may_have_a_mask(folder: Path):
     record = recorded("llada-vanilla-cfg-01")
     ones = [1] * len(record["prompt_ids"])
