@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,20 +34,26 @@ def read(
     """
     if spec.mask_id is not None and not allow_mask:
         logits[..., spec.mask_id] = -torch.inf
-    choice, measured = logits, logits
+    measured = logits
     for guide in guides:
         if guide.measures:
             measured = guide(measured, canvas, query)
-        if guide.chooses:
-            choice = guide(choice, canvas, query)
-    if any(guide.draws for guide in guides):
+    draws = any(guide.draws for guide in guides)
+    noise = canvas.noise.tokens(canvas, query.positions, spec.vocab_size) if draws else None
+
+    def draw(choice: Tensor) -> Tensor:
+        """`[B, K, Q]` tokens that the guides choose from `[B, K, Q, V]`, always by the same noise."""
+        for guide in guides:
+            if guide.chooses:
+                choice = guide(choice, canvas, query)
+        if noise is None:
+            return argmax(choice)
         # In half precision the sums would tie, and ties go to the lower id.
         choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-        noise = canvas.noise.tokens(canvas, query.positions, spec.vocab_size)
-        token = _argmax(choice + noise[:, None].to(choice.dtype))  # [B, K, Q]; candidates share their noise
-    else:
-        token = _argmax(choice)
-    return measure(measured, token, query.ids, needs, hidden)
+        return argmax(choice + noise[:, None].to(choice.dtype))  # candidates share their noise
+
+    seen = measure(measured, draw(logits), query.ids, needs, hidden)
+    return replace(seen, raw=logits if "raw" in needs else None, draw=draw if "draw" in needs else None)
 
 
 def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], hidden: Tensor | None) -> Readout:
@@ -54,7 +62,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    kept = logits if "logits" in needs else None
+    kept = logits if needs & {"logits", "raw"} else None
     present = logits.gather(-1, current[..., None])[..., 0] if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None
     peak = logits.amax(-1) if needs & {"current", "logsumexp"} else None
@@ -78,12 +86,12 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
         entropy=entropy,
         logsumexp=normaliser if "logsumexp" in needs else None,
         current=None if present is None or normaliser is None else present.double() - normaliser,
-        logits=kept,
+        logits=kept if "logits" in needs else None,
         hidden=hidden if "hidden" in needs else None,
     )
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
     if logits.device.type != "cpu" or logits.shape[-1] % TILE:
         return logits.argmax(-1)
