@@ -7,6 +7,7 @@ with L, so nothing needs a "valid" flag. Rows are left-padded: every generation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class Sizes:
     computed: int  # for no live row does the cache compute more columns
     whole: bool  # for every live row it computes all there are
     opens: bool = True  # some live row may open a block
+    reach: int | None = None  # no live row sees a column from here on; None: each may see all
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,16 @@ class Canvas:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
         column = (self.start - back)[:, None] + torch.arange(width, device=self.ids.device)[None]
         return torch.where(column < self.stop[:, None], column, self.length)
+
+    def frontier(self) -> Tensor:
+        """`[B]` first noise from the active block on; `end` where there is none."""
+        column = self.columns()
+        noise = self.masked & (column >= self.start[:, None])
+        return torch.where(noise, column, self.end[:, None]).amin(1)
+
+    def ahead(self, horizon: int | None) -> Tensor | None:
+        """`[B]` the first column that a horizon of so many columns from the first noise on hides; None: none is."""
+        return None if horizon is None else torch.minimum(self.frontier() + horizon, self.end)
 
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
@@ -213,6 +225,8 @@ class Readout:
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
+    raw: Tensor | None = None  # [B, K, Q, V] logits before any guide
+    draw: Callable[[Tensor], Tensor] | None = None  # what the step's guides and noise choose from other logits
 
 
 @dataclass(frozen=True)

@@ -76,18 +76,22 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     return Sizes(masks=width, block=width, computed=canvas.length, whole=False)
 
 
-def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
+def poll(
+    canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None, limit: Tensor | None = None
+) -> tuple[Sizes, bool, bool]:
     """Read the device: the sizes of the next step, whether every row is done, whether any row is `bad [B]`.
 
     `count [B]` is how many columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
-    (None: the noise of the block).
+    (None: the noise of the block), `limit [B]` the first column it will hide (None: none).
     """
     live = ~canvas.done
     masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
     opens = ((canvas.age == 0) & live).any()
     values = [(masks * live).amax(), ((canvas.stop - canvas.start) * live).amax(), opens, canvas.done.all(), bad.any()]
+    values.append(((canvas.end if limit is None else limit) * live).amax())
     if count is not None:
         values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
-    masks, block, opened, finished, any_bad, *of_cache = torch.stack(values).tolist()
+    masks, block, opened, finished, any_bad, reach, *of_cache = torch.stack(values).tolist()
     computed, whole = of_cache or (canvas.length, True)
-    return Sizes(masks, block, computed, bool(whole), bool(opened)), bool(finished), bool(any_bad)
+    sizes = Sizes(masks, block, computed, bool(whole), bool(opened), None if limit is None else max(reach, 1))
+    return sizes, bool(finished), bool(any_bad)

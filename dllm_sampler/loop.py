@@ -100,8 +100,9 @@ class Engine:
         if step % self.poll_every and not self.plugins.cache.stores and not last:
             state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, self.plugins.blocks))
             return
-        count = state.cache.count(state.canvas)
-        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead)
+        limit = state.canvas.ahead(self.plugins.scheduler.horizon)
+        count = state.cache.count(state.canvas, limit)
+        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead, limit)
         state.canvas = replace(state.canvas, sizes=sizes)
         if bad:
             found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}

@@ -69,7 +69,7 @@ def assemble(
         blocks=_of(Blocks, "blocks", config.build("blocks", blocks)).bind(spec),
         stop=_of(Stop, "stop", config.build("stop", stop)).bind(spec),
         cache=_of(Cache, "cache", config.build("cache", cache)).suit(spec, rule),
-        guides=(*(_of(Guide, "guide", one).bind(spec) for one in guides), *rule.guides),
+        guides=rule.guides(tuple(_of(Guide, "guide", one).bind(spec) for one in guides)),
         compat=compat,
     )
     check(plugins, spec)
@@ -125,6 +125,11 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
         raise UserError(
             f"cache={cache} must know before each forward what it will commit, and scheduler={scheduler} decides that"
             " by the forward's predictions: use scheduler=random_order, or another cache, dkv say"
+        )
+    if plugins.scheduler.horizon is not None and plugins.cache.keeps_noise:
+        raise UserError(
+            f"scheduler={scheduler} hides what lies beyond its max_lookahead, and cache={cache} serves noise as an"
+            " earlier forward saw it: use cache=trailing, cache=none or scheduler.max_lookahead=null"
         )
     trained = plugins.scheduler.block_length
     if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:

@@ -78,6 +78,8 @@ class Sampler:
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
+        if tokenizer is not None:
+            self.plugins.scheduler.check_tokenizer(tokenizer)
 
     @classmethod
     def from_pretrained(

@@ -11,3 +11,4 @@ class NoCache(Cache):
     """Compute every position in every step: exact, and the baseline of every speed-up."""
 
     stores: ClassVar[bool] = False
+    keeps_noise: ClassVar[bool] = False
