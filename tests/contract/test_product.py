@@ -31,6 +31,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, cache: Cache) -> list[str]:
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
     starved = (scheduler.whole and cache.stores) or (cache.foresees and not scheduler.plans)
     starved = starved or (scheduler.exact and cache.chooses)
+    starved = starved or (scheduler.horizon is not None and cache.keeps_noise)
     return [type(cache).__name__] * starved + [type(blocks).__name__] * wrong_blocks
 
 
