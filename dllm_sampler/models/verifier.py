@@ -26,16 +26,23 @@ class Verifier:
 
     model: any that keeps keys and values of all tokens; none with a sliding window shorter than the canvas
     folder: its checkpoint, for its tokenizer; None: unknown
+    name: what the user calls it
     """
 
     model: PreTrainedModel
     folder: Path | None = None
+    name: str = "scheduler.verifier"
 
     @property
     def vocab_size(self) -> int:
         """Tokens that it knows, padding included."""
         embedding: Any = self.model.get_input_embeddings()
         return embedding.weight.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it can read; a large number where its config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
     @cached_property
     def tail(self) -> bool:
@@ -49,10 +56,9 @@ class Verifier:
             UserError: the canvas is too long for the model.
         """
         config: Any = self.model.config.get_text_config()
-        longest = getattr(config, "max_position_embeddings", None)
-        if longest is not None and canvas.length > longest:
+        if canvas.length > self.longest:
             raise UserError(
-                f"scheduler.verifier reads {longest} tokens at most, and prompt and answer take {canvas.length}: ask"
+                f"{self.name} reads {self.longest} tokens at most, and prompt and answer take {canvas.length}: ask"
                 " for fewer max_new_tokens"
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
@@ -60,7 +66,7 @@ class Verifier:
         narrow = "sliding_attention" in kinds and window is not None and window < canvas.length
         if narrow or kinds - {"full_attention", "sliding_attention"} or getattr(self.model, "_is_stateful", False):
             raise UserError(
-                f"scheduler.verifier must see all {canvas.length} tokens of prompt and answer in every layer, and"
+                f"{self.name} must see all {canvas.length} tokens of prompt and answer in every layer, and"
                 f" this {type(self.model).__name__} does not: use one with full attention"
             )
         return Reading(self, canvas.ids.shape[1])
@@ -78,7 +84,7 @@ class Verifier:
         for token, index in sorted(own.get_vocab().items(), key=lambda item: item[1]):
             if token not in added and theirs.get(token) != index:
                 raise UserError(
-                    f"scheduler.verifier has another tokenizer than the model, token {index} is {token!r} in it: use a"
+                    f"{self.name} has another tokenizer than the model, token {index} is {token!r} in it: use a"
                     " causal LM of the model's own family"
                 )
 
@@ -142,7 +148,7 @@ class Reading(Cache):
         return 0
 
 
-def load(path: str, spec: ModelSpec) -> Verifier:
+def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
     """The causal LM in a folder or on the hub, in the diffusion model's dtype, on its device.
 
     Raises:
@@ -151,10 +157,10 @@ def load(path: str, spec: ModelSpec) -> Verifier:
     folder = loading.find(path)
     weights.tensor_files(folder)
     model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", spec.dtype)
-    return Verifier(model.eval().to(spec.device), folder)
+    return Verifier(model.eval().to(spec.device), folder, name)
 
 
-def fit(verifier: object, spec: ModelSpec) -> Verifier:
+def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
     """A verifier from a path, a hub id or a live model, checked against the diffusion model.
 
     Raises:
@@ -162,20 +168,18 @@ def fit(verifier: object, spec: ModelSpec) -> Verifier:
     """
     if verifier is None:
         raise UserError(
-            "scheduler.verifier is missing: name a causal LM with the model's tokenizer, a folder or a hub id"
+            f"{name} is missing: name a causal LM with the model's tokenizer, a folder or a hub id"
             " (Qwen/Qwen2.5-0.5B for Dream)"
         )
     if isinstance(verifier, str | Path):
-        found = load(str(verifier), spec)
+        found = load(str(verifier), spec, name)
     elif isinstance(verifier, PreTrainedModel):
-        found = Verifier(verifier)
+        found = Verifier(verifier, name=name)
     else:
-        raise UserError(
-            f"scheduler.verifier should be a folder, a hub id or a model of transformers, not {verifier!r:.60}"
-        )
+        raise UserError(f"{name} should be a folder, a hub id or a model of transformers, not {verifier!r:.60}")
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= spec.eos_id:
         raise UserError(
-            f"scheduler.verifier has a vocabulary of {found.vocab_size} tokens and the model one of {spec.vocab_size}:"
+            f"{name} has a vocabulary of {found.vocab_size} tokens and the model one of {spec.vocab_size}:"
             " use a causal LM with the model's tokenizer"
         )
     return found
