@@ -36,7 +36,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.apd": [
         {"verifier": toys.verifier(), "mixture_weight": 0.9, "max_lookahead": None},
         {"verifier": toys.verifier(), "mixture_weight": 0.8, "max_lookahead": 4},
-        {"verifier": toys.verifier(vocab=36), "mixture_weight": 0.0, "max_lookahead": 5, "compat": True},
+        {"verifier": toys.verifier(vocab=36), "mixture_weight": 0.0, "max_lookahead": 5},
     ],
     "scheduler.ccd": [{"warmup": 1}, {"dynamic": False, "steps": 8, "score": "margin"}],
     "scheduler.ccd_marginal": [{"epsilon": 1.0}, {"dynamic": False, "steps": 8}],
