@@ -19,7 +19,7 @@ from dllm_sampler.schedulers.leftright import Leftmost
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dllm_sampler.models.verifier import Verifier
+    from dllm_sampler.models.autoregressive import Verifier
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class ParallelDecoding(Leftmost):
         Raises:
             UserError: none given, nothing to load, or another vocabulary than the model's.
         """
-        from dllm_sampler.models import verifier  # transformers' modelling code takes seconds to import
+        from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
 
         bound = super().bind(spec)
-        object.__setattr__(bound, "judge", verifier.fit(self.verifier, spec))
+        object.__setattr__(bound, "judge", autoregressive.fit(self.verifier, spec))
         object.__setattr__(bound, "model", spec)
         return bound
 

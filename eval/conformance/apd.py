@@ -12,7 +12,7 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.models import verifier
+from dllm_sampler.models import autoregressive
 from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.apd import ParallelDecoding
@@ -70,7 +70,7 @@ def apd(line: Line, checkpoints: Checkpoints) -> Setup:
 
 def _watched(path: str, spec: ModelSpec, read: list[int]) -> PreTrainedModel:
     """The causal LM in a folder, which takes down how many tokens each of its passes reads."""
-    model = verifier.load(path, spec).model
+    model = autoregressive.load(path, spec).model
 
     def note(module: Any, args: Any, given: dict[str, Any]) -> None:
         # The first published pass reads the draft's last token as well, later ones that instead of the one before it.
