@@ -16,8 +16,8 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Canvas, Edit, Query
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.loop import Engine
-from dllm_sampler.models import verifier
-from dllm_sampler.models.verifier import Reading, Verifier
+from dllm_sampler.models import autoregressive
+from dllm_sampler.models.autoregressive import Reading, Verifier
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.readout import argmax
 from dllm_sampler.sampler import Sampler
@@ -76,14 +76,14 @@ class _Run:
 
 
 class SpeculativeSampler:
-    """Decode with an autoregressive target whose tokens a diffusion model drafts: the target's own law, in fewer passes.
+    """Decode with an autoregressive target whose tokens a diffusion model drafts: the target's law, in fewer passes.
 
-    Source: DEER, arXiv 2512.15176. A round is one forward of the drafter over the text and k masks, which proposes every
-    position by itself, `y_i ~ q_i`, and one pass of the target over the k proposals, which gives `p_1 .. p_{k+1}`. The
-    leading proposals are accepted with probability `min(1, p_i(y_i) / q_i(y_i))`; at the first that is not, a token of
-    `max(0, p_i - q_i)` is emitted and the block is over; if all are, one of `p_{k+1}`. Without a temperature a proposal
-    counts where it is the target's best token, so that the text is greedy decoding's. Temperature, top-k and top-p
-    rewrite `p` and `q` alike, and the ratio is that of the rewritten ones.
+    Source: DEER, arXiv 2512.15176. A round is one forward of the drafter over the text and k masks, which proposes
+    every position by itself, `y_i ~ q_i`, and one pass of the target over the k proposals, which gives `p_1 .. p_{k+1}`.
+    The leading proposals are accepted with probability `min(1, p_i(y_i) / q_i(y_i))`; at the first that is not, a token
+    of `max(0, p_i - q_i)` is emitted and the block is over; if all are, one of `p_{k+1}`. Without a temperature a
+    proposal counts where it is the target's best token, so that the text is greedy decoding's. Temperature, top-k and
+    top-p rewrite `p` and `q` alike, and the ratio is that of the rewritten ones.
 
     The published algorithm goes on after a rejection with the next proposal, whose `p_i` was computed for another
     prefix; this stops there. Its text samples "from p" in one place: the residual is what keeps the law.
@@ -127,7 +127,7 @@ class SpeculativeSampler:
                 " leave the temperature out"
             )
         self.separator = self._token(separator)
-        self.target: Verifier = verifier.fit(target, spec, "target")
+        self.target: Verifier = autoregressive.fit(target, spec, "target")
         if drafter.tokenizer is not None:
             self.target.check_tokenizer(drafter.tokenizer)
         self.vocab = max(spec.vocab_size, self.target.vocab_size)
