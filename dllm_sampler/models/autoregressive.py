@@ -74,12 +74,19 @@ class Verifier:
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a tokenizer that names another token where the verifier's names one; added tokens may differ.
 
+        Nothing is known of a live model's tokenizer, and nothing checked.
+
         Raises:
-            UserError: which token.
+            UserError: which token, or that the verifier's checkpoint has no tokenizer.
         """
-        own: Any = None if self.folder is None else loading.load_tokenizer(self.folder)
-        if own is None:
+        if self.folder is None:
             return
+        own: Any = loading.load_tokenizer(self.folder)
+        if own is None:
+            raise UserError(
+                f"scheduler.verifier: {self.folder} has no tokenizer files, and its tokens must be the model's: put its"
+                " tokenizer there"
+            )
         added, theirs = own.get_added_vocab(), tokenizer.get_vocab()
         for token, index in sorted(own.get_vocab().items(), key=lambda item: item[1]):
             if token not in added and theirs.get(token) != index:

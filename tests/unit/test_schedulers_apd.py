@@ -345,8 +345,10 @@ def words(order: list[str], folder: Path | None = None) -> PreTrainedTokenizerFa
 
 def test_tokenizers_are_compared(tmp_path: Path) -> None:
     toys.verifier().save_pretrained(tmp_path)
-    words(["a", "b", "c"], tmp_path)
     scheduler = {"name": "apd", "verifier": str(tmp_path)}
+    with pytest.raises(UserError, match=r"has no tokenizer files, and its tokens must be the model's"):
+        Sampler(toys.denoiser(), scheduler=scheduler, tokenizer=words(["a", "b", "c"]))
+    words(["a", "b", "c"], tmp_path)
     Sampler(toys.denoiser(), scheduler=scheduler, tokenizer=words(["a", "b", "c"]))  # added tokens may differ
     with pytest.raises(UserError, match=r"another tokenizer than the model, token 1 is 'b' in it: use a causal LM"):
         Sampler(toys.denoiser(), scheduler=scheduler, tokenizer=words(["a", "c", "b"]))
