@@ -19,6 +19,7 @@ from dllm_sampler.loop import Engine
 from dllm_sampler.models import autoregressive
 from dllm_sampler.models.autoregressive import Reading, Verifier
 from dllm_sampler.prompts import Prompt
+from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.readout import argmax
 from dllm_sampler.sampler import Sampler
 
@@ -34,7 +35,7 @@ class Speculation:
     texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
     accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
     step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, -1: none
-    drafting: Tensor  # [B] forwards of the drafter
+    drafter_nfe: Tensor  # [B] int64 forwards of the drafter
     complete: Tensor  # [B] bool: False where a round was not finite and ended the batch before its time
 
     @property
@@ -79,8 +80,8 @@ class SpeculativeSampler:
     """Decode with an autoregressive target whose tokens a diffusion model drafts: the target's law, in fewer passes.
 
     Source: DEER, arXiv 2512.15176. A round is one forward of the drafter over the text and k masks, which proposes
-    every position by itself, `y_i ~ q_i`, and one pass of the target over the k proposals, which gives `p_1 .. p_{k+1}`.
-    The leading proposals are accepted with probability `min(1, p_i(y_i) / q_i(y_i))`; at the first that is not, a token
+    every position by itself, `y_i ~ q_i`; one pass of the target over the k proposals gives `p_1 .. p_{k+1}`. The
+    leading proposals are accepted with probability `min(1, p_i(y_i) / q_i(y_i))`; at the first that is not, a token
     of `max(0, p_i - q_i)` is emitted and the block is over; if all are, one of `p_{k+1}`. Without a temperature a
     proposal counts where it is the target's best token, so that the text is greedy decoding's. Temperature, top-k and
     top-p rewrite `p` and `q` alike, and the ratio is that of the rewritten ones.
@@ -133,6 +134,11 @@ class SpeculativeSampler:
         self.vocab = max(spec.vocab_size, self.target.vocab_size)
         self.ends = self._end_tokens()
 
+    @property
+    def spec(self) -> ModelSpec:
+        """The drafter's, but for the context: where the drafter's is shorter, the target goes on alone."""
+        return replace(self.drafter.denoiser.spec, max_positions=self.target.longest)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -170,8 +176,7 @@ class SpeculativeSampler:
     ) -> tuple[_Run, tuple[str, ...]]:
         tokenizer, spec = self.drafter.tokenizer, self.drafter.denoiser.spec
         stops = prompts.stop_strings(stop, tokenizer)
-        # The target's context is what counts: where the drafter's is shorter, the target goes on alone.
-        rows = prompts.encode(given, tokenizer, replace(spec, max_positions=self.target.longest), new_tokens)
+        rows = prompts.encode(given, tokenizer, self.spec, new_tokens)
         seeds = prompts.seeds(seed, len(rows))
         text = layout.canvas(rows, new_tokens, seeds, spec, FullBlock(), self.drafter.noise, cuts=False)
         none = torch.full_like(text.ids, -1)
@@ -333,7 +338,7 @@ class SpeculativeSampler:
             texts=texts,
             accepted=accepted,
             step_map=run.step_map[:, part].cpu(),
-            drafting=run.drafting.cpu(),
+            drafter_nfe=run.drafting.cpu(),
             complete=text.done.cpu(),
         )
 
