@@ -10,23 +10,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from dllm_sampler.deer import Speculation, SpeculativeSampler
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint
 from dllm_sampler.training.export import export
 from dllm_sampler.training.mini import _interrupts
 from dllm_sampler.training.tasks import LESSONS, draw_example
-from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
+from dllm_sampler.training.tokenizer import EOS, build_tokenizer, vocabulary
 
 Loss = Callable[[int], Tensor]  # step -> loss
 _FREE = ("output", "device", "checkpoint_every")  # a resumed run may change these
@@ -119,13 +122,14 @@ class DeerTrainer:
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
         logging.disable_progress_bar()  # ours is the one to look at
-        self.folder = Path(self.output)
+        self.folder, self._device = Path(self.output), as_device(self.device)
         if (self.folder / "report.json").exists():
             raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._same()
         start = self._sampler(self.model)
         self.tokenizer = build_tokenizer(start.denoiser.spec.max_positions)
+        self._end = self.tokenizer.get_vocab()[EOS]
         if start.tokenizer is None or start.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise UserError(f"train.model={self.model} does not have mini's tokenizer, which the tasks are written in")
         target = self.target or str(self._train_target())
@@ -141,14 +145,14 @@ class DeerTrainer:
 
     def _train_target(self) -> Path:
         folder = self.folder / "target"
-        if (folder / "model.safetensors").exists():
+        if _finished(folder):
             return folder
         ids = self.tokenizer.get_vocab()
-        ends = {"bos_token_id": None, "eos_token_id": self.tokenizer.eos_token_id, "pad_token_id": None}
+        ends = {"bos_token_id": None, "eos_token_id": self._end, "pad_token_id": None}
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
             network = LlamaForCausalLM(LlamaConfig(vocab_size=len(ids), **ends, **self.shape))
-        network.to(self._device)
+        network = cast(nn.Module, network).to(self._device)  # its own signature hides the module's
 
         def loss(step: int) -> Tensor:
             rng = Random(f"{self.seed}/target/{step}")
@@ -159,13 +163,13 @@ class DeerTrainer:
 
         self._fit(folder, network, self.target_steps, self.target_learning_rate, loss)
         self.tokenizer.save_pretrained(folder)
-        network.save_pretrained(folder)
+        cast(LlamaForCausalLM, network).save_pretrained(folder)
         (folder / checkpoint.FILE).unlink()
         return folder
 
     def _align(self, folder: Path, model: str, steps: int, corrupt: Callable[..., tuple[Tensor, Tensor]]) -> Path:
         """One stage: a drafter in `folder`, from the one named `model`."""
-        if (folder / "model.safetensors").exists():
+        if _finished(folder):
             return folder
         denoiser = self._sampler(model).denoiser
         if not isinstance(denoiser, TransformerDenoiser):
@@ -208,7 +212,7 @@ class DeerTrainer:
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
                 total, count = total + now.item(), count + 1
-                bar.advance(0)
+                bar.advance(TaskID(0))
                 last = step + 1 == steps
                 if (step + 1) % self.checkpoint_every == 0 or last or interrupted.is_set():
                     checkpoint.save(folder, network, optimizer, {"step": step + 1})
@@ -228,7 +232,7 @@ class DeerTrainer:
 
     def _encode(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         ids = self.tokenizer(answer, add_special_tokens=False).input_ids
-        return self.tokenizer(prompt).input_ids, [*ids, self.tokenizer.eos_token_id]
+        return self.tokenizer(prompt).input_ids, [*ids, self._end]
 
     def _answers(self, start: Sampler, target: str) -> list[tuple[list[int], list[int]]]:
         """Prompts and the target's answers, end token included."""
@@ -248,15 +252,14 @@ class DeerTrainer:
 
     def _cut(self, prompt: list[int], answer: list[int], rng: Random) -> tuple[list[int], list[int]]:
         """A prompt, and its answer and the end tokens behind it up to a random token, the separator behind that."""
-        tail = self.draft_length - 1 if answer[-1] == self.tokenizer.eos_token_id else 0
-        whole = [*answer, *[self.tokenizer.eos_token_id] * tail]
+        tail = self.draft_length - 1 if answer[-1] == self._end else 0
+        whole = [*answer, *[self._end] * tail]
         return prompt, [*whole[: rng.randint(1, len(whole))], self.tokenizer.get_vocab()[self.separator]]
 
     def _rows(self, pairs: list[tuple[list[int], list[int]]], behind: int = 0) -> Rows:
         """Prompts and answers as a batch; `behind` last tokens of each are there but no part of the answer."""
         length = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        pad = self.tokenizer.eos_token_id
-        ids = torch.tensor([[*p, *a, *[pad] * (length - len(p) - len(a))] for p, a in pairs])
+        ids = torch.tensor([[*p, *a, *[self._end] * (length - len(p) - len(a))] for p, a in pairs])
         column = torch.arange(length)
         first = torch.tensor([len(p) for p, _ in pairs])[:, None]
         end = torch.tensor([len(p) + len(a) for p, a in pairs])[:, None]
@@ -296,12 +299,6 @@ class DeerTrainer:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _device(self) -> torch.device:
-        from dllm_sampler.models.loading import as_device
-
-        return as_device(self.device)
-
     def _sampler(self, model: str, temperature: float | None = None) -> Sampler:
         return Sampler.from_pretrained(model, device=self.device, dtype="float32", temperature=temperature)
 
@@ -320,10 +317,7 @@ class DeerTrainer:
         _write(path, mine)
 
     @staticmethod
-    def _bar(name: str, steps: int, done: int) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress
-
+    def _bar(name: str, steps: int, done: int) -> Progress:
         bar = Progress(console=Console(stderr=True))
         bar.add_task(name, total=steps, completed=done)
         return bar
@@ -363,6 +357,11 @@ def _figures(results: list[Speculation]) -> dict[str, float]:
         "tokens_per_round": round(sum(int(result.lengths.sum()) for result in results) / rounds, 3),
         "rounds": rounds / len(results),
     }
+
+
+def _finished(folder: Path) -> bool:
+    """Whether a model stands there whole: its last state is removed behind the export."""
+    return (folder / "model.safetensors").exists() and not (folder / checkpoint.FILE).exists()
 
 
 def _write(path: Path, content: Any) -> None:
