@@ -7,8 +7,9 @@ with L, so nothing needs a "valid" flag. Rows are left-padded: every generation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Sizes:
     opens: bool = True  # some live row may open a block
     all_open: bool = True  # every live row opens one
     branches: int | None = None  # a drafting scheduler tries no more than so many; None: as many as it likes
+    reach: int | None = None  # no live row sees a column from here on; None: each may see all
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,16 @@ class Canvas:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
         column = (self.start - back)[:, None] + torch.arange(width, device=self.ids.device)[None]
         return torch.where(column < self.stop[:, None], column, self.length)
+
+    def frontier(self) -> Tensor:
+        """`[B]` first noise from the active block on; `end` where there is none."""
+        column = self.columns()
+        noise = self.masked & (column >= self.start[:, None])
+        return torch.where(noise, column, self.end[:, None]).amin(1)
+
+    def ahead(self, horizon: int | None) -> Tensor | None:
+        """`[B]` the first column that a horizon of so many columns from the first noise on hides; None: none is."""
+        return None if horizon is None else torch.minimum(self.frontier() + horizon, self.end)
 
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
@@ -224,13 +236,15 @@ class Readout:
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; nobody else's, a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
+    raw: Tensor | None = None  # [B, K, Q, V] logits before any guide
+    draw: Callable[[Tensor], Tensor] | None = None  # what the step's guides and noise choose from other logits
 
     def of(self, candidate: Tensor) -> Readout:
         """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
 
-        def pick(values: Tensor | None) -> Tensor | None:
-            if values is None:
-                return None
+        def pick(values: Any) -> Any:
+            if not isinstance(values, Tensor):
+                return values
             index = candidate.view(-1, *[1] * (values.dim() - 1))
             return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 

@@ -76,11 +76,13 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     return Sizes(masks=width, block=width, computed=canvas.length, whole=False, all_open=False)
 
 
-def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None) -> tuple[Sizes, bool, bool]:
+def poll(
+    canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None, limit: Tensor | None = None
+) -> tuple[Sizes, bool, bool]:
     """Read the device: the sizes of the next step, whether every row is done, whether any row is `bad [B]`.
 
     `count [B]` is how many columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
-    (None: the noise of the block).
+    (None: the noise of the block), `limit [B]` the first column it will hide (None: none).
     """
     live = ~canvas.done
     masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
@@ -92,10 +94,19 @@ def poll(canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None
         (opens | canvas.done).all(),
         canvas.done.all(),
         bad.any(),
+        ((canvas.end if limit is None else limit) * live).amax(),
     ]
     if count is not None:
         values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
-    masks, block, some_open, all_open, finished, any_bad, *of_cache = torch.stack(values).tolist()
+    masks, block, some_open, all_open, finished, any_bad, reach, *of_cache = torch.stack(values).tolist()
     computed, whole = of_cache or (canvas.length, True)
-    sizes = Sizes(masks, block, computed, bool(whole), bool(some_open), bool(all_open))
+    sizes = Sizes(
+        masks,
+        block,
+        computed,
+        bool(whole),
+        bool(some_open),
+        bool(all_open),
+        reach=None if limit is None else max(reach, 1),
+    )
     return sizes, bool(finished), bool(any_bad)

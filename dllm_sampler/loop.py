@@ -103,8 +103,9 @@ class Engine:
             sizes = layout.widest(state.canvas, self.plugins.blocks)
             state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
             return
-        count = state.cache.count(state.canvas)
-        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead)
+        limit = state.canvas.ahead(self.plugins.scheduler.horizon)
+        count = state.cache.count(state.canvas, limit)
+        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead, limit)
         # The device has caught up with the host here, so the clock tells how long the step took.
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))

@@ -74,7 +74,7 @@ def assemble(
         blocks=_of(Blocks, "blocks", config.build("blocks", blocks)).bind(spec),
         stop=_of(Stop, "stop", config.build("stop", stop)).bind(spec),
         cache=_of(Cache, "cache", config.build("cache", cache)).suit(spec, rule),
-        guides=(*(_of(Guide, "guide", one).bind(spec) for one in guides), *rule.guides),
+        guides=rule.guides(tuple(_of(Guide, "guide", one).bind(spec) for one in guides)),
         compat=compat,
     )
     check(plugins, spec)
@@ -154,6 +154,11 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
                 f"scheduler={scheduler} takes several steps in one forward, and stop={type(plugins.stop).__name__}"
                 " would change the canvas between them: use stop=prefix, block or none"
             )
+    if plugins.scheduler.horizon is not None and plugins.cache.keeps_noise:
+        raise UserError(
+            f"scheduler={scheduler} hides what lies beyond its max_lookahead, and cache={cache} serves noise as an"
+            " earlier forward saw it: use cache=trailing, cache=none or scheduler.max_lookahead=null"
+        )
     trained = plugins.scheduler.block_length
     if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:
         raise UserError(

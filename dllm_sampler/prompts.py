@@ -72,6 +72,34 @@ def encode(
     return rows
 
 
+def seeds(given: int | Sequence[int], count: int) -> list[int]:
+    """The seed of each of `count` rows: row i has `given + i`, or its own number of a sequence.
+
+    Raises:
+        UserError: something that is no whole number of 64 bits, or not one per row.
+    """
+    found = [given + i for i in range(count)] if isinstance(given, int) else given
+    if not isinstance(found, Sequence) or not all(isinstance(one, int) and abs(one) < 2**63 for one in found):
+        raise UserError(f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
+    if len(found) != count:
+        raise UserError(f"there are {len(found)} seeds for {count} prompts: give one number, or one per prompt")
+    return list(found)
+
+
+def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """Texts that end an answer, checked.
+
+    Raises:
+        UserError: one that is empty or no text, or no tokenizer to find them with.
+    """
+    stops = (given,) if isinstance(given, str) else given
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise UserError(f"stop_strings must be texts that are not empty, not {given!r}")
+    if stops and tokenizer is None:
+        raise UserError("stop_strings need a tokenizer, and this checkpoint has none")
+    return tuple(stops)
+
+
 def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point():

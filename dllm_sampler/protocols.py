@@ -17,6 +17,8 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from dllm_sampler.cache.base import Cache
 
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
@@ -129,10 +131,9 @@ class Scheduler(PlugIn):
     asks: ClassVar[Literal["masks", "window"]] = "masks"  # how wide `ask` must be: the block's noise, or all of it
     uniform: ClassVar[bool] = False  # its rule is also good for uniform diffusion, whose noise are random tokens
 
-    @property
-    def guides(self) -> tuple[Guide, ...]:
-        """What it does to the logits itself, after the user's guides (a falling temperature, say); default: nothing."""
-        return ()
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        """The user's guides and what the rule does to the logits itself (a temperature that falls, say)."""
+        return given
 
     @property
     def whole(self) -> bool:
@@ -182,6 +183,14 @@ class Scheduler(PlugIn):
     def beside(self, blocks: Blocks, draws: bool) -> Self:
         """Take what it must know of the other plug-ins: its blocks, and whether tokens are drawn; default: nothing."""
         return self
+
+    @property
+    def horizon(self) -> int | None:
+        """How many columns from the first noise on the model gets to see (`Canvas.ahead`); None: all there are."""
+        return None
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a tokenizer that the rule cannot work with; default: any will do."""
 
     def init(self, canvas: Canvas) -> Carry:
         """State before the first step; default: none."""

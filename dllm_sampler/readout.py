@@ -36,19 +36,26 @@ def read(
     """
     if spec.mask_id is not None and not allow_mask:
         logits[..., spec.mask_id] = -torch.inf
-    choice, measured = logits, logits
+    measured = logits
     for guide in guides:
         if guide.measures:
             measured = guide(measured, canvas, query)
-        if guide.chooses:
-            choice = guide(choice, canvas, query)
-    if any(guide.draws for guide in guides):
+    draws = any(guide.draws for guide in guides)
+    noise = _noise(canvas, query, spec.vocab_size) if draws else None
+
+    def draw(choice: Tensor) -> Tensor:
+        """`[B, K, Q]` tokens that the guides choose from `[B, K, Q, V]`, always by the same noise."""
+        for guide in guides:
+            if guide.chooses:
+                choice = guide(choice, canvas, query)
+        if noise is None:
+            return argmax(choice)
         # In half precision the sums would tie, and ties go to the lower id.
         choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-        token = _argmax(choice + _noise(canvas, query, spec.vocab_size).to(choice.dtype))  # [B, K, Q]
-    else:
-        token = _argmax(choice)
-    return measure(measured, token, query.ids, needs, hidden)
+        return argmax(choice + noise.to(choice.dtype))
+
+    seen = measure(measured, draw(logits), query.ids, needs, hidden)
+    return replace(seen, raw=logits if "raw" in needs else None, draw=draw if "draw" in needs else None)
 
 
 def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], hidden: Tensor | None) -> Readout:
@@ -57,7 +64,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    kept = logits if "logits" in needs else None
+    kept = logits if needs & {"logits", "raw"} else None
     held = "probabilities" in needs
     present = logits.gather(-1, current[..., None])[..., 0] if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None
@@ -84,7 +91,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
         logsumexp=normaliser if "logsumexp" in needs else None,
         current=None if present is None or normaliser is None else present.double() - normaliser,
         probabilities=weight if held else None,
-        logits=kept,
+        logits=kept if "logits" in needs else None,
         hidden=hidden if "hidden" in needs else None,
     )
 
@@ -120,7 +127,7 @@ def _noise(canvas: Canvas, query: Query, vocab: int) -> Tensor:
     return torch.stack([canvas.noise.tokens(at, query.positions, vocab) for at in steps], 1)
 
 
-def _argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
     if logits.device.type != "cpu" or logits.shape[-1] % TILE:
         return logits.argmax(-1)

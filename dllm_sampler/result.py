@@ -26,6 +26,11 @@ class Result:
     trace: Trace
 
     @property
+    def step_map(self) -> Tensor:
+        """`[B, max_new_tokens]` the forward that committed each token, -1: none."""
+        return self.trace.generated
+
+    @property
     def tokens_per_forward(self) -> Tensor:
         """`[B] float32`: `lengths / nfe`, so tokens after the end token do not count."""
         return self.lengths / self.nfe.clamp(min=1)

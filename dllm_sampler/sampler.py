@@ -78,6 +78,8 @@ class Sampler:
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
+        if tokenizer is not None:
+            self.plugins.scheduler.check_tokenizer(tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -191,20 +193,12 @@ class Sampler:
     ) -> Iterator[Commits]:
         """Check the arguments and start the loop; one in `every` steps is transferred, with 0 only the last."""
         plugins, spec = self._plugins(block_length), self.denoiser.spec
-        stops = (stop_strings,) if isinstance(stop_strings, str) else stop_strings
-        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise UserError(f"stop_strings must be texts that are not empty, not {stop_strings!r}")
-        if stops and self.tokenizer is None:
-            raise UserError("stop_strings need a tokenizer, and this checkpoint has none")
+        stops = prompts.stop_strings(stop_strings, self.tokenizer)
         rows = prompts.encode(given, self.tokenizer, spec, new_tokens)
-        seeds = [seed + i for i in range(len(rows))] if isinstance(seed, int) else seed
-        if not isinstance(seeds, Sequence) or not all(isinstance(one, int) and abs(one) < 2**63 for one in seeds):
-            raise UserError(f"seed must be a whole number of 64 bits, or one per prompt, not {seed!r}")
-        if len(seeds) != len(rows):
-            raise UserError(f"there are {len(seeds)} seeds for {len(rows)} prompts: give one number, or one per prompt")
+        seeds = prompts.seeds(seed, len(rows))
         canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
         bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
-        return self._run(Engine(self.denoiser, plugins, self.poll_every), canvas, bound, tuple(stops), every)
+        return self._run(Engine(self.denoiser, plugins, self.poll_every), canvas, bound, stops, every)
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:
         try:

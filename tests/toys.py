@@ -91,6 +91,32 @@ def denoiser(kind: str = "llada") -> Denoiser:
     return guided(model, 1.5) if kind == "cfg" else model
 
 
+@cache
+def verifier(seed: int = 3, vocab: int = VOCAB) -> Any:
+    """A random causal LM of transformers with the toys' tokens, in float64."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # takes a second or two to import
+
+    class Toy(Qwen2ForCausalLM):
+        def __repr__(self) -> str:
+            return "toy"  # in the names of tests
+
+    config = Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        use_sliding_window=False,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Toy(config).double().eval()
+
+
 TOYS = ("llada", "gqa", "dream", "cfg")  # those that every cache but `block_causal` serves
 
 

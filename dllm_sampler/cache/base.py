@@ -54,6 +54,7 @@ class Cache:
     syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
     chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
     foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
+    keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
@@ -112,10 +113,13 @@ class Cache:
         """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
         return None
 
-    def count(self, canvas: Canvas) -> Tensor | None:
-        """`[B]` how many columns that is, for the host to size the next step by; None: all of them."""
+    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
+        """`[B]` how many columns that is before `limit [B]`, for the host to size the next step by; None: all."""
         computed = self.computes(canvas)
-        return None if computed is None else (computed & canvas.seen()).sum(1)
+        if computed is None:
+            return None
+        seen = canvas.seen() if limit is None else canvas.seen() & (canvas.columns() < limit[:, None])
+        return (computed & seen).sum(1)
 
     def narrow(self, canvas: Canvas, query: Query) -> Query:
         """Drop the positions that nothing will predict, unless the query is exact."""
@@ -206,7 +210,7 @@ class Cache:
     def whole(self, canvas: Canvas, query: Query) -> Plan:
         """A plan that computes every column."""
         seen = visible(canvas, query)
-        length = canvas.length
+        length = canvas.sizes.reach or canvas.length
         positions = torch.arange(length, device=seen.device).expand(seen.shape[0], length)
         keys = keys_of(canvas, query, seen, positions)
         if keys is not None and not self.stores:

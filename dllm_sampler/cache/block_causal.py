@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class BlockCausalCache(Cache):
     Args:
         store_pass: `ride`; `separate` makes the published forwards that only store (they count as NFE).
     """
+
+    keeps_noise: ClassVar[bool] = False
 
     store_pass: StorePasses = "ride"
 

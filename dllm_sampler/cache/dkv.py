@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class DelayedCache(Cache):
         compat: as published under a shift, the canvas's last row counts as committed from the second forward on
             (`un`), or when the row before it is kept (`un_right`).
     """
+
+    keeps_noise: ClassVar[bool] = False
 
     refresh_every: int | None = None
     mode: Mode = "decode"

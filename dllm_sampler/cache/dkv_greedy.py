@@ -57,7 +57,7 @@ class GreedyCache(Cache):
         """See `Cache.expect`."""
         self.ahead = ahead
 
-    def count(self, canvas: Canvas) -> Tensor:
+    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor:
         """See `Cache.count`."""
         sure, free = self._sure(canvas)
         beside = torch.minimum(self.window * (self.ahead > 0).sum(1), free.sum(1))

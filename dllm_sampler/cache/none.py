@@ -11,6 +11,7 @@ class NoCache(Cache):
     """Compute every position in every step: exact, and the baseline of every speed-up."""
 
     stores: ClassVar[bool] = False
+    keeps_noise: ClassVar[bool] = False
 
     @property
     def steady(self) -> bool:

@@ -1,6 +1,7 @@
 """Fast-dLLM prefix cache: keys and values before the active block are frozen while the block is decoded."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class PrefixCache(Cache):
             so that nothing predicts the block's first position: the opening forward must commit it
             (`ForcedFirst`). By default the window starts one position earlier and no forced commit is needed.
     """
+
+    keeps_noise: ClassVar[bool] = False
 
     compat: bool = False
 

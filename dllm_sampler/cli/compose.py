@@ -26,7 +26,7 @@ LOCAL = Path("conf")  # the user's own YAML files, beside the packaged ones
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 
 # Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
-_LITERAL = re.compile(r"(model|model\.path|prompts_file|output)=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
+_LITERAL = re.compile(r"(model|model\.path|target|separator|prompts_file|output)=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True)

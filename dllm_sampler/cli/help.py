@@ -24,6 +24,7 @@ Usage: dllm-sample [PROMPT ...] [NAME=VALUE ...] [-- PROMPT ...]
   dllm-sample "sort: Dan, Ada, Cal" scheduler.threshold=0.7 cache=dual
   dllm-sample "shuffle: Ada, Ben, Cal" temperature=1 top_p=0.9 seed=7
   dllm-sample prompts_file=prompts.jsonl output=samples.jsonl
+  dllm-sample "copy: Ada, Ben" model=my-drafter target=my-ar-model draft_length=16
   echo "copy: Ada, Ben" | dllm-sample scheduler=fixed scheduler.steps=4
   dllm-sample "Why is the sky blue?" model=llada-8b chat=true max_new_tokens=256
 

@@ -21,6 +21,10 @@ class Options:
     batch_size: int = 8
     max_steps: int | None = None
     poll_every: int = 1
+    target: str | None = None
+    draft_length: int = 32
+    draft_scheduled: bool = False
+    separator: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     compat: bool = False

@@ -1,13 +1,18 @@
 """What a run leaves behind: one JSON line per sample, and one line of figures on stderr."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.errors import UserError
 from dllm_sampler.result import Result
+
+if TYPE_CHECKING:
+    from dllm_sampler.deer import Speculation
 
 SCHEMA = 1  # of a line of output=FILE.jsonl; docs/formats.md
 
@@ -32,7 +37,7 @@ class Records:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.file.close()
 
-    def write(self, first: int, prompts: list[Prompt], result: Result, seconds: float) -> None:
+    def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
         """Append the samples of one batch.
 
         Args:
@@ -44,7 +49,7 @@ class Records:
         if not self.written:
             self.file.truncate(0)
             self.written = True
-        lengths, steps = result.lengths.tolist(), result.trace.generated.tolist()
+        lengths, steps = result.lengths.tolist(), result.step_map.tolist()
         complete = result.complete.tolist()
         tokens, nfe, tpf = result.tokens.tolist(), result.nfe.tolist(), result.tokens_per_forward.tolist()
         for row, prompt in enumerate(prompts):
@@ -60,6 +65,9 @@ class Records:
                 "step_map": steps[row][: lengths[row]],
                 "time": round(seconds, 6),
             }
+            if not isinstance(result, Result):
+                taken = [one for one in result.accepted[row].tolist() if one >= 0]
+                record |= {"accepted": taken, "drafter_nfe": int(result.drafter_nfe[row])}
             try:
                 self.file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
             except OSError as error:
@@ -72,14 +80,17 @@ class Totals:
     def __init__(self) -> None:
         self.samples = self.tokens = 0
         self.forwards: list[int] = []
+        self.accepted: int | None = None  # drafted tokens that a target took
         self.seconds = 0.0
 
-    def add(self, result: Result, seconds: float) -> None:
+    def add(self, result: Result | Speculation, seconds: float) -> None:
         """Count one batch."""
         self.samples += len(result.lengths)
         self.tokens += int(result.lengths.sum())
         self.forwards += result.nfe.tolist()
         self.seconds += seconds
+        if not isinstance(result, Result):
+            self.accepted = (self.accepted or 0) + int(result.accepted.clamp(min=0).sum())
 
     def line(self, where: str) -> str:
         """The one line of the run, as in `2 samples, 23 tokens in 0.12 s on cpu: NFE 8 to 12, 1.15 tokens per ...`."""
@@ -87,7 +98,10 @@ class Totals:
         nfe = str(low) if low == high else f"{low} to {high}"
         samples = "1 sample" if self.samples == 1 else f"{self.samples} samples"
         per_forward, per_second = self.tokens / max(1, sum(self.forwards)), self.tokens / max(self.seconds, 1e-9)
+        taken = (
+            "" if self.accepted is None else f", {self.accepted / max(1, sum(self.forwards)):.2f} drafted tokens taken"
+        )
         return (
             f"{samples}, {self.tokens} tokens in {self.seconds:.2f} s on {where}: "
-            f"NFE {nfe}, {per_forward:.2f} tokens per forward, {per_second:.1f} tokens/s"
+            f"NFE {nfe}, {per_forward:.2f} tokens per forward{taken}, {per_second:.1f} tokens/s"
         )

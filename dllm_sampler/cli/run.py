@@ -1,9 +1,13 @@
 """A run of `dllm-sample`: load the model, denoise the prompts batch by batch, print the answers."""
 
+from __future__ import annotations
+
+import re
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import transformers
 from rich.console import Console
@@ -17,9 +21,12 @@ from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals
-from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
+
+if TYPE_CHECKING:
+    from dllm_sampler.deer import Speculation, SpeculativeSampler
 
 
 def run(arguments: Arguments) -> int:
@@ -36,9 +43,11 @@ def run(arguments: Arguments) -> int:
     )
     if options.chat:
         given = [inputs.as_chat(prompt) for prompt in given]
+    check_target(options, arguments.overrides)
     sampler = load(chosen)
+    deer = None if options.target is None else verified(sampler, options)
     # every prompt is checked before the first answer is printed
-    rows = prompts.encode(given, sampler.tokenizer, sampler.denoiser.spec, options.max_new_tokens)
+    rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
     totals = Totals()
     starts = range(0, len(rows), options.batch_size)
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
@@ -47,7 +56,10 @@ def run(arguments: Arguments) -> int:
     with bar, Records(options.output, options.prompts_file) if options.output else nullcontext() as records:
         for first in bar.track(starts, description="denoising"):
             batch = slice(first, first + options.batch_size)
-            result, seconds = _denoise(sampler, options, first, given[batch], rows[batch], records)
+            if deer is None:
+                result, seconds = _denoise(sampler, options, first, given[batch], rows[batch], records)
+            else:
+                result, seconds = _verify(deer, options, first, rows[batch])
             _answer(result)
             totals.add(result, seconds)
             if records:
@@ -81,6 +93,60 @@ def load(chosen: Settings) -> Sampler:
     )
 
 
+def check_target(options: Options, overrides: Sequence[str]) -> None:
+    """Refuse settings that say nothing with a target, or nothing without one.
+
+    Raises:
+        UserError: the first of them, and what to do instead.
+    """
+    given = {re.split(r"[.=@]", word.lstrip("+~"))[0] for word in overrides}
+    if options.target is None:
+        if idle := sorted(given & {"draft_length", "draft_scheduled", "separator"}):
+            raise UserError(f"{idle[0]} is for drafts that a target verifies: name a causal language model as target=")
+        return
+    if options.stream:
+        raise UserError("stream=true shows a canvas being denoised, and target= has none: leave one of them out")
+    if options.block_length is not None:
+        raise UserError("block_length is not for target=: a draft has draft_length tokens, its blocks blocks.length")
+    if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):
+        raise UserError(
+            f"{idle[0]} changes nothing where the model drafts for target= in one forward: leave it out, or say"
+            " draft_scheduled=true"
+        )
+
+
+def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
+    """The target of the options, with the sampler as its drafter."""
+    from dllm_sampler.deer import SpeculativeSampler  # transformers' modelling code takes seconds to import
+
+    return SpeculativeSampler(
+        sampler,
+        options.target,
+        draft_length=options.draft_length,
+        scheduled=options.draft_scheduled,
+        separator=options.separator,
+    )
+
+
+def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[list[int]]) -> tuple[Speculation, float]:
+    """One batch, drafted and verified, and the seconds it took."""
+    begun = time.perf_counter()
+    try:
+        result = deer.generate(
+            rows,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed + first,
+            stop_strings=_stop_strings(options),
+        )
+    except NotFiniteError as error:
+        raise NotFiniteError(error.step, [first + row for row in error.rows]) from error
+    return result, time.perf_counter() - begun
+
+
+def _stop_strings(options: Options) -> Sequence[str]:
+    return [options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings or ()
+
+
 def _denoise(
     sampler: Sampler, options: Options, first: int, given: list[Prompt], rows: list[list[int]], records: Records | None
 ) -> tuple[Result, float]:
@@ -90,7 +156,7 @@ def _denoise(
         max_new_tokens=options.max_new_tokens,
         block_length=options.block_length,
         seed=options.seed + first,  # a row's seed does not depend on the batch it is in
-        stop_strings=[options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings or (),
+        stop_strings=_stop_strings(options),
         every=1 if options.stream else options.poll_every,
     )
     labels = [str(first + row + 1) for row in range(len(rows))]
@@ -115,7 +181,7 @@ def _denoise(
     return commits.result, time.perf_counter() - begun - shown
 
 
-def _answer(result: Result) -> None:
+def _answer(result: Result | Speculation) -> None:
     texts = result.texts
     if texts is None:  # no tokenizer: the ids themselves
         pairs = zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)

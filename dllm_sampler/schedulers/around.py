@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
+from transformers import PreTrainedTokenizerBase
+
 from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Guide, ModelSpec, Scheduler
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,19 @@ class Around(Scheduler):
     def block_length(self) -> int | None:
         """See `Scheduler.block_length`."""
         return self.inner.block_length
+
+    @property
+    def horizon(self) -> int | None:
+        """See `Scheduler.horizon`."""
+        return self.inner.horizon
+
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        """See `Scheduler.guides`."""
+        return self.inner.guides(given)
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """See `Scheduler.check_tokenizer`."""
+        self.inner.check_tokenizer(tokenizer)
 
     @property
     def needs(self) -> frozenset[str]:

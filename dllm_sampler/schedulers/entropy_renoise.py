@@ -68,10 +68,11 @@ class EntropyRenoise(Scheduler):
         object.__setattr__(bound, "noise_id", spec.pad_id if spec.mask_id is None else spec.mask_id)
         return bound
 
-    @property
-    def guides(self) -> tuple[Guide, ...]:
-        """The falling temperature."""
-        return (LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps),) if self.t_max > 0 else ()
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        """The falling temperature comes last."""
+        if self.t_max == 0:
+            return given
+        return (*given, LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps))
 
     @property
     def needs(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -80,6 +80,7 @@ class Setup:
         measured: the sampler's denoiser, where the record says how many positions each forward computed.
         guided: whether the record has two forwards for the step of this number (from 0), one of them without prompt.
         only_commits: the record lists no forwards that committed nothing, though it counts them.
+        counted: further lists of numbers that the record has under these names, filled while the run is made.
         accepted: positions that each forward accepted, where the record has those and acceptance is not for good.
         ends: tokens with which an output ends, where what was never begun is no part of it and `pad` stands behind
             the first of them up to the end of its block.
@@ -97,6 +98,7 @@ class Setup:
     only_commits: bool = False
     cut: int | None = None
     accepted: Steps | None = None
+    counted: Mapping[str, list[int]] = field(default_factory=dict)
     ends: tuple[int, ...] | None = None
     pad: int | None = None
     steps: Callable[[], Steps] | None = None

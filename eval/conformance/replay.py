@@ -75,6 +75,9 @@ def replay(line: Line, setup: Setup) -> Verdict:
 def _lengths(line: Line, setup: Setup) -> str | None:
     """What differs first in the number of positions each forward computed; None where that is not recorded."""
     extra = line.model_extra or {}
+    for name, made in setup.counted.items():
+        if name in extra and extra[name] != made:
+            return f"{name} are {made}, recorded {extra[name]}"
     wanted = extra.get("query_lengths") or [shape[1] for shape in extra.get("forward_shapes", [])]
     if setup.measured is None or not wanted or setup.measured.lengths == wanted:
         return None

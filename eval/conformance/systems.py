@@ -7,6 +7,7 @@ enter it here: under the `system` of its lines, or under the part before the sla
 from __future__ import annotations
 
 from dllm_sampler.eval.conformance import (
+    apd,
     block_causal,
     caches,
     diffusion_gemma,
@@ -26,6 +27,7 @@ SYSTEMS: dict[str, Builder] = {
     "fast-dllm-v1": llada.fast_dllm,
     "dream": dream.dream,
     "fast-dllm-dream": dream.fast_dllm,
+    "apd-dream": apd.apd,
     "adablock": unmasking.adablock,
     "adablock-dream": unmasking.adablock_dream,
     "ass": unmasking.ascending,

@@ -16,6 +16,7 @@ from dllm_sampler.eval.conformance.__main__ import main
 
 DATA = Path(__file__).parent / "data"
 SYSTEMS = {
+    "apd-dream": 14,
     "adablock": 21,
     "adablock-dream/no-cache": 5,
     "adablock-dream/dual-cache": 5,

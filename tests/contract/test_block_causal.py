@@ -91,7 +91,8 @@ def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
             for cache in ("none", "block_causal")
         )
         assert_same(plain, cached)
-        assert (cached.trace.rows < plain.trace.rows).all()
+        # Where a scheduler hides what lies behind, a row's only forward has nothing to leave out.
+        assert ((cached.trace.rows < plain.trace.rows) | (plain.nfe == 1)).all()
 
 
 @pytest.mark.parametrize("scheduler", cases.settings("scheduler"), ids=cases.label)

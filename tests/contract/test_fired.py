@@ -95,6 +95,8 @@ FIXED6 = {"name": "fixed", "length": 6}
 FILTER = {"name": "learn2pd", "filter": toys.FILTER}
 KLASS = {"name": "klass", "threshold": 0.3, "history": 1}
 RENOISE = {"name": "entropy_renoise", "max_denoising_steps": 6}
+APD = {"name": "apd", "verifier": toys.verifier(), "max_lookahead": None}
+LEFTMOST = {"scheduler": "leftright"}
 WINO = {"name": "wino", "threshold": 0.3, "least": 2}
 HIERARCHY = {"name": "hierarchical", "low": 0.3}
 ANYWHERE = {"scheduler": {"name": "fixed", "score": "random"}, "blocks": "full"}
@@ -106,6 +108,8 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "scheduler.fixed": ({"scheduler": {"name": "fixed", "steps": 7}}, STEPWISE, parallel),
     "scheduler.origin": ({"scheduler": {"name": "origin", "steps": 3}}, STEPWISE, parallel),
     "scheduler.ascending": ({"scheduler": "ascending", "blocks": "full"}, STEPWISE | {"blocks": "full"}, parallel),
+    "scheduler.apd": ({"scheduler": APD | {"mixture_weight": 0.95}}, LEFTMOST, parallel),
+    "scheduler.leftright": ({"scheduler": {"name": "leftright", "tokens_per_step": 4}}, LEFTMOST, parallel),
     "scheduler.ccd": (
         {"scheduler": {"name": "ccd", "warmup": 1}},
         {"scheduler": {"name": "fixed", "score": "entropy"}},
@@ -191,6 +195,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         refreshes,
     ),
     "cache.sparse": ({"cache": "sparse", **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.trailing": ({"cache": {"name": "trailing", "window": 2}, **LEFTMOST}, LEFTMOST, serves_and_changes),
     "cache.elastic": ({"cache": {"name": "elastic", "window": 4}, **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.d2": ({"cache": {"name": "d2", "masks": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.periodic_prefix": (

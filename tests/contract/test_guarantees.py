@@ -269,6 +269,8 @@ class TestMaskToken:
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=cases.label)
 def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     """Fast-dLLM's invariant 7, for whatever is greedy: permuting vocabulary ids permutes the answers."""
+    if "verifier" in scheduler:
+        pytest.skip("a second model knows the tokens by their names")
     renamed = torch.randperm(toys.VOCAB, generator=torch.Generator().manual_seed(0))
     model, other = toys.transformer(), toys.transformer()
     with torch.no_grad():

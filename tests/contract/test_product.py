@@ -31,6 +31,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
     starved = (scheduler.whole and cache.stores) or (cache.foresees and not scheduler.plans)
     starved = starved or (scheduler.exact and cache.chooses) or (scheduler.drafts and not cache.steady)
+    starved = starved or (scheduler.horizon is not None and cache.keeps_noise)
     stops = scheduler.drafts and (stop.cuts or stop.fills)
     against = {type(cache).__name__: starved, type(blocks).__name__: wrong_blocks, type(stop).__name__: stops}
     return [name for name, opposes in against.items() if opposes]

@@ -1,0 +1,59 @@
+"""APD's recompute window: keys and values far enough behind the first mask are stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.base import Cache, changed
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.protocols import ModelSpec
+
+
+@dataclass
+class TrailingCache(Cache):
+    """Recompute what lies less than `window` columns behind the first mask, and everything after; the rest is stored.
+
+    Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window is laid behind the
+    mask that was first in the forward before, so that tokens committed since are inside it; with 0 they are stored as
+    the masks they were. Made for left-to-right schedulers;
+    whatever the order, all that lies right of a mask is computed in each forward.
+
+    Args:
+        window: columns; 1 recomputes each token once after it was committed. On models with a logit shift (Dream) the
+            row that predicts the first mask is recomputed in any case (published code lacks it at 0). No reuse:
+            `cache=none`.
+    """
+
+    keeps_noise: ClassVar[bool] = False
+
+    window: int = 16
+    edge: Tensor = field(init=False, repr=False, compare=False)  # [B] first noise in the forward before
+    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written again since computed
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 0:
+            raise UserError(f"cache.window must be a whole number from 0 on, not {self.window!r}")
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.edge, live.stale = canvas.start, torch.zeros_like(canvas.masked)
+        return live
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `Cache.due`: the first forward alone."""
+        return canvas.step == 0
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        left = torch.minimum(self.edge - self.window + 1, canvas.frontier() - int(self.spec.shift))  # [B]
+        return (canvas.columns() >= left[:, None]) | self.stale | self.due(canvas)[:, None]
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        self.edge, self.stale = canvas.frontier(), changed(canvas, query, edit)

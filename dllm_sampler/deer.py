@@ -1,0 +1,365 @@
+"""DEER: a diffusion model drafts a block, an autoregressive model verifies it (arXiv 2512.15176)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler import layout, prompts
+from dllm_sampler.blocks import FullBlock
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.canvas import Canvas, Edit, Query
+from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.loop import Engine
+from dllm_sampler.models import autoregressive
+from dllm_sampler.models.autoregressive import Reading, Verifier
+from dllm_sampler.prompts import Prompt
+from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.readout import argmax
+from dllm_sampler.sampler import Sampler
+
+Progress = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Verified answers of a batch, on the CPU. R rounds, each one pass of the target."""
+
+    tokens: Tensor  # [B, max_new_tokens] int64; padding behind the answer
+    lengths: Tensor  # [B] tokens up to and with the first end token
+    texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
+    accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
+    step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, -1: none
+    drafter_nfe: Tensor  # [B] int64 forwards of the drafter
+    complete: Tensor  # [B] bool: False where a round was not finite and ended the batch before its time
+
+    @property
+    def nfe(self) -> Tensor:
+        """`[B]` forwards of the target, which are the rounds."""
+        return (self.accepted >= 0).sum(1)
+
+    @property
+    def tokens_per_forward(self) -> Tensor:
+        """`[B] float32` tokens per forward of the target; plain autoregressive decoding has 1."""
+        return self.lengths / self.nfe.clamp(min=1)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Drafted tokens taken per round, over all rows."""
+        made = self.accepted >= 0
+        return float(self.accepted[made].double().mean()) if bool(made.any()) else 0.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the drafter proposes: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
+
+    ids: Tensor
+    logits: Tensor | None  # None: greedy, or several forwards, whose joint law nobody knows
+
+
+@dataclass
+class _Run:
+    """One batch between two rounds."""
+
+    text: Canvas  # `start`: the first column that is not decided yet
+    reading: Reading
+    seeds: Sequence[int]
+    drafting: Tensor  # [B]
+    step_map: Tensor  # [B, L+1]
+    round: int = 0
+    accepted: list[Tensor] = field(default_factory=list)  # [B] each
+
+
+class SpeculativeSampler:
+    """Decode with an autoregressive target whose tokens a diffusion model drafts: the target's law, in fewer passes.
+
+    Source: DEER, arXiv 2512.15176. A round is one forward of the drafter over the text and k masks, which proposes
+    every position by itself, `y_i ~ q_i`; one pass of the target over the k proposals gives `p_1 .. p_{k+1}`. The
+    leading proposals are accepted with probability `min(1, p_i(y_i) / q_i(y_i))`; at the first that is not, a token
+    of `max(0, p_i - q_i)` is emitted and the block is over; if all are, one of `p_{k+1}`. Without a temperature a
+    proposal counts where it is the target's best token, so that the text is greedy decoding's. Temperature, top-k and
+    top-p rewrite `p` and `q` alike, and the ratio is that of the rewritten ones.
+
+    The published algorithm goes on after a rejection with the next proposal, whose `p_i` was computed for another
+    prefix; this stops there. Its text samples "from p" in one place: the residual is what keeps the law.
+
+    Args:
+        drafter: a sampler; its denoiser drafts, its guides and its noise are those of both models.
+        target: a causal LM of transformers with the drafter's tokenizer: a folder, a hub id or a live model.
+        draft_length: k; 0 is plain autoregressive decoding, the drafter rests. The end of the answer and of the
+            drafter's context shorten it.
+        scheduled: draft with the sampler's own scheduler, blocks, stop and cache, in as many forwards as they take.
+            Greedy only: nobody knows the joint law of such a draft.
+        separator: id or text of a token that the drafter sees behind the masks, as the training put it there.
+
+    Raises:
+        UserError: a drafter without masks, another vocabulary, or an argument that cannot be.
+    """
+
+    def __init__(
+        self,
+        drafter: Sampler,
+        target: Any,
+        *,
+        draft_length: int = 32,
+        scheduled: bool = False,
+        separator: int | str | None = None,
+    ):
+        spec = drafter.denoiser.spec
+        if not isinstance(draft_length, int) or isinstance(draft_length, bool) or draft_length < 0:
+            raise UserError(f"draft_length must be a whole number of at least 0, not {draft_length!r}")
+        if spec.mask_id is None:
+            raise UserError(
+                "a drafter fills masks in one forward, and this model has none, its noise are random tokens (uniform"
+                " diffusion): draft with a masked-diffusion model"
+            )
+        self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
+        self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)
+        self.draws = any(guide.draws for guide in self.guides)
+        if scheduled and self.draws:
+            raise UserError(
+                "a draft of several steps has no law that could be held against the target's: draft in one pass, or"
+                " leave the temperature out"
+            )
+        self.separator = self._token(separator)
+        self.target: Verifier = autoregressive.fit(target, spec, "target")
+        if drafter.tokenizer is not None:
+            self.target.check_tokenizer(drafter.tokenizer)
+        self.vocab = max(spec.vocab_size, self.target.vocab_size)
+        self.ends = self._end_tokens()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The drafter's, but for the context: where the drafter's is shorter, the target goes on alone."""
+        return replace(self.drafter.denoiser.spec, max_positions=self.target.longest)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        seed: int | Sequence[int] = 0,
+        stop_strings: str | Sequence[str] = (),
+        progress: Progress | None = None,
+    ) -> Speculation:
+        """Answer a batch of prompts; each row comes out as if it were alone.
+
+        Args:
+            prompts: strings, token lists, tensors or chat messages; one or several, of any lengths.
+            max_new_tokens: longest answer; a row ends earlier with an end token of the target.
+            seed: row i samples with seed + i, or with its own number of a sequence.
+            stop_strings: text at which an answer ends, or several; not part of it.
+            progress: called after each round with (round, tokens emitted, tokens wanted).
+
+        Raises:
+            UserError: a bad prompt or argument.
+            NotFiniteError: a model returned NaN; its `result` holds what was done.
+        """
+        run, stops = self._begin(prompts, max_new_tokens, seed, stop_strings)
+        with torch.no_grad():
+            done = False
+            while not done:
+                done = self._round(run, stops)
+                if progress is not None:
+                    canvas = run.text
+                    progress(run.round, int((canvas.start - canvas.origin).sum()), max_new_tokens * len(run.seeds))
+        return self._result(run, stops)
+
+    def _begin(
+        self, given: Prompt | Sequence[Prompt], new_tokens: int, seed: int | Sequence[int], stop: str | Sequence[str]
+    ) -> tuple[_Run, tuple[str, ...]]:
+        tokenizer, spec = self.drafter.tokenizer, self.drafter.denoiser.spec
+        stops = prompts.stop_strings(stop, tokenizer)
+        rows = prompts.encode(given, tokenizer, self.spec, new_tokens)
+        seeds = prompts.seeds(seed, len(rows))
+        text = layout.canvas(rows, new_tokens, seeds, spec, FullBlock(), self.drafter.noise, cuts=False)
+        none = torch.full_like(text.ids, -1)
+        return _Run(text, self.target.begin(text), seeds, torch.zeros_like(text.nfe), none), stops
+
+    def _round(self, run: _Run, stops: Sequence[str]) -> bool:
+        """Draft, verify, emit; returns whether every row is done."""
+        run.round += 1
+        # Draws of the two models at one position must not be the same: the steps that key them alternate.
+        text = replace(run.text, step=torch.full_like(run.text.step, 2 * run.round))
+        widths = self._widths(text)
+        k = max(widths)
+        draft = self._draft(text, widths, run) if k else Draft(text.ids[:, :0], None)
+        column = text.start[:, None] + torch.arange(k + 1, device=text.ids.device)  # [B, k+1]
+        at = torch.where(column < text.end[:, None], column, text.length)
+        logits = run.reading.logits(text, text.ids.scatter(1, at[:, :k], draft.ids), text.start, k + 1)
+        logits = pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)  # [B, k+1, V]
+        width = torch.tensor(widths, device=at.device)
+        place = torch.arange(k + 1, device=at.device)
+        asked = (place <= width[:, None]) & ~text.done[:, None]
+        bad = (~logits.amax(-1).isfinite() & asked).any(1)
+        if draft.logits is not None:  # a proposal with no law at all is as bad
+            bad |= (draft.logits.amax(-1).isnan() & asked[:, :k]).any(1)
+        if bool(bad.any()):
+            error = NotFiniteError(run.round, [row for row, one in enumerate(bad.tolist(), 1) if one])
+            error.result = self._result(run, stops)
+            raise error
+        taken, emitted = self._verify(replace(text, step=text.step + 1), at, draft, logits, width)
+
+        ends = (emitted[..., None] == torch.tensor(self.ends, device=at.device)).any(-1) & (place <= taken[:, None])
+        count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end token
+        write = (place < count[:, None]) & ~text.done[:, None]
+        run.accepted.append(torch.where(text.done, -1, torch.minimum(taken, count)).cpu())
+        run.step_map = run.step_map.scatter(1, at, torch.where(write, run.round, run.step_map.gather(1, at)))
+        text = text.apply(at, Edit(emitted, write))
+        start = torch.where(text.done, text.start, text.start + count)
+        done = text.done | ends.any(1) | (start >= text.end)
+        run.text = replace(text, start=start, done=done)
+        if stops:
+            said = prompts.decode(self._rows(run.text, run.text.origin), self.drafter.tokenizer, ())
+            hit = [any(stop in answer for stop in stops) for answer in said]
+            run.text = replace(run.text, done=done | torch.tensor(hit, device=done.device))
+        return bool(run.text.done.all())
+
+    def _verify(self, canvas: Canvas, at: Tensor, draft: Draft, logits: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+        """Judge proposals: how many are taken `[B]`, and the tokens that follow from that `[B, k+1]`.
+
+        Args:
+            canvas: keys the draws.
+            at: `[B, k+1]` columns of the proposals and of the token behind them.
+            logits: `[B, k+1, V]` the target's, after each proposal.
+            width: `[B]` proposals that count.
+        """
+        k = draft.ids.shape[1]
+        target = self._law(logits, canvas, at)
+        within = torch.arange(k, device=at.device) < width[:, None]
+
+        def leading(accept: Tensor) -> Tensor:
+            return (accept & within).long().cumprod(1).sum(1)
+
+        if not self.draws:
+            best = argmax(target)
+            taken = leading(draft.ids == best[:, :k])
+            own = best.gather(1, taken[:, None])
+        else:
+            p = target.softmax(-1, dtype=torch.promote_types(target.dtype, torch.float32))
+            q = torch.zeros_like(p)  # the token behind the draft has no proposal: its residual is p itself
+            if draft.logits is not None:
+                q[:, :k] = draft.logits.softmax(-1, dtype=p.dtype)
+            chosen = draft.ids[..., None]
+            uniform = canvas.noise.uniform(canvas, at[:, :k])
+            taken = leading(uniform * q[:, :k].gather(2, chosen)[..., 0] < p[:, :k].gather(2, chosen)[..., 0])
+            there = taken[:, None, None].expand(-1, 1, self.vocab)
+            p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
+            rest = (p - q).clamp(min=0)
+            rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
+            noise = canvas.noise.tokens(canvas, at.gather(1, taken[:, None]), self.vocab)
+            own = argmax(rest.log() + noise.to(rest.dtype))
+        return taken, pad(draft.ids, (0, 1)).scatter(1, taken[:, None], own)
+
+    def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
+        """`[B, N, V]` logits as the guides rewrite them."""
+        query = Query.at(canvas, at)
+        for guide in self.guides:
+            logits = guide(logits[:, None], canvas, query)[:, 0]
+        return logits
+
+    def _widths(self, text: Canvas) -> list[int]:
+        """Proposals that each row has room for: the target adds one, and the drafter must see the text before them."""
+        room = self.drafter.denoiser.spec.max_positions - (self.separator is not None)
+        start, end, done = text.start.tolist(), text.end.tolist(), text.done.tolist()
+        free = [min(e - s - 1, room - (s - b)) for s, e, b in zip(start, end, text.begin.tolist(), strict=True)]
+        return [0 if over else max(0, min(self.draft_length, one)) for one, over in zip(free, done, strict=True)]
+
+    def _draft(self, text: Canvas, widths: list[int], run: _Run) -> Draft:
+        """Proposals of every row, laid out anew so that all begin at one column."""
+        spec, k = self.drafter.denoiser.spec, max(widths)
+        width = torch.tensor(widths, device=text.ids.device)
+        known = [[t if t < spec.vocab_size else spec.pad_id for t in row] for row in self._rows(text)]
+        rows = [row if one else row[:1] for row, one in zip(known, widths, strict=True)]  # the others only fill in
+        behind = int(self.separator is not None)
+        canvas = layout.canvas(
+            rows, k + behind, run.seeds, spec, self.drafter.plugins.blocks, self.drafter.noise, cuts=False
+        )
+        last, column = canvas.origin + width, canvas.columns()
+        masked = canvas.masked & (column < last[:, None])
+        ids = canvas.ids if self.separator is None else canvas.ids.masked_fill(column == last[:, None], self.separator)
+        canvas = replace(
+            canvas,
+            ids=ids,
+            masked=masked,
+            frozen=~masked,
+            end=last + behind,
+            stop=torch.minimum(canvas.stop, last + behind),
+            done=width == 0,
+            step=text.step,
+            padded=canvas.padded or min(widths) < k,
+        )
+        at = (canvas.origin + torch.arange(k, device=ids.device)).expand(len(rows), -1)
+        at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
+        if self.scheduled:
+            bound = self.drafter.max_steps or self.drafter.plugins.scheduler.bound(k + behind)
+            for state in Engine(self.drafter.denoiser, self.drafter.plugins, 1).run(canvas, bound):
+                canvas = state.canvas
+            run.drafting = run.drafting + canvas.nfe
+            return Draft(canvas.ids.gather(1, at), None)
+        query = Query.at(canvas, at)
+        plan = NoCache().init(canvas, spec).plan(canvas, query)
+        hidden, spent = self.drafter.denoiser(canvas, query, plan)
+        run.drafting = run.drafting + spent.nfe
+        logits = self.drafter.denoiser.head(hidden)[:, 0]  # [B, k, V]
+        logits[..., spec.mask_id] = -torch.inf
+        logits = self._law(pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf), canvas, at)
+        if not self.draws:
+            return Draft(argmax(logits), None)
+        noise = canvas.noise.tokens(canvas, at, self.vocab)
+        precise = torch.promote_types(logits.dtype, torch.float32)  # in half precision the sums would tie
+        return Draft(argmax(logits.to(precise) + noise.to(precise)), logits)
+
+    @staticmethod
+    def _rows(text: Canvas, first: int | None = None) -> list[list[int]]:
+        """The decided tokens of each row, from its first one or from a column on."""
+        bounds = zip(text.ids.tolist(), text.begin.tolist(), text.start.tolist(), strict=True)
+        return [ids[begin if first is None else first : start] for ids, begin, start in bounds]
+
+    def _result(self, run: _Run, stops: Sequence[str]) -> Speculation:
+        text, spec = run.text, self.drafter.denoiser.spec
+        decided = text.columns() < text.start[:, None]
+        part = slice(text.origin, text.length)
+        texts = None
+        if self.drafter.tokenizer is not None:
+            rows = self._rows(text, text.origin)
+            ended = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
+            texts = prompts.decode(ended, self.drafter.tokenizer, stops)
+        accepted = torch.stack(run.accepted, 1) if run.accepted else torch.empty(len(run.seeds), 0, dtype=torch.long)
+        return Speculation(
+            tokens=torch.where(decided, text.ids, spec.pad_id)[:, part].cpu(),
+            lengths=(text.start - text.origin).cpu(),
+            texts=texts,
+            accepted=accepted,
+            step_map=run.step_map[:, part].cpu(),
+            drafter_nfe=run.drafting.cpu(),
+            complete=text.done.cpu(),
+        )
+
+    def _token(self, separator: int | str | None) -> int | None:
+        """The separator's id."""
+        tokenizer, size = self.drafter.tokenizer, self.drafter.denoiser.spec.vocab_size
+        if isinstance(separator, str):
+            found = None if tokenizer is None else tokenizer.get_vocab().get(separator)
+            if found is None:
+                raise UserError(f"separator {separator!r} is no token of the drafter's tokenizer: use a special token")
+            return found
+        if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):
+            raise UserError(f"separator {separator!r} lies outside the drafter's vocabulary of {size} tokens")
+        return separator
+
+    def _end_tokens(self) -> tuple[int, ...]:
+        """What ends an answer: the target says so, else the drafter."""
+        config = getattr(self.target.model, "generation_config", None)
+        named = getattr(config, "eos_token_id", None)
+        if named is None:
+            named = self.target.model.config.get_text_config().eos_token_id
+        if named is None:
+            named = self.drafter.denoiser.spec.eos_id
+        return tuple(named) if isinstance(named, list) else (named,)

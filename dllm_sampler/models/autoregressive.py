@@ -1,0 +1,192 @@
+"""A causal LM of transformers that judges drafts: one forward over the drafted columns of every row."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from dllm_sampler.canvas import Canvas
+from dllm_sampler.errors import UserError
+from dllm_sampler.models import huggingface, loading, weights
+from dllm_sampler.protocols import ModelSpec
+
+PADDING = 512  # vocabularies of one tokenizer differ by the padding to a multiple of at most this
+
+
+@dataclass(frozen=True, eq=False)
+class Verifier:
+    """A causal LM, used as it is (weights and mode untouched), that shares its tokenizer with the diffusion model.
+
+    model: any that keeps keys and values of all tokens; none with a sliding window shorter than the canvas
+    folder: its checkpoint, for its tokenizer; None: unknown
+    name: what the user calls it
+    """
+
+    model: PreTrainedModel
+    folder: Path | None = None
+    name: str = "scheduler.verifier"
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows, padding included."""
+        embedding: Any = self.model.get_input_embeddings()
+        return embedding.weight.shape[0]
+
+    @property
+    def longest(self) -> int:
+        """Tokens that it can read; a large number where its config does not say."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+    @cached_property
+    def tail(self) -> bool:
+        """Whether the model can be asked for the logits of the last rows alone."""
+        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
+
+    def begin(self, canvas: Canvas) -> Reading:
+        """The state before anything is read.
+
+        Raises:
+            UserError: the canvas is too long for the model.
+        """
+        config: Any = self.model.config.get_text_config()
+        if canvas.length > self.longest:
+            raise UserError(
+                f"{self.name} reads {self.longest} tokens at most, and prompt and answer take {canvas.length}: ask"
+                " for fewer max_new_tokens"
+            )
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
+        window = getattr(config, "sliding_window", None)
+        narrow = "sliding_attention" in kinds and window is not None and window < canvas.length
+        if narrow or kinds - {"full_attention", "sliding_attention"} or getattr(self.model, "_is_stateful", False):
+            raise UserError(
+                f"{self.name} must see all {canvas.length} tokens of prompt and answer in every layer, and"
+                f" this {type(self.model).__name__} does not: use one with full attention"
+            )
+        return Reading(self, canvas.ids.shape[1])
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a tokenizer that names another token where the verifier's names one; added tokens may differ.
+
+        Nothing is known of a live model's tokenizer, and nothing checked.
+
+        Raises:
+            UserError: which token, or that the verifier's checkpoint has no tokenizer.
+        """
+        if self.folder is None:
+            return
+        own: Any = loading.load_tokenizer(self.folder)
+        if own is None:
+            raise UserError(
+                f"scheduler.verifier: {self.folder} has no tokenizer files, and its tokens must be the model's: put its"
+                " tokenizer there"
+            )
+        added, theirs = own.get_added_vocab(), tokenizer.get_vocab()
+        for token, index in sorted(own.get_vocab().items(), key=lambda item: item[1]):
+            if token not in added and theirs.get(token) != index:
+                raise UserError(
+                    f"{self.name} has another tokenizer than the model, token {index} is {token!r} in it: use a"
+                    " causal LM of the model's own family"
+                )
+
+
+class Reading(Cache):
+    """What a verifier keeps of a batch's tokens: keys and values at fixed slots, one per column of the canvas.
+
+    A column's keys are written again whenever it is read again, and no row looks behind its own column, so nothing
+    has to be cropped when a draft is turned down.
+    """
+
+    def __init__(self, verifier: Verifier, columns: int):
+        super().__init__(layers=[])
+        self.verifier, self.columns = verifier, columns
+        self.slots: list[tuple[Tensor, Tensor]] = []  # per layer, keys and values [B, Hkv, L+1, Dh]
+        self.at: Tensor | None = None  # [B, N] the columns that are being read
+
+    def logits(self, canvas: Canvas, ids: Tensor, first: Tensor, width: int) -> Tensor:
+        """What the verifier expects at `width` columns of each row.
+
+        Args:
+            ids: `[B, L+1]` the text with its draft.
+            first: `[B]` the first of the columns; everything before it has been read or is so by the first call.
+            width: how many.
+
+        Returns:
+            `[B, width, V]`, V the verifier's own; void behind the end of the canvas.
+        """
+        # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along.
+        back = 1 if self.slots else canvas.origin
+        last = self.columns - 1
+        at = (first - back)[:, None] + torch.arange(back - 1 + width, device=ids.device)
+        at = torch.where((at >= canvas.begin[:, None]) & (at < last), at, last)  # [B, N]; the rest: the empty slot
+        column = torch.arange(self.columns, device=ids.device)
+        seen = (column <= at[..., None]) & (column >= canvas.begin[:, None, None])  # [B, N, L+1]
+        model, self.at = self.verifier.model, at
+        hidden = torch.zeros((), dtype=model.dtype, device=ids.device)
+        out = model(
+            input_ids=ids.gather(1, at).clamp(max=self.verifier.vocab_size - 1),
+            position_ids=(at - canvas.begin[:, None]).clamp(max=last - 1),
+            attention_mask=torch.where(seen, hidden, torch.finfo(model.dtype).min)[:, None],
+            past_key_values=self,
+            use_cache=True,
+            **({"logits_to_keep": width} if self.verifier.tail else {}),
+        )
+        return out.logits[:, -width:]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Store the fresh `[B, Hkv, N, Dh]` of a layer and return what is stored of every column (transformers)."""
+        assert self.at is not None
+        fresh = (key_states, value_states)
+        if layer_idx == len(self.slots):
+            shape = (key_states.shape[0], key_states.shape[1], self.columns)
+            self.slots.append(tuple(x.new_zeros(*shape, x.shape[-1]) for x in fresh))  # pyright: ignore
+        for stored, new in zip(self.slots[layer_idx], fresh, strict=True):
+            stored.scatter_(2, self.at[:, None, :, None].expand_as(new), new)
+        return self.slots[layer_idx]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Void: positions and mask are given."""
+        return 0
+
+
+def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
+    """The causal LM in a folder or on the hub, in the diffusion model's dtype, on its device.
+
+    Raises:
+        UserError: nothing to load there.
+    """
+    folder = loading.find(path)
+    weights.tensor_files(folder)
+    model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", spec.dtype)
+    return Verifier(model.eval().to(spec.device), folder, name)
+
+
+def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
+    """A verifier from a path, a hub id or a live model, checked against the diffusion model.
+
+    Raises:
+        UserError: none given, nothing to load, or another vocabulary.
+    """
+    if verifier is None:
+        raise UserError(
+            f"{name} is missing: name a causal LM with the model's tokenizer, a folder or a hub id"
+            " (Qwen/Qwen2.5-0.5B for Dream)"
+        )
+    if isinstance(verifier, str | Path):
+        found = load(str(verifier), spec, name)
+    elif isinstance(verifier, PreTrainedModel):
+        found = Verifier(verifier, name=name)
+    else:
+        raise UserError(f"{name} should be a folder, a hub id or a model of transformers, not {verifier!r:.60}")
+    if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= spec.eos_id:
+        raise UserError(
+            f"{name} has a vocabulary of {found.vocab_size} tokens and the model one of {spec.vocab_size}:"
+            " use a causal LM with the model's tokenizer"
+        )
+    return found

@@ -1,0 +1,134 @@
+"""APD: a small autoregressive model says how much of a left-to-right draft is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides import Temperature
+from dllm_sampler.protocols import Carry, Guide, ModelSpec
+from dllm_sampler.readout import argmax
+from dllm_sampler.schedulers.leftright import Leftmost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dllm_sampler.models.autoregressive import Verifier
+
+
+@dataclass(frozen=True)
+class _Known(Guide):
+    """Only tokens below `size` may be chosen."""
+
+    size: int
+
+    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+        beyond = torch.arange(logits.shape[-1], device=logits.device) >= self.size
+        return logits.masked_fill(beyond, -torch.inf)
+
+
+@dataclass(frozen=True)
+class ParallelDecoding(Leftmost):
+    """Commit the longest run of the left-to-right draft that a mixture with a small autoregressive model draws too.
+
+    Source: APD (adaptive parallel decoding), arXiv 2506.00413. The forward drafts every mask in sight by itself; one
+    pass of the verifier over the draft gives each position's distribution after the drafted tokens before it. The
+    target at a position is drawn from the product `p_model^R p_verifier^(1-R)` by the same guides (temperature, top-p)
+    and the same noise as the draft. The first draft always counts, then those that equal their targets, up to the
+    first that does not: nothing is corrected, it is drafted again with more context. So at least one of the model's
+    own tokens is committed per forward, and the text is neither model's exactly. Published with `blocks=full`, the
+    recompute window W is `cache=trailing`. The verifier makes one pass per forward, which is no part of NFE.
+
+    Args:
+        max_lookahead: M, columns from the first mask on that the model sees, drafts included; a smaller one shows it a
+            shorter answer. None: all.
+        compat: as published, the target is the mixture's best token whatever the temperature, which in turn is applied
+            to the draft's noise once more, and an end token anywhere, in the prompt too, ends the row with what is left
+            still masked.
+        verifier: a causal LM of transformers with the model's tokenizer: a folder, a hub id or a live model.
+        mixture_weight: R, the model's own share; 1 takes every draft, 0 only what the verifier draws.
+    """
+
+    max_lookahead: int | None = 100
+    verifier: Any = None
+    mixture_weight: float = 0.7
+    judge: Verifier | None = field(init=False, default=None, repr=False, compare=False)
+    model: ModelSpec | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = self.mixture_weight
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise UserError(f"scheduler.mixture_weight must be a number between 0 and 1, not {share!r}")
+
+    def bind(self, spec: ModelSpec) -> Self:
+        """Load the verifier.
+
+        Raises:
+            UserError: none given, nothing to load, or another vocabulary than the model's.
+        """
+        from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
+
+        bound = super().bind(spec)
+        object.__setattr__(bound, "judge", autoregressive.fit(self.verifier, spec))
+        object.__setattr__(bound, "model", spec)
+        return bound
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """See `Scheduler.check_tokenizer`."""
+        assert self.judge is not None
+        self.judge.check_tokenizer(tokenizer)
+
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        """Only tokens that the verifier knows; under `compat` the temperature once more."""
+        assert self.judge is not None and self.model is not None
+        known = (_Known(self.judge.vocab_size),) if self.judge.vocab_size < self.model.vocab_size else ()
+        again = [Temperature(guide.value) for guide in given if self.compat and isinstance(guide, Temperature)]
+        return (*known, *given, *again)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Logits before the guides, and the draw that chose the draft."""
+        return frozenset({"raw", "draw"})
+
+    def init(self, canvas: Canvas) -> Carry:
+        """What the verifier has read: nothing."""
+        assert self.judge is not None
+        return self.judge.begin(canvas)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert readout.raw is not None and readout.draw is not None
+        at, ids = query.positions, readout.token[:, 0]
+        first, width = canvas.frontier(), max(1, min(canvas.sizes.masks, self.horizon or canvas.length))
+        place = at - first[:, None]  # [B, Q]
+        draft = self.draft(canvas, query) & (place < width)
+        text = canvas.ids.scatter(1, at, torch.where(draft, ids, canvas.ids.gather(1, at)))
+        expected = carry.logits(canvas, text, first, width)  # [B, S, V]
+        expected = expected.gather(1, place.clamp(0, width - 1)[..., None].expand(-1, -1, expected.shape[-1]))
+        mixed = mixture(readout.raw[:, 0], expected, self.mixture_weight)[:, None]  # [B, 1, Q, V]
+        target = argmax(mixed) if self.compat else readout.draw(mixed)
+        agrees = ids == target[:, 0]
+        leads = draft & (draft.cumsum(1) == 1)
+        commit = draft & ((draft & ~(agrees | leads)).cumsum(1) == 0)
+        return replace(self.edit(canvas, ids, commit), forced=leads & ~agrees), carry
+
+
+def mixture(own: Tensor, other: Tensor, weight: float) -> Tensor:
+    """Logits `[..., V]` of the product of two distributions, the first to the power `weight`, the second to the rest.
+
+    Args:
+        own: `[..., V]` logits; whatever is impossible here, or unknown to the other, stays so.
+        other: `[..., V']` logits of the tokens that both know, more, or fewer.
+    """
+    precise = torch.promote_types(own.dtype, torch.float32)
+    other = pad(other.to(precise), (0, own.shape[-1] - other.shape[-1]), value=-torch.inf)
+    mixed = weight * own.to(precise) + (1 - weight) * other
+    impossible = (own == -torch.inf) | (other == -torch.inf)  # 0 times infinity is no number
+    return mixed.masked_fill(impossible, -torch.inf).to(own.dtype)

@@ -1,0 +1,89 @@
+"""Left to right: so many tokens per step, or as many as another rule accepts."""
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.schedulers.checks import check_count
+
+
+@dataclass(frozen=True)
+class Leftmost(Scheduler):
+    """What rules share that commit a run of the block's leftmost masks; `tell` is left to the subclass.
+
+    Args:
+        max_lookahead: columns from the first mask on that the model gets to see, and at most commits; None: all.
+        compat: as published, an end token anywhere ends the row, one in the prompt too, and what is left stays masked.
+    """
+
+    max_lookahead: int | None = None
+    compat: bool = False
+    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.max_lookahead is not None:
+            check_count("max_lookahead", self.max_lookahead)
+
+    def bind(self, spec: ModelSpec) -> Self:
+        """Take the end token."""
+        bound = replace(self)
+        object.__setattr__(bound, "eos_id", spec.eos_id)
+        return bound
+
+    @property
+    def horizon(self) -> int | None:
+        """See `Scheduler.horizon`."""
+        return self.max_lookahead
+
+    @property
+    def exact(self) -> bool:
+        """A mask that is passed over would break the order."""
+        return True
+
+    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+        """The masks up to the horizon, beyond which nothing is seen."""
+        limit, masks = canvas.ahead(self.horizon), canvas.masked & canvas.in_block()
+        if limit is not None:
+            masks = masks & (canvas.columns() < limit[:, None])
+            width = min(width, self.horizon or width)
+        return replace(Query.at(canvas, select.columns(masks, width)), limit=limit)
+
+    def draft(self, canvas: Canvas, query: Query) -> Tensor:
+        """`[B, Q] bool` the positions asked about that this step may commit."""
+        eligible = canvas.eligible(query.positions)
+        return eligible if query.limit is None else eligible & (query.positions < query.limit[:, None])
+
+    def edit(self, canvas: Canvas, ids: Tensor, commit: Tensor) -> Edit:
+        """Commit `ids [B, Q]`; under `compat` finish rows that hold an end token anywhere."""
+        if not self.compat:
+            return Edit(ids, commit)
+        before = (canvas.ids == self.eos_id) & canvas.seen() & ~canvas.masked
+        return Edit(ids, commit, finish=before.any(1) | (commit & (ids == self.eos_id)).any(1))
+
+
+@dataclass(frozen=True)
+class LeftToRight(Leftmost):
+    """Commit the leftmost masks of the block, `tokens_per_step` in each forward.
+
+    Source: the baseline of APD (adaptive parallel decoding), arXiv 2506.00413.
+
+    Args:
+        max_lookahead, compat: see `Leftmost`.
+        tokens_per_step: masks per forward.
+    """
+
+    tokens_per_step: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("tokens_per_step", self.tokens_per_step)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        draft = self.draft(canvas, query)
+        commit = draft & (draft.cumsum(1) <= self.tokens_per_step)
+        return self.edit(canvas, readout.token[:, 0], commit), carry

@@ -1,0 +1,80 @@
+"""APD's published loop for Dream: its own rule, and the left-to-right baseline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import PreTrainedModel
+
+from dllm_sampler.blocks import FullBlock
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.trailing import TrailingCache
+from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
+from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.models import autoregressive
+from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.apd import ParallelDecoding
+from dllm_sampler.schedulers.leftright import LeftToRight
+
+
+class Arguments(BaseModel):
+    """What the loop takes, with its defaults."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    max_new_tokens: Size
+    alg: str
+    apd_mixture_weight: float | None = None
+    kv_window: int | None = Field(None, ge=0)
+    max_lookahead: Size | None = None
+    tokens_per_step: Size = 1
+    temperature: float | None = 0.0
+    mask_token_id: int | None = None
+    eos_token_id: int | None = None
+
+
+def apd(line: Line, checkpoints: Checkpoints) -> Setup:
+    """Both algorithms. Published code ends a row at an end token anywhere, even in the prompt."""
+    args = line.arguments(Arguments)
+    denoiser = Measured(checkpoints.load(line.model))
+    for name, own in (("mask_token_id", denoiser.spec.mask_id), ("eos_token_id", denoiser.spec.eos_id)):
+        if getattr(args, name) not in (None, own):
+            raise Unsupported(f"{name} {getattr(args, name)} is not the checkpoint's")
+    if args.temperature:
+        raise Unsupported("no order of draws is known for this loop")
+    if args.kv_window == 0:
+        raise Unsupported("with kv_window 0 the published loop reads a row it did not compute")
+    read: list[int] = []
+    if args.alg == "apd":
+        name = (line.model_extra or {}).get("verifier")
+        if args.apd_mixture_weight is None or not isinstance(name, str):
+            raise Unsupported("alg apd without a mixture weight or a verifier")
+        model = _watched(str(checkpoints.folder / name), denoiser.spec, read)
+        scheduler = ParallelDecoding(args.max_lookahead, True, model, args.apd_mixture_weight)
+    elif args.alg == "leftright" and args.apd_mixture_weight is None:
+        scheduler = LeftToRight(args.max_lookahead, True, args.tokens_per_step)
+    else:
+        raise Unsupported(f"alg {args.alg} is none of APD's")
+    sampler = Sampler(
+        denoiser,
+        scheduler=scheduler,
+        blocks=FullBlock(),
+        stop="none",
+        cache=NoCache() if args.kv_window is None else TrailingCache(args.kv_window),
+        compat=True,
+    )
+    return Setup(sampler, args.max_new_tokens, measured=denoiser, counted={"verifier_query_lengths": read})
+
+
+def _watched(path: str, spec: ModelSpec, read: list[int]) -> PreTrainedModel:
+    """The causal LM in a folder, which takes down how many tokens each of its passes reads."""
+    model = autoregressive.load(path, spec).model
+
+    def note(module: Any, args: Any, given: dict[str, Any]) -> None:
+        # The first published pass reads the draft's last token as well, later ones that instead of the one before it.
+        read.append(given["input_ids"].shape[1] + (not read))
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return model

@@ -1,0 +1,402 @@
+"""APD: its invariants, an example by hand, the verifier, its window, and left to right as its baseline."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutput
+
+from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError, readout
+from dllm_sampler.blocks import FixedBlocks, FullBlock
+from dllm_sampler.cache.trailing import TrailingCache
+from dllm_sampler.models import autoregressive
+from dllm_sampler.models.autoregressive import Reading
+from dllm_sampler.schedulers.apd import ParallelDecoding, mixture
+from dllm_sampler.schedulers.leftright import LeftToRight
+from tests import played, toys
+
+TOKENS = 17
+LOOK = {"max_lookahead": None, "verifier": toys.verifier()}
+
+
+def run(scheduler: Any, rows: Any = None, kind: str = "dream", seed: Any = None, **plugins: Any) -> Result:
+    sampler = toys.sampler(kind, **{"scheduler": scheduler, "blocks": FullBlock(), **plugins})
+    return sampler.generate(rows or toys.PROMPTS, max_new_tokens=TOKENS, seed=seed or toys.SEEDS)
+
+
+class Expects(PreTrainedModel):
+    """A causal LM whose logits are a function of the tokens and their positions."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, says: Callable[[Tensor, Tensor], Tensor], vocab: int = 8):
+        super().__init__(PreTrainedConfig())
+        self.says, self.embedding = says, torch.nn.Embedding(vocab, 1)
+
+    def get_input_embeddings(self) -> Any:
+        return self.embedding
+
+    def forward(self, input_ids: Any, position_ids: Any, past_key_values: Any, **given: Any) -> CausalLMOutput:
+        past_key_values.slots.append(())  # the prompt has been read
+        return CausalLMOutput(logits=self.says(input_ids, position_ids))
+
+
+def table(confidences: list[dict[int, float]], vocab: int = 8) -> Tensor:
+    """`[n, V]` log-probabilities, the rest of each row spread over the other words (the last one is the mask)."""
+    rows = torch.empty(len(confidences), vocab, dtype=torch.float64)
+    for row, given in zip(rows, confidences, strict=True):
+        row[:] = (1 - sum(given.values())) / (vocab - len(given))
+        for token, p in given.items():
+            row[token] = p
+    return rows.clamp(min=1e-9).log()
+
+
+def paired(model: Tensor, other: Tensor) -> tuple[played.Script, Expects]:
+    """Two models that say `[n, V]` of the n positions behind a prompt of one token, whatever stands elsewhere."""
+    whole = torch.cat([model[:1], model, model[:1]])
+    return (
+        played.Script(lambda canvas: whole.expand(canvas.ids.shape[0], -1, -1)),
+        Expects(lambda ids, position: other[position.clamp(max=len(other) - 1)]),  # row i speaks of i + 1
+    )
+
+
+# By hand
+
+
+def test_by_hand() -> None:
+    """The product of 0.6 / 0.4 with 0.2 / 0.8 prefers the second word at R = 0.5 and the first one at R = 0.8."""
+    model = table([{1: 0.9}, {2: 0.9}, {3: 0.6, 4: 0.4}, {5: 0.9}])
+    other = table([{2: 0.9}, {2: 0.5}, {3: 0.2, 4: 0.8}, {5: 0.9}])
+    denoiser, judge = paired(model, other)
+    for weight, steps in ((0.5, [[0, 1], [2, 3]]), (0.8, [[0, 1, 2, 3]]), (0.0, [[0, 1], [2, 3]])):
+        rule = ParallelDecoding(verifier=judge, mixture_weight=weight)
+        assert played.play(denoiser, rule, 4) == steps
+        result = Sampler(denoiser, scheduler=rule, blocks=FullBlock(), stop="none").generate([[0]], max_new_tokens=4)
+        assert result.tokens[0].tolist() == [1, 2, 3, 5]  # nothing is corrected
+    rule = ParallelDecoding(verifier=judge, mixture_weight=0.8, max_lookahead=3)
+    assert played.play(denoiser, rule, 4) == [[0, 1, 2], [3]]
+
+
+def test_the_verifier_reads_the_draft() -> None:
+    """It expects each word to follow the one before: 1 2 3 | 5 6 0 | 2."""
+    denoiser, _ = paired(table([{word: 0.9} for word in (1, 2, 3, 5, 6, 0, 2)]), torch.zeros(1, 8))
+    judge = Expects(lambda ids, position: torch.nn.functional.one_hot((ids + 1) % 7, 8).double() * 9)
+    rule = ParallelDecoding(verifier=judge, mixture_weight=0.0)
+    assert played.play(denoiser, rule, 7) == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_what_the_rule_did_not_vouch_for() -> None:
+    """The first token of a round is marked as forced where the target is another one."""
+    denoiser, judge = paired(table([{1: 0.9}, {2: 0.9}]), table([{3: 0.9}, {2: 0.9}]))
+    edits: list[Edit] = []
+
+    class Spy(ParallelDecoding):
+        def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
+            edit, carry = super().tell(canvas, query, readout, carry)
+            edits.append(edit)
+            return edit, carry
+
+    for weight, forced in ((0.0, True), (1.0, False)):
+        edits.clear()
+        assert played.play(denoiser, Spy(verifier=judge, mixture_weight=weight), 2) == [[0, 1]]
+        assert edits[0].forced is not None and edits[0].forced.tolist() == [[forced, False]]
+
+
+# The six invariants
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_full_trust_takes_the_whole_draft(temperature: float | None) -> None:
+    whole = run({"name": "apd", **LOOK, "mixture_weight": 1.0}, temperature=temperature)
+    assert whole.nfe.tolist() == [1] * len(toys.PROMPTS)
+    for horizon in (5, 6):
+        some = run({"name": "apd", **LOOK, "mixture_weight": 1.0, "max_lookahead": horizon}, temperature=temperature)
+        assert some.nfe.tolist() == [-(-TOKENS // horizon)] * len(toys.PROMPTS)
+        assert torch.equal(some.trace.generated, (torch.arange(TOKENS) // horizon).expand(len(toys.PROMPTS), -1))
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0, 3.0])
+@pytest.mark.parametrize("weight", [0.0, 0.3, 0.9])
+def test_a_verifier_of_the_same_mind_takes_everything(weight: float, temperature: float | None) -> None:
+    logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:, -1] = -30  # the mask
+    denoiser, judge = paired(logits, logits)
+    rule = ParallelDecoding(verifier=judge, mixture_weight=weight)
+    assert played.play(denoiser, rule, 12, temperature=temperature) == [list(range(12))]
+
+
+@pytest.mark.parametrize("cache", ["none", "trailing"])
+@pytest.mark.parametrize("weight", [0.0, 0.7, 0.95])
+def test_left_to_right_without_gaps(weight: float, cache: str) -> None:
+    result = run({"name": "apd", **LOOK, "mixture_weight": weight, "max_lookahead": 7}, cache=cache, temperature=0.7)
+    assert result.complete.all() and (result.nfe <= TOKENS).all()
+    for row in range(len(toys.PROMPTS)):
+        steps = result.trace.steps(row)
+        assert all(1 <= len(step) <= 7 for step in steps)
+        assert [position for step in steps for position in step] == list(range(TOKENS))
+
+
+def test_coupling() -> None:
+    """Two words: agreement rises with R to 1, is within the bound of 2 TV, and beats independent draws."""
+    size, generator = 4096, torch.Generator().manual_seed(0)
+    canvas = toys.canvas(torch.ones(1, size, dtype=torch.bool))
+    own = torch.full((1, 1, size, toys.VOCAB), -torch.inf, dtype=torch.float64)
+    own[..., 1:3] = torch.randn(1, 1, size, 2, generator=generator, dtype=torch.float64)
+    other = torch.full_like(own, -torch.inf)
+    other[..., 1:3] = torch.randn(1, 1, size, 2, generator=generator, dtype=torch.float64)
+    guides = Sampler(toys.denoiser(), temperature=1.0).plugins.guides
+    query, spec = Query.window(canvas, size), toys.denoiser().spec
+    seen = readout.read(own.clone(), own, canvas, query, spec, guides, frozenset({"raw", "draw"}), False)
+    assert seen.raw is not None and seen.draw is not None
+    assert torch.equal(seen.raw, own)
+    agree, before = [], torch.zeros(1, 1, size, dtype=torch.bool)
+    for weight in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0):
+        mixed = mixture(seen.raw, other, weight)
+        same = seen.draw(mixed) == seen.token
+        assert (same | ~before).all()  # whoever agreed goes on agreeing
+        p, q = own.softmax(-1), mixed.softmax(-1)
+        apart = (p - q).abs().sum(-1).mean() / 2
+        assert 1 - same.double().mean() <= 2 * apart + 0.01
+        agree.append(float(same.double().mean()))
+        if weight == 0.0:
+            assert agree[0] > float((p * q).sum(-1).mean()) + 0.1
+        before = same
+    assert agree == sorted(agree) and agree[-1] == 1.0 and agree[0] < 0.9
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.6])
+def test_every_token_is_the_models_own(weight: float) -> None:
+    spy = toys.Spy(toys.denoiser("dream"))
+    rule = ParallelDecoding(**LOOK, mixture_weight=weight)
+    result = Sampler(spy, scheduler=rule, blocks=FullBlock(), stop="none").generate([toys.PROMPTS[1]], max_new_tokens=9)
+    best = [logits[0, 0].argmax(-1) for logits in spy.logits]
+    at = [query.positions[0] - len(toys.PROMPTS[1]) for _, query, _ in spy.calls]
+    for step, committed in enumerate(result.trace.steps(0)):
+        for position in committed:
+            assert best[step][at[step] == position].tolist() == [int(result.tokens[0, position])]
+
+
+@pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(6)])
+def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a ragged batch whose rows advance at different speeds."""
+    original, compared, firsts = Reading.logits, [], []
+
+    def check(self: Reading, canvas: Any, ids: Tensor, first: Tensor, width: int) -> Tensor:
+        got = original(self, canvas, ids, first, width)
+        for row, begin in enumerate(canvas.begin.tolist()):
+            start, stop = int(first[row]), min(int(first[row]) + width, canvas.length)
+            if canvas.done[row]:
+                continue
+            text = ids[row : row + 1, begin:stop]
+            anew = self.verifier.model(input_ids=text).logits[0, start - begin - 1 : -1]
+            torch.testing.assert_close(got[row, : stop - start], anew, atol=1e-5, rtol=1e-5)
+            compared.append(len(anew))
+        firsts.append(first.tolist())
+        return got
+
+    monkeypatch.setattr(Reading, "logits", check)
+    run({"name": "apd", **LOOK, "mixture_weight": 0.5}, blocks=blocks)
+    assert len(compared) > 3 * len(toys.PROMPTS)
+    assert any(len(set(row)) > 1 for row in firsts)
+
+
+# Rows of a batch, the window, the horizon
+
+
+@pytest.mark.parametrize("kind", ["dream", "llada"])
+@pytest.mark.parametrize("cache", [TrailingCache(0), TrailingCache(3), "none", "prefix", "dkv"])
+@pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(7)])
+@pytest.mark.parametrize("compat", [False, True])
+def test_a_row_in_a_batch_is_the_row_alone(kind: str, cache: Any, blocks: Any, compat: bool) -> None:
+    rule = {"name": "apd", **LOOK, "mixture_weight": 0.9, "max_lookahead": 5, "compat": compat}
+    plugins: dict[str, Any] = {"kind": kind, "cache": cache, "blocks": blocks, "temperature": 0.6}
+    batch = run(rule, **plugins)
+    for row, prompt in enumerate(toys.PROMPTS):
+        alone = run(rule, [prompt], seed=[toys.SEEDS[row]], **plugins)
+        assert torch.equal(batch.tokens[row], alone.tokens[0])
+        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
+        assert batch.trace.rows[row] == alone.trace.rows[0]
+
+
+def computed(scheduler: Any, cache: Any, kind: str = "llada") -> list[list[int]]:
+    """Columns that each forward of a prompt of three and eight tokens computes."""
+    spy = toys.Spy(toys.denoiser(kind))
+    sampler = Sampler(spy, scheduler=scheduler, cache=cache, blocks=FullBlock(), stop="none")
+    sampler.generate(toys.PROMPTS[:1], max_new_tokens=8)
+    return [plan.positions[0].tolist() for _, _, plan in spy.calls]
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "lefts"),
+    [
+        *[("llada", 2, [2, 4, 6]), ("llada", 1, [3, 5, 7]), ("llada", 0, [4, 6, 8]), ("llada", 99, [0, 0, 0])],
+        *[("dream", 1, [3, 5, 7]), ("dream", 0, [4, 6, 8]), ("dream", 3, [1, 3, 5])],
+    ],
+)
+def test_the_window_lies_behind_the_mask_that_was_first(kind: str, window: int, lefts: list[int]) -> None:
+    columns = computed(LeftToRight(tokens_per_step=2), TrailingCache(window), kind)
+    assert columns == [list(range(left, 11)) for left in (0, *lefts)]
+
+
+def test_a_shift_needs_the_row_before_the_mask() -> None:
+    assert [step[0] for step in computed(LeftToRight(), TrailingCache(0), "dream")] == [0, *range(3, 10)]
+    assert [step[0] for step in computed(LeftToRight(), TrailingCache(0))] == [0, *range(4, 11)]
+
+
+def test_the_horizon_shortens_forwards() -> None:
+    rule = LeftToRight(max_lookahead=3, tokens_per_step=2)
+    ends = [5 + 3, 7 + 3, 9 + 2]
+    assert computed(rule, "none")[1:] == [list(range(end)) for end in ends]
+    assert computed(rule, TrailingCache(2))[1:] == [list(range(end - 6, end)) for end in ends[:-1]] + [
+        list(range(6, 11))
+    ]
+    result = run({"name": "leftright", "max_lookahead": 3})
+    assert not torch.equal(result.tokens, run("leftright").tokens)
+
+
+def test_a_wide_window_is_no_cache() -> None:
+    for rule in ({"name": "apd", **LOOK, "max_lookahead": 6}, {"name": "threshold", "threshold": 0.6}, "rcr"):
+        one, two = run(rule, cache=TrailingCache(99)), run(rule)
+        assert torch.equal(one.trace.ids, two.trace.ids) and torch.equal(one.trace.rows, two.trace.rows)
+
+
+def test_left_to_right_by_hand() -> None:
+    model = played.constant([0.2, 0.9, 0.4, 0.8, 0.3])
+    assert played.play(model, LeftToRight(tokens_per_step=2), 5) == [[0, 1], [2, 3], [4]]
+    assert played.play(model, LeftToRight(tokens_per_step=9, max_lookahead=3), 5) == [[0, 1, 2], [3, 4]]
+    assert played.play(model, LeftToRight(tokens_per_step=2), 5, FixedBlocks(3)) == [[0, 1], [2], [3, 4]]
+
+
+# The published quirks
+
+
+def test_compat_judges_by_the_best_token() -> None:
+    """At a temperature the draft is random and the published target is not."""
+    denoiser, judge = paired(*[table([{1: 0.3, 6: 0.0}] * 40)] * 2)  # 6 ends a text
+    nfe = {}
+    for compat in (False, True):
+        rule = ParallelDecoding(verifier=judge, mixture_weight=0.5, compat=compat)
+        nfe[compat] = len(played.play(denoiser, rule, 40, temperature=1.0))
+    assert nfe[False] == 1 and nfe[True] > 10
+
+
+def test_compat_tempers_twice() -> None:
+    sampler = toys.sampler(scheduler=ParallelDecoding(**LOOK, compat=True), temperature=0.5, top_p=0.9)
+    names = [type(guide).__name__ for guide in sampler.plugins.guides]
+    assert names == ["Temperature", "TopP", "Temperature"]
+    # argmax(z / T + T G) is argmax(z / T^2 + G)
+    twice = run({"name": "apd", **LOOK, "mixture_weight": 1.0, "compat": True}, temperature=0.5, stop="none")
+    drafts = run({"name": "apd", **LOOK, "mixture_weight": 1.0}, temperature=0.25, stop="none")
+    first = twice.trace.generated == 0
+    assert first.any() and torch.equal(twice.tokens[first], drafts.tokens[first])
+
+
+@pytest.mark.parametrize("rule", [ParallelDecoding(compat=True, verifier=toys.verifier()), LeftToRight(compat=True)])
+def test_compat_ends_at_an_end_token_anywhere(rule: Any) -> None:
+    sampler = toys.sampler("dream", scheduler=rule, blocks=FullBlock())
+    *_, last = sampler.stream([[toys.EOS, 3, 5], [4, 4, 2]], max_new_tokens=TOKENS)
+    assert last.nfe[0] == 1 and last.masked[0].any()
+    clean = replace(rule, compat=False)
+    assert run(clean, [[toys.EOS, 3, 5]], seed=[0]).complete.all()
+
+
+# The verifier
+
+
+def test_only_words_that_the_verifier_knows() -> None:
+    """Its vocabulary is cut shorter; the toy likes some of the tokens that it lacks."""
+    rule = {"name": "apd", "max_lookahead": None, "mixture_weight": 1.0}
+    small, whole = (run({**rule, "verifier": toys.verifier(vocab=size)}, temperature=2.0) for size in (35, 40))
+    assert (whole.tokens >= 35).any() and not (small.tokens >= 35).any()
+    large = run({**rule, "verifier": toys.verifier(vocab=64), "mixture_weight": 0.5}, temperature=2.0)
+    assert (large.tokens < toys.MASK).all()
+
+
+def test_mixture_keeps_what_is_impossible() -> None:
+    own, other = torch.tensor([1.0, -torch.inf, 0.0, 5.0]), torch.tensor([0.0, 9.0, 2.0])
+    for weight, wanted in ((0.0, [0, 2.0]), (1.0, [1.0, 0]), (0.25, [0.25, 1.5])):
+        assert mixture(own, other, weight).tolist() == [wanted[0], -torch.inf, wanted[1], -torch.inf]
+    assert mixture(own.bfloat16(), other, 1.0).dtype == torch.bfloat16
+
+
+def test_from_a_folder(tmp_path: Path) -> None:
+    toys.verifier().save_pretrained(tmp_path)
+    rule = {"name": "apd", "mixture_weight": 0.9, "max_lookahead": 8}
+    loaded = run({**rule, "verifier": str(tmp_path)}, stop="none")
+    assert torch.equal(loaded.trace.ids, run({**rule, "verifier": toys.verifier()}, stop="none").trace.ids)
+    judge = autoregressive.load(str(tmp_path), toys.denoiser().spec)
+    assert judge.model.dtype == torch.float64
+
+
+def words(order: list[str], folder: Path | None = None) -> PreTrainedTokenizerFast:
+    fast = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({w: i for i, w in enumerate(order)}, "a")))
+    fast.add_special_tokens({"mask_token": "<mask>"} if folder is None else {"eos_token": "<end>"})
+    if folder is not None:
+        fast.save_pretrained(folder)
+    return fast
+
+
+def test_tokenizers_are_compared(tmp_path: Path) -> None:
+    toys.verifier().save_pretrained(tmp_path)
+    scheduler = {"name": "apd", "verifier": str(tmp_path)}
+    with pytest.raises(UserError, match=r"has no tokenizer files, and its tokens must be the model's"):
+        Sampler(toys.denoiser(), scheduler=scheduler, tokenizer=words(["a", "b", "c"]))
+    words(["a", "b", "c"], tmp_path)
+    Sampler(toys.denoiser(), scheduler=scheduler, tokenizer=words(["a", "b", "c"]))  # added tokens may differ
+    with pytest.raises(UserError, match=r"another tokenizer than the model, token 1 is 'b' in it: use a causal LM"):
+        Sampler(toys.denoiser(), scheduler=scheduler, tokenizer=words(["a", "c", "b"]))
+
+
+def refusals() -> Iterator[tuple[dict[str, Any], str]]:
+    judge = toys.verifier()
+    yield {}, r"scheduler.verifier is missing: name a causal LM"
+    yield {"verifier": 3}, r"should be a folder, a hub id or a model of transformers, not 3"
+    yield {"verifier": "/no/such/folder"}, r"there is no checkpoint folder '/no/such/folder'"
+    yield {"verifier": judge, "mixture_weight": 1.5}, r"mixture_weight must be a number between 0 and 1, not 1.5"
+    yield {"verifier": judge, "max_lookahead": 0}, r"max_lookahead must be a whole number from 1 on, not 0"
+    yield {"verifier": toys.verifier(vocab=600)}, r"a vocabulary of 600 tokens and the model one of 40: use a causal LM"
+    yield {"verifier": toys.verifier(vocab=20)}, r"a vocabulary of 20 tokens"
+
+
+@pytest.mark.parametrize(("given", "sentence"), list(refusals()), ids=lambda given: str(given)[:40])
+def test_refusals(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        toys.sampler(scheduler={"name": "apd", **given})
+
+
+def test_refusals_of_company() -> None:
+    rule = ParallelDecoding(verifier=toys.verifier())
+    for cache in ("dual", "dllm", "vicinity", "sparse"):
+        with pytest.raises(UserError, match=r"hides what lies beyond its max_lookahead.*: use cache=trailing"):
+            toys.sampler(scheduler=rule, cache=cache)
+    with pytest.raises(UserError, match="chooses which masks to predict: use"):
+        toys.sampler(scheduler=rule, cache="elastic")
+    assert run(replace(rule, max_lookahead=None), cache="dual", blocks=FixedBlocks(6)).complete.all()
+    with pytest.raises(UserError, match=r"cache.window must be a whole number from 0 on, not -1"):
+        TrailingCache(-1)
+    with pytest.raises(UserError, match=r"scheduler.tokens_per_step must be a whole number from 1 on, not 0"):
+        LeftToRight(tokens_per_step=0)
+
+
+def test_a_verifier_must_see_the_whole_text() -> None:
+    with pytest.raises(UserError, match=r"reads 62 tokens at most, and prompt and answer take 63"):
+        toys.sampler(scheduler=ParallelDecoding(verifier=short(62))).generate([[1, 2, 3]], max_new_tokens=60)
+    sliding = ParallelDecoding(verifier=short(256, window=8))
+    toys.sampler(scheduler=sliding).generate([[1, 2]], max_new_tokens=6)
+    with pytest.raises(UserError, match=r"must see all 9 tokens of prompt and answer in every layer"):
+        toys.sampler(scheduler=sliding).generate([[1, 2, 3]], max_new_tokens=6)
+
+
+def short(positions: int, window: int | None = None) -> MistralForCausalLM:
+    config = MistralConfig(
+        vocab_size=toys.VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=positions, sliding_window=window,
+    )  # fmt: skip
+    return MistralForCausalLM(config)
