@@ -8,6 +8,7 @@ from dllm_sampler.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
     from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+    from dllm_sampler.deer import Speculation, SpeculativeSampler
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
     from dllm_sampler.noise import CounterNoise, ReplayNoise
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "canvas": ("Canvas", "Edit", "Query", "Readout"),
+    "deer": ("Speculation", "SpeculativeSampler"),
     "noise": ("CounterNoise", "ReplayNoise"),
     "protocols": ("Blocks", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop"),
     "result": ("Commits", "Result"),
@@ -43,6 +45,8 @@ __all__ = [
     "Result",
     "Sampler",
     "Scheduler",
+    "Speculation",
+    "SpeculativeSampler",
     "Stop",
     "Trace",
     "Transformer",

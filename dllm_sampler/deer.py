@@ -34,7 +34,7 @@ class Speculation:
     lengths: Tensor  # [B] tokens up to and with the first end token
     texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
     accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
-    step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, -1: none
+    step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, from 0; -1: none
     drafter_nfe: Tensor  # [B] int64 forwards of the drafter
     complete: Tensor  # [B] bool: False where a round was not finite and ended the batch before its time
 
@@ -210,7 +210,7 @@ class SpeculativeSampler:
         count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end token
         write = (place < count[:, None]) & ~text.done[:, None]
         run.accepted.append(torch.where(text.done, -1, torch.minimum(taken, count)).cpu())
-        run.step_map = run.step_map.scatter(1, at, torch.where(write, run.round, run.step_map.gather(1, at)))
+        run.step_map = run.step_map.scatter(1, at, torch.where(write, run.round - 1, run.step_map.gather(1, at)))
         text = text.apply(at, Edit(emitted, write))
         start = torch.where(text.done, text.start, text.start + count)
         done = text.done | ends.any(1) | (start >= text.end)

@@ -20,7 +20,7 @@ class Leftmost(Scheduler):
         compat: as published, an end token anywhere ends the row, one in the prompt too, and what is left stays masked.
     """
 
-    max_lookahead: int | None = None
+    max_lookahead: int | None
     compat: bool = False
     eos_id: int = field(init=False, default=-1, repr=False, compare=False)
 
@@ -76,6 +76,7 @@ class LeftToRight(Leftmost):
         tokens_per_step: masks per forward.
     """
 
+    max_lookahead: int | None = None
     tokens_per_step: int = 1
 
     def __post_init__(self) -> None:

@@ -19,7 +19,14 @@ from dllm_sampler.training.export import export
 from dllm_sampler.training.tokenizer import build_tokenizer
 from tests import toys
 
-SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+}
 
 
 @pytest.fixture(scope="module")
