@@ -175,7 +175,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
     seeds = [setup.seed + i for i in range(len(rows))]
     canvas = layout.canvas(rows, setup.max_new_tokens, seeds, spec, chosen.blocks, sampler.noise, cuts=chosen.stop.cuts)
     state = engine.begin(canvas)
-    sums = dict.fromkeys(SUMS, 0) | {"seconds": 0.0, "seconds_without": 0.0}
+    sums: dict[str, Any] = dict.fromkeys(SUMS, 0)
     held = 0
     for step in range(1, (setup.max_steps or chosen.scheduler.bound(setup.max_new_tokens)) + 1):
         before, repeats = state.canvas, (step - 1) % setup.every == 0 and plugins["cache"] != "none"

@@ -1,4 +1,4 @@
-"""Every cache on `mini` and on a model of 157 million random weights: writes the tables of docs/caches.md.
+"""Every cache on `mini` and on a model of 157 million random weights: writes the tables and the picture of docs/caches.md.
 
 `python -m dllm_sampler.eval.cache_table [--smoke] [--check]`
 """
@@ -16,7 +16,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
+from dllm_sampler.eval import cache_plot, markdown, scheduler_plot
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.cache_runs import APART, RANDOM_WORDS, CacheSetup, Row, caches, run, store
 from dllm_sampler.eval.scheduler_table import here
@@ -103,10 +103,11 @@ def _about(setup: CacheSetup) -> str:
         length = setup.prompt_length + setup.max_new_tokens
         return (
             f"**{setup.model}, {length} tokens.** Random weights, float32: times are real, answers mean nothing. Its"
-            " attention is nearly even, so a changed token hardly moves other predictions, and the agreement says little"
-            f" of a trained model. A prompt of {setup.prompt_length} random words, a {common}; `{scheduler}` (`{foreseen}` for `dkv_greedy`), as many tokens per step as a trained"
-            f" model may commit, and the first {setup.max_steps} steps of it, with"
-            f" {_openings(setup)} blocks opened. One step in {setup.every} is repeated without a cache."
+            " attention is nearly even, so a changed token hardly moves other predictions: agreement here says little"
+            f" of a trained model. A prompt of {setup.prompt_length} random words, a {common}; `{scheduler}`"
+            f" (`{foreseen}` for `dkv_greedy`), as many tokens per step as a trained model may commit, and the first"
+            f" {setup.max_steps} steps of it, which open {_openings(setup)} blocks. One step in {setup.every} is"
+            " repeated without a cache."
         )
     return (
         f"**{setup.model}.** {setup.prompts} held-out prompts for each of {len(setup.tasks)} tasks, a {common};"
@@ -132,6 +133,8 @@ def stale(docs: Path) -> list[str]:
         found += [f"{docs} has no row for {name}" for name in sorted(want - have)]
         found += [f"{docs} has a row for {name}, which is no cache" for name in sorted(have - want)]
     found += [f"{docs} does not mention cache={name}" for name in config.names("cache") if f"`{name}`" not in text]
+    if not docs.with_suffix(".png").exists():
+        found.append(f"there is no picture {docs.with_suffix('.png')}")
     return found
 
 
@@ -174,7 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
         prog=COMMAND,
-        description="Run every cache on mini and on random weights and write the tables of docs/caches.md.",
+        description="Run every cache on mini and on random weights and write the tables and the picture of docs/caches.md.",
         epilog="A cut run resumes from the results in --output. Exit status: 0; 1: --check found the document stale;"
         " 2: a mistake in the arguments",
     )
@@ -208,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write(docs: Path, output: Path, chosen: Sequence[CacheSetup]) -> str:
     """Measure what is not stored yet, then replace the document's section; returns the section."""
     markdown.read(docs, SECTION)  # a mistake shows before the work
+    scheduler_plot.available()
     torch.set_num_threads(chosen[0].threads)
     results = []
     for setup in chosen:
@@ -218,6 +222,9 @@ def write(docs: Path, output: Path, chosen: Sequence[CacheSetup]) -> str:
         found = store(output / "results.jsonl", setup)
         results.append((setup, run(base, setup, found, Console(stderr=True))))
     section = content(results)
+    picture, (first, rows), (last, judged) = docs.with_suffix(".png"), results[0], results[-1]
+    markdown.write(picture, cache_plot.draw(rows, judged, first.model, last.model))
+    section = f"![Agreement against time per step]({picture.name})\n\n{section}"
     markdown.write(docs, markdown.fill(markdown.read(docs, SECTION), SECTION, section))
     return section
 

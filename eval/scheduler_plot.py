@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
 from math import cos, pi, sin
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.scheduler_runs import ORACLE, Row, front
@@ -49,9 +49,9 @@ def draw(rows: Sequence[Row]) -> bytes:
         axes.set_title("the frame near the oracle, enlarged", fontsize=10)
         wide.indicate_inset(bounds=axes.viewLim.bounds, edgecolor=PLAIN, alpha=0.5)
     figure.canvas.draw()  # labels are placed by what their text measures
-    _label(wide, [row for row in rows if row not in near], best, rows)
+    label(wide, [row for row in rows if row not in near], best, rows)
     for axes in close:
-        _label(axes, near, best, near)
+        label(axes, near, best, near)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
@@ -84,7 +84,21 @@ def _points(axes: Axes, rows: Sequence[Row], best: set[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _label(axes: Axes, rows: Sequence[Row], best: set[str], shown: Sequence[Row]) -> None:
+class Labelled(Protocol):
+    """What a picture shows as a point with a name."""
+
+    @property
+    def method(self) -> str:
+        """The name."""
+        ...
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """Where it lies."""
+        ...
+
+
+def label(axes: Axes, rows: Sequence[Labelled], best: set[str], shown: Sequence[Labelled]) -> None:
     """Put the label of each row at the nearest free place around its point, off all points that are `shown`."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
@@ -97,7 +111,7 @@ def _label(axes: Axes, rows: Sequence[Row], best: set[str], shown: Sequence[Row]
         taken.append(legend.get_window_extent())
     for row, (x, y) in sorted(zip(rows, points, strict=True), key=lambda pair: (-pair[0].point[1], pair[0].point[0])):
         color = BOUND if row.method == ORACLE else BEST if row.method in best else PLAIN
-        label = axes.annotate(
+        text = axes.annotate(
             row.method,
             row.point,
             xytext=(0, 0),
@@ -106,11 +120,11 @@ def _label(axes: Axes, rows: Sequence[Row], best: set[str], shown: Sequence[Row]
             color=color,
             arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
         )
-        label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-        size = label.get_window_extent()
+        text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+        size = text.get_window_extent()
         box = _place(x, y, size.width + 4, size.height + 2, axes.get_window_extent(), taken)
         taken.append(box)
-        label.set_position((box.x0 + 2 - x, box.y0 + 2 - y))
+        text.set_position((box.x0 + 2 - x, box.y0 + 2 - y))
 
 
 def _place(x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox]) -> Bbox:

@@ -16,7 +16,7 @@ from dllm_sampler import config
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
 from dllm_sampler.eval.oracle import decode
-from dllm_sampler.eval.store import Store
+from dllm_sampler.eval.store import Plugins, Store
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
@@ -27,7 +27,6 @@ ONE_PER_STEP = ("fixed", "origin", "budgeted", "pc", "certainty", "rcr", "remdm"
 NEEDS = {"learn2pd": "needs a filter"}  # methods that may lack what no default can give
 SCHEMA = 1
 
-Plugins = dict[str, Any]
 Answer = Callable[[list[str]], tuple[Result, float | None]]  # prompts -> answers, and the seconds they took
 
 

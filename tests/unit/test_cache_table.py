@@ -53,6 +53,7 @@ def test_every_cache_has_a_row(folder: Path) -> None:
     # Sparse-dLLM keeps half of the dual cache's keys, dLLM-Cache two more buffers of the same width.
     held = {name: float(row["bytes per token"]) for name, row in found.items()}
     assert held["sparse"] < 0.6 * held["dual"] < held["dual"] < held["dllm"] / 1.9
+    assert (folder / "caches.png").read_bytes().startswith(b"\x89PNG")
     text = (folder / "caches.md").read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
 
@@ -93,6 +94,7 @@ def test_the_document_is_up_to_date(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no row for dual" in said
     assert "a row for spar, which is no cache" in said
     assert "does not mention cache=sparse" in said
+    assert "no picture" in said
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
