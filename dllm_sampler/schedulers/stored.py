@@ -60,6 +60,7 @@ class StorePass(Around):
         assert canvas.grid is not None
         prefilled = canvas.origin - canvas.begin >= canvas.grid
         late = prefilled & (canvas.start == canvas.origin)
+        over = over | (canvas.age == 0)  # one that opens full was filled from before it
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))
         return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle

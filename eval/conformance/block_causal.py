@@ -128,7 +128,7 @@ def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
         noise=_noise(line),
         compat=True,
     )
-    return Setup(sampler, _to_block_end(line, args.gen_length, args.block_length), only_commits=True)
+    return Setup(sampler, to_block_end(line, args.gen_length, args.block_length), only_commits=True)
 
 
 def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -147,7 +147,7 @@ def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
         stop=EarlyStop() if args.eos_early_stop else "block",
         compat=True,
     )
-    return Setup(sampler, _to_block_end(line, args.gen_length, args.block_length), cut=args.gen_length)
+    return Setup(sampler, to_block_end(line, args.gen_length, args.block_length), cut=args.gen_length)
 
 
 def _noise(line: Line) -> Noise:
@@ -158,7 +158,7 @@ def _noise(line: Line) -> Noise:
     raise Unsupported("a random run without rng cannot be repeated")
 
 
-def _to_block_end(line: Line, gen_length: int, block: int) -> int:
+def to_block_end(line: Line, gen_length: int, block: int) -> int:
     """New tokens up to the end of the last block; blocks are counted from the prompt's first token."""
     if line.batched:
         raise Unsupported("the published loop takes one prompt at a time")

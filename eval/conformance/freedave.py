@@ -1,4 +1,4 @@
-"""FreeDave's static and drafting loops, for LLaDA and for Dream."""
+"""FreeDave's static and drafting loops, for LLaDA, for Dream and for SDAR."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
 from dllm_sampler.protocols import Carry, Scheduler, block_over
@@ -20,6 +24,7 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.verifier import Layout
 from dllm_sampler.stops import BlockStop, NoStop
@@ -57,8 +62,9 @@ class AllEnd(BlockStop):
 
 @dataclass
 class Events:
-    """Dream's record: commits are numbered, not forwards, and a forced first position shares the next number."""
+    """A record in which commits are numbered, not forwards; Dream's forced first position shares the next number."""
 
+    forced: bool = True
     number: int = 0
     numbers: dict[int, int] = field(default_factory=dict)
 
@@ -66,7 +72,7 @@ class Events:
         """Positions (inside the generation) that were committed together; `first` is the block's first one."""
         chosen = positions.tolist()
         self.numbers |= dict.fromkeys(chosen, self.number)
-        self.number += any(position != first for position in chosen)
+        self.number += any(position != first or not self.forced for position in chosen)
 
     def steps(self) -> Steps:
         """Positions of each number."""
@@ -95,6 +101,7 @@ class PublishedEager(ForcedFirst):
     The window is the block and the next ones, which all fill before the block is left, near blocks first. Once the
     block is full each round takes one step more than it verified, and drafts from the predictions of the last round
     before that. Dream's forced commit also overwrites a block's first position that an earlier window filled.
+    Block-causal loops differ: they leave a block as soon as it is full, and a draft must equal what the step makes.
     """
 
     draft: int
@@ -102,6 +109,7 @@ class PublishedEager(ForcedFirst):
     threshold: float | None
     mask_id: int
     forced: bool
+    causal: bool = False
     events: Events = field(default_factory=Events)
 
     def init(self, canvas: Canvas) -> Carry:
@@ -110,8 +118,8 @@ class PublishedEager(ForcedFirst):
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The window, under each draft."""
-        start = int(canvas.start[0])
-        size = min((1 + -(-self.draft // self.block)) * self.block, canvas.length - start)
+        start, stop = int(canvas.start[0]), int(canvas.stop[0])
+        size = min(stop + -(-self.draft // self.block) * self.block, canvas.length) - start
         query = Query.at(canvas, torch.arange(start, start + size)[None], exact=True)
         if int(canvas.age[0]) == 0:
             return query
@@ -125,8 +133,10 @@ class PublishedEager(ForcedFirst):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Follow the published acceptance."""
-        start, now = int(canvas.start[0]), canvas.ids[0].gather(0, query.positions[0])
-        first, last = start - canvas.origin, start + self.block >= canvas.length
+        if int(query.positions[0, 0]) == canvas.length:  # a forward that only stores
+            return Edit(query.ids[:, 0], torch.zeros_like(query.positions, dtype=torch.bool)), carry
+        start, stop, now = int(canvas.start[0]), int(canvas.stop[0]), canvas.ids[0].gather(0, query.positions[0])
+        first, last, block = start - canvas.origin, stop >= canvas.length, stop - start
         drafts, tokens, sure = query.ids[0], readout.token[0], readout.confidence[0].float()
         best, (token, certainty, stale) = 0, carry
         if int(canvas.age[0]) == 0:
@@ -139,9 +149,9 @@ class PublishedEager(ForcedFirst):
             while inside := [j for j in range(best + 1, len(drafts)) if self._within(drafts[j], targets[best])]:
                 best = max(inside)
             after = drafts[best]
-            full = bool((after[: self.block] != self.mask_id).all())
+            full = bool((after[:block] != self.mask_id).all())
             after = targets[best] if full else after
-        full = bool((after[: self.block] != self.mask_id).all())
+        full = bool((after[:block] != self.mask_id).all())
         opens = int(canvas.age[0]) == 0
         if opens or not full:
             token = token.scatter(0, query.positions[0], tokens[best])
@@ -151,7 +161,8 @@ class PublishedEager(ForcedFirst):
         if last and int((after == self.mask_id).sum()) == 1:
             before, after = after, self._advance(after, token[start:], certainty[start:], self.threshold)
             self._note(before, after, first)
-        over = torch.tensor([full if opens else bool((after != self.mask_id).all())])
+        left = after[:block] if opens or self.causal else after
+        over = torch.tensor([bool((left != self.mask_id).all())])
         wrote = after != now
         if opens and self.forced:
             wrote[0] = True
@@ -165,7 +176,7 @@ class PublishedEager(ForcedFirst):
         self.events.note((before != after).nonzero()[:, 0] + first, -1)
 
     def _within(self, draft: Tensor, target: Tensor) -> bool:
-        return bool(((draft == target) | (draft == self.mask_id)).all())
+        return bool(((draft == target) | ((draft == self.mask_id) & (not self.causal))).all())
 
     def _advance(self, now: Tensor, token: Tensor, sure: Tensor, threshold: float | None) -> Tensor:
         """One step of the static loop on `now [W]`: blocks nearer by one count one more in confidence."""
@@ -225,3 +236,48 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
     wasted = args.block_length if args.draft_steps is None else None
     fill = denoiser.spec.eos_id if args.early_exit else None
     return Setup(sampler, args.max_gen_length, wasted_block=wasted, fill=fill, steps=events and events.steps)
+
+
+def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
+    """Either loop for block-causal models; both ignore `use_cache` and `decoding_steps`."""
+    args = line.arguments(Arguments)
+    denoiser = checkpoints.load(line.model, args.mask_token_id)
+    if args.temperature or args.alg_temp:
+        raise Unsupported("only greedy runs can be repeated")
+    assert denoiser.spec.mask_id is not None
+    rule = args.confidence_threshold
+    scheduler: Scheduler = FixedSteps() if rule is None else Threshold(rule)
+    cache: Cache = BlockCausalCache("separate")
+    events = Events(forced=False)
+    if args.draft_steps is not None and args.eager_acceptance_mode:
+        # Its window holds blocks that the cache does not compute; answers are the same without one.
+        cache, scheduler = (
+            NoCache(),
+            StorePass(
+                PublishedEager(
+                    scheduler,
+                    draft=args.draft_steps,
+                    block=args.block_length,
+                    threshold=rule,
+                    mask_id=denoiser.spec.mask_id,
+                    forced=False,
+                    causal=True,
+                    events=events,
+                )
+            ),
+        )
+    elif args.draft_steps is not None:
+        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
+        scheduler = Noted(scheduler, layout=layout, events=events, draft=args.draft_steps, compat=True)
+    sampler = Sampler(
+        denoiser,
+        scheduler=scheduler,
+        blocks=FixedBlocks(args.block_length),
+        stop=AllEnd() if args.early_exit else NoStop(),
+        cache=cache,
+        compat=True,
+    )
+    tokens = to_block_end(line, args.max_gen_length, args.block_length)
+    fill = denoiser.spec.eos_id if args.early_exit else None
+    steps = None if args.draft_steps is None else events.steps
+    return Setup(sampler, tokens, only_commits=True, fill=fill, steps=steps)

@@ -47,6 +47,7 @@ SYSTEMS: dict[str, Builder] = {
     "freedave": freedave.freedave,
     "freedave-static": freedave.freedave,
     "freedave-dream": freedave.freedave,
+    "freedave-sdar": freedave.sdar,
     "learn2pd": learn2pd.plain,
     "learn2pd-eot": learn2pd.end_of_text,
     "klass": klass_wino.klass,
