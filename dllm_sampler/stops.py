@@ -67,13 +67,19 @@ class PrefixStop(_EosStop):
 
 @dataclass(frozen=True)
 class TruncateStop(_EosStop):
-    """Cut the canvas behind an end token as soon as it is committed: later masks vanish from the context."""
+    """Cut the canvas behind an end token as soon as it is committed: later masks vanish from the context.
+
+    Where the scheduler takes tokens back (`edit.remask`), once its block is over.
+    """
 
     cuts: ClassVar[bool] = True
 
     def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        end = _first(self.ends(canvas.apply(query.positions, edit))) + 1
+        after = canvas.apply(query.positions, edit)
+        end = _first(self.ends(after)) + 1
+        if edit.remask is not None:
+            end = torch.where(block_over(after, edit), end, canvas.end)
         return replace(edit, end=end if edit.end is None else torch.minimum(end, edit.end))
 
 
