@@ -1,4 +1,4 @@
-"""Every cache on `mini` and on a model of 157 million random weights: writes the tables and the picture of docs/caches.md.
+"""Every cache on `mini` and on 157 million random weights: writes the tables and the picture of docs/caches.md.
 
 `python -m dllm_sampler.eval.cache_table [--smoke] [--check]`
 """
@@ -177,7 +177,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
         prog=COMMAND,
-        description="Run every cache on mini and on random weights and write the tables and the picture of docs/caches.md.",
+        description="Run every cache on mini and on random weights; write the tables and picture of docs/caches.md.",
         epilog="A cut run resumes from the results in --output. Exit status: 0; 1: --check found the document stale;"
         " 2: a mistake in the arguments",
     )
