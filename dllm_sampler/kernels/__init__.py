@@ -1,0 +1,1 @@
+"""Fused Triton kernels, each beside a torch reference of the same signature."""

@@ -1,0 +1,28 @@
+"""How a kernel is compiled: what its tests launch, what is compiled ahead of time and what a GPU runs are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One specialisation of a kernel.
+
+    Every module of this package that has kernels lists its own in `CONFIGURATIONS`.
+
+    name: of the kernel and what sets this one apart, such as "readout bf16 V=126464"
+    kernel: the `triton.jit` function
+    signature: Triton's type of each argument, such as "*bf16", "i32", or "constexpr"
+    constants: the values of those that are "constexpr"
+    warps, stages: as in a launch
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 2

@@ -1,0 +1,1 @@
+"""What can be evaluated: samples, and how an answer is graded."""

@@ -1,0 +1,58 @@
+"""The contract of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from dllm_sampler.protocols import Denoiser
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question.
+
+    index: its place in the task; its seed and name follow from it
+    prompt: text, chat messages, or (for test beds, which have no tokenizer) token ids
+    facts: what grading needs, as JSON allows it
+    """
+
+    index: int
+    prompt: str | Sequence[Mapping[str, str]] | Sequence[int]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a sampler said: text without special tokens, and the token ids behind the prompt up to the first end."""
+
+    text: str
+    ids: Sequence[int]
+
+
+@dataclass
+class Task:
+    """Samples and their grading. A subclass is a dataclass whose fields are its YAML in `conf/task/`.
+
+    count: samples; seed: of their generation, so that the same fields are the same samples on every machine
+    """
+
+    name: ClassVar[str]
+    score: ClassVar[str] = "score"  # the measure (0 to 1, higher is better) that reports show first
+    max_new_tokens: ClassVar[int] = 32
+
+    count: int = 100
+    seed: int = 0
+
+    def samples(self) -> Sequence[Sample]:
+        """All samples, in order. Sample i does not depend on `count`."""
+        raise NotImplementedError
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """Measures of one answer by name; `score` among them."""
+        raise NotImplementedError
+
+    def denoiser(self) -> Denoiser | None:
+        """The model of a test bed, whose truth is known; None: the task is for any model."""
+        return None
