@@ -71,17 +71,22 @@ def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
     return _mix64(row[:, None] + own * -0x61C8864680B583EB)
 
 
+def token_noise(keys: Tensor, vocab: int) -> Tensor:
+    """`[..., V]` standard Gumbel noise of `keys [...] int64`, the `key` of each position in the stream `TOKENS`."""
+    k = keys[..., None]
+    low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
+    word = torch.arange(vocab, device=keys.device, dtype=torch.int32) * -0x61C88647
+    bits = _mix32(_mix32(word + low) ^ high) & 0x7FFFFFFF  # [..., V]
+    return gumbel((bits.float() + 0.5) * SCALE)
+
+
 @dataclass(frozen=True)
 class CounterNoise:
     """Counter-based noise: the same numbers for a row whatever stands beside it in the batch."""
 
     def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        k = key(canvas, positions, TOKENS)[..., None]  # [B, Q, 1]
-        low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
-        word = torch.arange(vocab, device=positions.device, dtype=torch.int32) * -0x61C88647
-        bits = _mix32(_mix32(word + low) ^ high) & 0x7FFFFFFF  # [B, Q, V]
-        return gumbel((bits.float() + 0.5) * SCALE)
+        return token_noise(key(canvas, positions, TOKENS), vocab)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
         """See `Noise.order`."""
