@@ -1,0 +1,305 @@
+"""What the readout and the head share: statistics of a part of the vocabulary, and of all parts together.
+
+A part is described by ten numbers, none of which loses the little that the best token leaves to the others:
+
+    best       highest logit and its id, the lowest id among equals
+    rest       sum of exp(x - best) over all others, so that a probability is 1 / (1 + rest)
+    spread     sum of exp(x - best) (best - x) over all others, for the entropy: no difference of large numbers
+    second     highest logit but one
+    chosen     highest logit + noise, its id, its logit
+    cross      sum of exp(x - best) log(q + TINY) with q the probability one forward before
+    current    logit of the token that the caller named
+
+Every function works on `[R, n]` tiles. `LOW` stands for -inf: differences of two of them are numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dllm_sampler import noise, readout
+from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.statistics import Statistics
+
+LOW = tl.constexpr(-1e30)
+BEYOND = tl.constexpr(2**31 - 1)  # no id
+SCALE = tl.constexpr(noise.SCALE)
+TINY = tl.constexpr(readout.TINY)
+REALS = tl.constexpr(8)  # floats of a part: best, rest, spread, second, chosen, its logit, cross, current
+NAMES = tl.constexpr(2)  # and ids: best, chosen
+
+
+@triton.jit
+def gumbel(low, high, ids):
+    """`noise.token_noise` of the two words of a key. The same integers; floats as close as the logarithms are."""
+    bits = ids.to(tl.uint32) * 0x9E3779B9 + low
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    bits = (bits ^ (bits >> 16)) ^ high
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
+    u = (bits.to(tl.int32).to(tl.float32) + 0.5) * SCALE
+    # log1p: the rounding of 1 - u is undone by the factor (W. Kahan).
+    y = 1.0 - u
+    log = tl.where(y == 1.0, -u, tl.log(y) * (u / tl.where(y == 1.0, 1.0, 1.0 - y)))
+    return -tl.log(-log)
+
+
+@triton.jit
+def words(keys, rows, inside):
+    """The two words of keys, as `gumbel` takes them."""
+    key = tl.load(keys + rows, mask=inside, other=0)
+    return (key & 0x7FFFFFFF).to(tl.uint32), ((key >> 32) & 0x7FFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 rounded to the nearest number of DTYPE, ties to even."""
+    if DTYPE == tl.bfloat16:  # by hand: Triton's interpreter cuts off instead
+        bits = x.to(tl.int32, bitcast=True)
+        near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def refine(
+    raw, ids, temperature, DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """Logits in float32 without the mask token, divided by the temperature and rounded to DTYPE as a tensor would be."""
+    x = raw.to(tl.float32)
+    if SCALED:
+        x = rounded(tl.math.div_rn(x, temperature), DTYPE)
+    return tl.where((ids >= V) | (ids == MASK), -float("inf"), x)
+
+
+@triton.jit
+def floor(x):
+    """-inf as `LOW`; NaN stays."""
+    return tl.where(x < LOW, LOW, x)
+
+
+@triton.jit
+def former(x, logsumexp):
+    """log(q + TINY) of logits one forward before."""
+    return tl.log(tl.exp(floor(x) - logsumexp) + TINY)
+
+
+@triton.jit
+def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross):
+    """Parts side by side, `[R, n]` each, as one: `[R, 1]` each."""
+    top = tl.max(best, 1, keep_dims=True)
+    at = tl.min(tl.where(best == top, best_id, BEYOND), 1, keep_dims=True)
+    leads = (best == top) & (best_id == at)
+    away = top - best
+    weight = tl.exp(-away)
+    mass = weight * (rest + 1.0)
+    # exp(-200) is 0 in float32; 0 times what lies further away must be too
+    moved = weight * (spread + tl.minimum(away, 200.0) * (rest + 1.0))
+    runner = tl.max(tl.where(leads, second, best), 1, keep_dims=True)
+    score = tl.max(chosen, 1, keep_dims=True)
+    drawn = tl.min(tl.where(chosen == score, chosen_id, BEYOND), 1, keep_dims=True)
+    held = (chosen == score) & (chosen_id == drawn)
+    return (
+        top,
+        at,
+        tl.sum(tl.where(leads, rest, mass), 1, keep_dims=True),
+        tl.sum(tl.where(leads, spread, moved), 1, keep_dims=True),
+        runner,
+        score,
+        drawn,
+        tl.max(tl.where(held, chosen_logit, LOW), 1, keep_dims=True),
+        tl.sum(weight * cross, 1, keep_dims=True),
+    )
+
+
+@triton.jit
+def sortable(x, ids, V: tl.constexpr):
+    """int64 that sort as logits do, the lower id higher among equals; the lowest of all beyond the vocabulary."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    packed = (bits.to(tl.int64) << 32) | (ids ^ 0x7FFFFFFF).to(tl.int64)
+    return tl.where(ids < V, packed, -0x8000000000000000)
+
+
+@triton.jit
+def push(best, packed, TOP: tl.constexpr):
+    """The TOP highest of `best [1, TOP]` and `packed [1, n]`, descending."""
+    if tl.max(packed) > tl.min(best):  # seldom, once the best are good
+        both = tl.join(best, tl.topk(packed, TOP))
+        best = tl.topk(tl.reshape(both, [1, 2 * TOP]), TOP)
+    return best
+
+
+@triton.jit
+def put(reals, names, at, inside, size, part, current):
+    """Write the parts `[R, 1]` to `at` of the buffers `[REALS, size]` and `[NAMES, size]`."""
+    best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross = part
+    tl.store(reals + at, best, mask=inside)
+    tl.store(reals + size + at, rest, mask=inside)
+    tl.store(reals + 2 * size + at, spread, mask=inside)
+    tl.store(reals + 3 * size + at, second, mask=inside)
+    tl.store(reals + 4 * size + at, chosen, mask=inside)
+    tl.store(reals + 5 * size + at, chosen_logit, mask=inside)
+    tl.store(reals + 6 * size + at, cross, mask=inside)
+    tl.store(reals + 7 * size + at, current, mask=inside)
+    tl.store(names + at, best_id, mask=inside)
+    tl.store(names + size + at, chosen_id, mask=inside)
+
+
+@triton.jit
+def log1p(x):
+    """In float64, of numbers from 0 on."""
+    return tl.where(x < 1e-5, x * (1.0 - x * (0.5 - x / 3.0)), tl.log(1.0 + x))
+
+
+@triton.jit
+def combine(
+    row, size, reals, names, lists,
+    token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
+    PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The statistics of one row from its parts. Everything behind the sums is float64."""
+    lane = tl.arange(0, LANES)[None]
+    at = row * PARTS + lane
+    inside = lane < PARTS
+    best = tl.load(reals + at, mask=inside, other=LOW)
+    rest = tl.load(reals + size + at, mask=inside, other=0.0)
+    spread = tl.load(reals + 2 * size + at, mask=inside, other=0.0)
+    second = tl.load(reals + 3 * size + at, mask=inside, other=LOW)
+    chosen = tl.load(reals + 4 * size + at, mask=inside, other=-float("inf"))
+    logit = tl.load(reals + 5 * size + at, mask=inside, other=LOW)
+    cross = tl.load(reals + 6 * size + at, mask=inside, other=0.0)
+    named = tl.max(tl.load(reals + 7 * size + at, mask=inside, other=-float("inf")), 1, keep_dims=True)
+    best_id = tl.load(names + at, mask=inside, other=BEYOND)
+    chosen_id = tl.load(names + size + at, mask=inside, other=BEYOND)
+    best, best_id, rest, spread, second, chosen, chosen_id, logit, cross = reduce(
+        best, best_id, rest, spread, second, chosen, chosen_id, logit, cross
+    )
+    one = row + tl.zeros([1, 1], tl.int64)
+    peak = best.to(tl.float64)
+    rest = rest.to(tl.float64)
+    total = 1.0 + rest
+    void = tl.where((best > LOW) & (best < float("inf")) & (rest == rest), 0.0, float("nan")).to(tl.float64)
+    own = tl.zeros([1, 1], tl.float64) + 1.0
+    pick = best_id
+    if DRAW:
+        own = tl.exp(logit.to(tl.float64) - peak)
+        pick = chosen_id
+    tl.store(token + one, tl.where(best > LOW, pick, 0).to(tl.int64))
+    tl.store(confidence + one, own / total + void)
+    apart = tl.where(second > LOW, peak - second.to(tl.float64), float("inf"))
+    tl.store(gap + one, apart + void)
+    tl.store(margin + one, (1.0 - tl.exp(-apart)) / total + void)
+    log_total = log1p(rest)
+    uncertain = log_total + spread.to(tl.float64) / total
+    tl.store(entropy + one, uncertain + void)
+    tl.store(logsumexp + one, peak + log_total + void)
+    if current is not None:
+        tl.store(current + one, named.to(tl.float64) - (peak + log_total) + void)
+    if divergence is not None:
+        tl.store(divergence + one, -uncertain - cross.to(tl.float64) / total + void)
+    if TOP:
+        listed = tl.full([1, TOP], -0x8000000000000000, tl.int64)
+        for start in range(0, PARTS * TOP, CHUNK):
+            slot = start + tl.arange(0, CHUNK)[None]
+            packed = tl.load(lists + row * (PARTS * TOP) + slot, mask=slot < PARTS * TOP, other=-0x8000000000000000)
+            listed = push(listed, packed, TOP)
+        place = tl.arange(0, TOP)[None]
+        bits = (listed >> 32).to(tl.int32)
+        value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+        tl.store(values + row * top + place, value, mask=place < top)
+        tl.store(ids + row * top + place, (listed & 0x7FFFFFFF) ^ 0x7FFFFFFF, mask=place < top)
+
+
+@triton.jit
+def combine_kernel(
+    rows, reals, names, lists,
+    token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
+    PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    combine(row, rows.to(tl.int64) * PARTS, reals, names, lists,
+            token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
+            PARTS, LANES, DRAW, TOP, CHUNK)  # fmt: skip
+
+
+def room(rows: int, parts: int, top: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Buffers for the parts of `rows`."""
+    lists = torch.empty(rows, parts, top, dtype=torch.int64, device=device) if top else None
+    return (
+        torch.empty(REALS.value, rows, parts, device=device),
+        torch.empty(NAMES.value, rows, parts, dtype=torch.int32, device=device),
+        lists,
+    )
+
+
+def outputs(out: Statistics) -> tuple[Any, ...]:
+    """The arguments of `combine` from `token` on to `top`."""
+    values = (out.token, out.confidence, out.margin, out.gap, out.entropy, out.logsumexp, out.current, out.divergence)
+    return *values, out.values, out.ids, 0 if out.ids is None else out.ids.shape[1]
+
+
+def padded(top: int) -> int:
+    """Length of a list of `top` in a kernel; 0: none."""
+    return triton.next_power_of_2(top) if top else 0
+
+
+def finishing(parts: int, draw: bool, top: int) -> dict[str, Any]:
+    """The constants of `combine`."""
+    lanes = triton.next_power_of_2(parts)
+    chunk = max(padded(top), min(256, triton.next_power_of_2(parts * padded(top))))
+    return {"PARTS": parts, "LANES": lanes, "DRAW": draw, "TOP": padded(top), "CHUNK": chunk}
+
+
+def finish(rows: int, parts: int, draw: bool, buffers: tuple[Tensor, Tensor, Tensor | None], out: Statistics) -> None:
+    """Launch the combination of `rows * parts` parts into `out`."""
+    top = 0 if out.ids is None else out.ids.shape[1]
+    combine_kernel[(rows,)](
+        rows, *buffers, *outputs(out), **finishing(parts, draw, top), num_warps=4, enable_fp_fusion=True
+    )
+
+
+TYPES = {
+    **dict.fromkeys(("reals", "then_logsumexp_32"), "*fp32"),
+    "names": "*i32",
+    **dict.fromkeys(("confidence", "margin", "gap", "entropy", "logsumexp", "divergence"), "*fp64"),
+    **dict.fromkeys(("current", "then_logsumexp"), "*fp64"),
+    **dict.fromkeys(("token", "ids", "lists", "keys", "named", "index", "then_index"), "*i64"),
+    "values": "*fp32",
+    "temperature": "fp32",
+    **dict.fromkeys(("rows", "top"), "i32"),
+    **dict.fromkeys(("stride", "then_stride"), "i64"),
+}
+
+
+def configuration(
+    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: int = 2
+) -> Configuration:
+    """A configuration of a kernel of this family: `constants` are its specialisation, None for what is not given."""
+    own = dict.fromkeys(("logits", "hidden", "weight", "then_rows"), f"*{dtype}")
+    signature = {
+        argument: "constexpr" if argument in constants else (TYPES | own)[argument] for argument in kernel.arg_names
+    }
+    return Configuration(name, kernel, signature, constants, warps, stages)
+
+
+CONFIGURATIONS = [
+    configuration(
+        f"combine {parts} parts{' top 8' if top else ''}",
+        combine_kernel,
+        "bf16",
+        finishing(parts, draw=True, top=top)
+        | dict.fromkeys(("current", "divergence"))
+        | ({} if top else dict.fromkeys(("lists", "values", "ids"))),
+        warps=4,
+    )
+    for parts, top in ((31, 0), (64, 8), (2048, 8))
+]

@@ -1,0 +1,139 @@
+"""The kernels in torch: the same signatures, on any device and dtype, and without triton."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler import readout as readouts
+from dllm_sampler.kernels.statistics import Statistics, Then, check, check_rule
+from dllm_sampler.noise import token_noise
+
+NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
+
+
+def readout(
+    logits: Tensor,
+    *,
+    mask_id: int | None = None,
+    temperature: float = 0.0,
+    measured: bool = False,
+    keys: Tensor | None = None,
+    current: Tensor | None = None,
+    then: Then | None = None,
+    top: int = 0,
+    out: Statistics | None = None,
+) -> Statistics:
+    """See `kernels.readout.readout`. Materialises what the kernel does not."""
+    check(logits, logits.shape[1], mask_id, temperature, keys, then, top)
+    scaled, seen = _scale(logits, mask_id, temperature, measured)
+    if temperature and keys is not None:
+        precise = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
+        token = readouts.argmax(precise + token_noise(keys, logits.shape[1]).to(precise.dtype))
+    else:
+        token = readouts.argmax(scaled)
+    needs = NEEDS if current is None else NEEDS | {"current"}
+    needs = needs if then is None else needs | {"probabilities"}
+    # `measure` may overwrite what it reads.
+    named = token if current is None else current
+    found = readouts.measure(seen.clone() if top else seen, token, named, needs, None)
+    divergence = None
+    if then is not None:
+        assert found.probabilities is not None
+        precise = found.probabilities.dtype
+        old = _scale(then.rows, mask_id, temperature, measured)[1].to(precise) - then.logsumexp[:, None].to(precise)
+        divergence = readouts.divergence(found.probabilities, old.exp(), then.index)
+    values = ids = None
+    if top:
+        values, ids = seen.sort(dim=-1, descending=True, stable=True)
+        values, ids = values[:, :top].float(), ids[:, :top]
+    void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
+    statistics = Statistics(
+        token,
+        *(value + void for value in (found.confidence, found.margin, found.gap, found.entropy, found.logsumexp)),
+        current=None if found.current is None else found.current + void,
+        divergence=None if divergence is None else divergence.double() + void,
+        values=values,
+        ids=ids,
+    )
+    return statistics if out is None else _store(statistics, out)
+
+
+def head(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    index: Tensor | None = None,
+    mask_id: int | None = None,
+    temperature: float = 0.0,
+    measured: bool = False,
+    keys: Tensor | None = None,
+    current: Tensor | None = None,
+    then: Then | None = None,
+    top: int = 0,
+    out: Statistics | None = None,
+) -> Statistics:
+    """See `kernels.head.head`. Materialises the logits."""
+    check(hidden, weight.shape[0], mask_id, temperature, keys, then, top)
+    rows = hidden if index is None else hidden.index_select(0, index)
+    if then is not None:
+        then = then._replace(rows=torch.nn.functional.linear(then.rows, weight))
+    return readout(
+        torch.nn.functional.linear(rows, weight),
+        mask_id=mask_id,
+        temperature=temperature,
+        measured=measured,
+        keys=keys,
+        current=current,
+        then=then,
+        top=top,
+        out=out,
+    )
+
+
+def commit(
+    ids: Tensor,
+    masked: Tensor,
+    positions: Tensor,
+    token: Tensor,
+    score: Tensor,
+    eligible: Tensor,
+    done: Tensor,
+    *,
+    threshold: float | None = None,
+    count: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.commit.commit`."""
+    check_rule(threshold, count)
+    eligible = eligible & ~done[:, None]
+    if count is None:
+        assert threshold is not None
+        chosen = select.at_least_one(score >= threshold, score, eligible)
+    else:
+        chosen = select.top(score, eligible, count)
+    at = torch.where(chosen, positions, ids.shape[1] - 1)
+    empty = ids[:, -1].clone(), masked[:, -1].clone()
+    ids.scatter_(1, at, token)
+    masked.scatter_(1, at, False)
+    ids[:, -1], masked[:, -1] = empty  # what was not chosen went there
+    return chosen
+
+
+def _scale(logits: Tensor, mask_id: int | None, temperature: float, measured: bool) -> tuple[Tensor, Tensor]:
+    """What the token is drawn from and what is measured, neither the argument itself."""
+    logits = logits.clone()
+    if mask_id is not None:
+        logits[:, mask_id] = -torch.inf
+    scaled = logits / temperature if temperature else logits
+    return scaled, scaled if measured else logits
+
+
+def _store(found: Statistics, out: Statistics) -> Statistics:
+    for field in fields(found):
+        value, room = getattr(found, field.name), getattr(out, field.name)
+        if value is not None:
+            room.copy_(value)
+    return out
