@@ -34,15 +34,15 @@ def commit_kernel(
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < width
-    live = tl.load(done + row) == 0
+    live = tl.load(done + row + lane * 0) == 0
     may = inside & live & (tl.load(eligible + row * eligible_stride + lane, mask=inside, other=0) != 0)
     own = tl.load(score + row * score_stride + lane, mask=inside, other=-float("inf"))
     if count is None:
         # As `select.at_least_one`: a NaN among the candidates leaves the row without a leader.
         best = tl.max(tl.where(may & (own == own), own, -float("inf")))
         spoilt = tl.max((may & (own != own)).to(tl.int32))
-        leader = tl.min(tl.where(may & (own == best), lane, BLOCK))
-        chosen = may & ((own >= tl.full([1], THRESHOLD, own.dtype)) | ((lane == leader) & (spoilt == 0)))
+        leader = tl.min(tl.where(may & (own == best), lane, BLOCK)) + spoilt * BLOCK
+        chosen = may & ((own >= tl.full([1], THRESHOLD, own.dtype)) | (lane == leader))
     else:
         mine = _sortable(own, LEAST)
         rank = tl.zeros([BLOCK], tl.int32)

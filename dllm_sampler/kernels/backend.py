@@ -1,0 +1,116 @@
+"""Which implementation of the kernels a run uses, chosen once."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.kernels import reference
+from dllm_sampler.kernels.statistics import Statistics
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Choice = Literal["auto", "triton", "torch"]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAPABILITY = (8, 0)  # what the kernels are compiled and written for; older GPUs have no bfloat16
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The kernels of one implementation; each has the signature of the function of that name in `kernels.reference`."""
+
+    name: Literal["triton", "torch"]
+    readout: Callable[..., Statistics]
+    head: Callable[..., Statistics]
+    commit: Callable[..., Tensor]
+
+
+TORCH = Backend("torch", reference.readout, reference.head, reference.commit)
+
+
+def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The kernels for logits or weights of `dtype` on `device`.
+
+    backend: `torch`; `triton`; or `auto`, Triton's on a GPU that can run them and torch's on a CPU
+
+    Where Triton's cannot run, torch's do the same, and one warning says why; `auto` on a CPU needs none. So does a
+    kernel that fails to compile or to launch later on.
+
+    Raises:
+        UserError: no such backend.
+    """
+    if backend not in get_args(Choice):
+        raise UserError(f"backend must be {', '.join(get_args(Choice))}, not {backend!r}")
+    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+        return TORCH
+    why = obstacle(device, dtype)
+    if why is None:
+        return _triton()
+    warn(f"Triton kernels cannot run here, torch takes their place: {why}")
+    return TORCH
+
+
+def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton's kernels cannot run; None: they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype not in DTYPES:
+        return f"they are written for bfloat16, float16 and float32, not {str(dtype).removeprefix('torch.')}"
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        return None  # on the CPU too, slowly
+    if device.type != "cuda":
+        return f"the device is {device.type}, which is no GPU of NVIDIA or AMD"
+    if not torch.cuda.is_available():
+        return "torch finds no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < CAPABILITY:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, they need {CAPABILITY[0]}.{CAPABILITY[1]}"
+    return None
+
+
+@cache
+def warn(sentence: str) -> None:
+    """Warn once per process."""
+    warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+
+@cache
+def _triton() -> Backend:
+    from dllm_sampler.kernels import commit, head, readout
+
+    return Backend(
+        "triton",
+        guarded(readout.readout, reference.readout),
+        guarded(head.head, reference.head),
+        guarded(commit.commit, reference.commit),
+    )
+
+
+def guarded(fused: Function, plain: Function) -> Function:
+    """`fused`, and for good `plain` once it does not compile or asks for more than the GPU has."""
+    from triton.errors import TritonError
+
+    failed = False
+
+    @wraps(fused)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal failed
+        if not failed:
+            try:
+                return fused(*args, **kwargs)
+            except TritonError as error:
+                failed = True
+                why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+                warn(f"the Triton kernel {fused.__name__} cannot run, torch takes its place: {why}")
+        return plain(*args, **kwargs)
+
+    return cast(Function, call)

@@ -1,0 +1,245 @@
+"""Compile every kernel for every GPU, without one: does it compile, does it fit, what does it cost?
+
+    python -m dllm_sampler.kernels.compile
+    python -m dllm_sampler.kernels.compile --target sm_90 --only "head bf16" --json report.json
+
+The table has shared memory, registers of a thread, and what was spilled to memory: bytes of a thread's stack on NVIDIA,
+registers on AMD (v: vector, s: scalar). Registers and spills are read from the binaries. Compiled kernels stay in
+Triton's cache, where a later run finds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dllm_sampler import kernels
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.kernels.configuration import Configuration
+
+COMMAND = "python -m dllm_sampler.kernels.compile"
+SECTION = "ahead-of-time table"
+
+
+class Target(NamedTuple):
+    """A GPU as Triton names it, and the shared memory that one of its programs may have."""
+
+    backend: str
+    arch: int | str
+    warp: int
+    shared: int
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 * 1024),  # A100
+    "sm_90": Target("cuda", 90, 32, 227 * 1024),  # H100, H200
+    "sm_100": Target("cuda", 100, 32, 227 * 1024),  # B200
+    "gfx942": Target("hip", "gfx942", 64, 64 * 1024),  # MI300
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One configuration on one target; None where it is not known."""
+
+    kernel: str
+    target: str
+    shared: int | None = None  # bytes per program
+    registers: int | None = None  # per thread
+    spills: str | None = None  # what and how much; empty: nothing
+    error: str | None = None
+
+    def __str__(self) -> str:
+        if self.error:
+            return "failed"
+        shared = "n/a" if self.shared is None else f"{self.shared / 1024:.1f} KB"
+        registers = "n/a" if self.registers is None else f"{self.registers}"
+        return f"{shared}, {registers}" + (f", {'n/a' if self.spills is None else self.spills}" if self.spills != "" else "")
+
+
+def discover() -> Iterator[tuple[str, int, Configuration]]:
+    """Every configuration of the package: its module, its place there, itself."""
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        if module.name != __spec__.name:
+            for place, it in enumerate(getattr(importlib.import_module(module.name), "CONFIGURATIONS", ())):
+                yield module.name, place, it
+
+
+def compiled(module: str, place: int, target: str) -> Compiled:
+    """Compile one configuration; what goes wrong stands in the answer."""
+    it: Configuration = importlib.import_module(module).CONFIGURATIONS[place]
+    try:
+        binary = build(it, TARGETS[target])
+    except Exception as error:  # the compiler's own errors have no common base
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return Compiled(it.name, target, error=f"{type(error).__name__}: {' '.join(lines)[:500]}")
+    shared, limit = binary.metadata.shared, TARGETS[target].shared
+    registers, spills = resources(binary.asm)
+    error = None if shared <= limit else f"needs {shared} bytes of shared memory, a program may have {limit}"
+    return Compiled(it.name, target, shared, registers, spills, error)
+
+
+def build(it: Configuration, target: Target) -> Any:
+    """The binary, specialised as a launch would: pointers and strides are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, aligned = {}, {}
+    for number, name in enumerate(it.kernel.arg_names):
+        kind, _, multiple = it.signature[name].partition(":")
+        signature[name] = kind
+        if kind.startswith("*") or multiple or name.endswith("stride"):
+            aligned[(number,)] = [["tt.divisibility", 16]]
+    constants = {name: it.constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
+    source = ASTSource(it.kernel, signature, constants, aligned)
+    options = {"num_warps": it.warps, "num_stages": it.stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
+
+
+def resources(asm: dict[str, Any]) -> tuple[int | None, str | None]:
+    """Registers of a thread and spills, from NVIDIA's binary or AMD's assembly."""
+    if "amdgcn" in asm:
+        found = {key: int(value) for key, value in re.findall(r"\.(\w+_count): +(\d+)", asm["amdgcn"])}
+        spilled = [f"{found[f'{kind}gpr_spill_count']} {kind}" for kind in "vs" if found.get(f"{kind}gpr_spill_count")]
+        known = "vgpr_spill_count" in found and "sgpr_spill_count" in found
+        return found.get("vgpr_count"), " + ".join(spilled) if known else None
+    usage = _usage(asm["cubin"])
+    registers, stack = (re.search(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    spilled = None if stack is None else f"{stack[1]} B" if int(stack[1]) else ""
+    return registers and int(registers[1]), spilled
+
+
+def _usage(cubin: bytes) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        try:
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except (OSError, RuntimeError, subprocess.CalledProcessError):  # no such tool: all that is lost is the figure
+            return ""
+
+
+def compile_all(jobs: list[tuple[str, int, str]], processes: int, console: Console) -> list[Compiled]:
+    """The jobs in their order, on so many processes."""
+    found = []
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(compiled, *job) for job in jobs]
+        for job, future in track(list(zip(jobs, futures, strict=True)), "compiling", console=console):
+            try:
+                found.append(future.result())
+            except Exception as error:  # a compiler that crashes takes its process along
+                module, place, target = job
+                name = importlib.import_module(module).CONFIGURATIONS[place].name
+                found.append(Compiled(name, target, error=f"the compiler crashed: {error}"))
+    return found
+
+
+def cells(found: list[Compiled]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table: a kernel per row, a target per column."""
+    targets = list(dict.fromkeys(one.target for one in found))
+    by_kernel: dict[str, dict[str, Compiled]] = {}
+    for one in found:
+        by_kernel.setdefault(one.kernel, {})[one.target] = one
+    return ["kernel", *targets], [[name, *(str(row[target]) for target in targets)] for name, row in by_kernel.items()]
+
+
+def check() -> str:
+    """The version of triton.
+
+    Raises:
+        UserError: it cannot compile here.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("triton is not installed, and nothing can be compiled without it: pip install triton")
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        raise UserError("TRITON_INTERPRET is set, so that kernels are interpreted, not compiled: unset it")
+    return triton.__version__
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(
+        prog=COMMAND,
+        description="Compile every kernel ahead of time and report shared memory, registers and spills.",
+        epilog="Exit status: 0; 1: a kernel does not compile or does not fit; 2: a mistake in the arguments.",
+    )
+    add = parser.add_argument
+    add("--target", action="append", metavar="NAME", help=f"one of {', '.join(TARGETS)}; may be repeated (all)")
+    add("--only", action="append", metavar="TEXT", help="kernels whose name contains it; may be repeated (all)")
+    add("--json", type=Path, metavar="FILE", help="write the report there")
+    add("--docs", type=Path, metavar="FILE", help=f"fill the {SECTION} of this document (docs/kernels.md)")
+    add("--processes", type=positive, default=2, metavar="N", help="at work at once (2)")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """The command, but for its mistakes."""
+    options = parse(arguments)
+    targets = options.target or list(TARGETS)
+    for target in targets:
+        if target not in TARGETS:
+            raise unknown("target", target, TARGETS)
+    version = check()
+    if options.docs:
+        markdown.read(options.docs, SECTION)
+    words = options.only or [""]
+    chosen = [(module, place) for module, place, it in discover() if any(word in it.name for word in words)]
+    if not chosen:
+        raise UserError(f"no kernel's name contains {' or '.join(words)}")
+    console = Console(width=max(Console().width, 120))
+    jobs = [(module, place, target) for module, place in chosen for target in targets]
+    found = compile_all(jobs, options.processes, Console(stderr=True))
+    head, rows = cells(found)
+    table = Table(*head, title=f"Triton {version}: shared memory of a program, registers of a thread, spills")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    failed = [one for one in found if one.error]
+    for one in failed:
+        console.print(f"{one.kernel} on {one.target}: {one.error}", style="red", highlight=False, markup=False)
+    if options.json:
+        report = {"triton": version, "kernels": [asdict(one) for one in found]}
+        markdown.write(options.json, json.dumps(report, indent=1) + "\n")
+    if options.docs and not failed:
+        note = f"Triton {version}; `{COMMAND} --docs docs/kernels.md`.\n\n"
+        text = markdown.read(options.docs, SECTION)
+        markdown.write(options.docs, markdown.fill(text, SECTION, note + markdown.table(head, rows)))
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status of the command."""
+    try:
+        return run(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""What a kernel must do on any device: the interpreter's tests and those on a GPU call the same functions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import noise
+from dllm_sampler.canvas import Query
+from dllm_sampler.guides import Temperature
+from dllm_sampler.kernels import reference
+from dllm_sampler.kernels.statistics import Statistics, Then
+from dllm_sampler.readout import TINY
+from tests import toys
+
+INF = float("inf")
+STATISTICS = ("confidence", "margin", "gap", "entropy", "logsumexp", "current", "divergence")
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def keys_of(rows: int, seed: int = 0) -> Tensor:
+    return torch.randint(-(2**62), 2**62, (rows,), generator=seeded(seed))
+
+
+def exact(logits: Tensor, token: Tensor, current: Tensor | None, then: Tensor | None) -> dict[str, Tensor]:
+    """The statistics by their definitions, in float64: of `logits [N, V]`, with the logits `then [N, V]` before."""
+    x = logits.double()
+    p = x.softmax(-1)
+    two = x.topk(2, -1).values if x.shape[1] > 1 else torch.cat([x, torch.full_like(x, -INF)], 1)
+    total = x.logsumexp(-1)
+    others = p.scatter(1, token[:, None], 0).sum(-1)
+    own = p.gather(1, token[:, None])[:, 0]
+    found = {
+        "confidence": own / (own + others),
+        "margin": two[:, 0].sub(total).exp() - two[:, 1].sub(total).exp(),
+        "gap": two[:, 0] - two[:, 1],
+        "entropy": torch.special.entr(p).sum(-1),
+        "logsumexp": total,
+    }
+    if current is not None:
+        found["current"] = x.gather(1, current[:, None])[:, 0] - total
+    if then is not None:
+        q = then.double().softmax(-1)
+        found["divergence"] = (p * ((p + TINY) / (q + TINY)).log()).sum(-1)
+    return found
+
+
+def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0, slack: float = 1.0) -> None:
+    """Equal up to float32's rounding: `size` is that of the logits, whose sums and differences it limits."""
+    for name, value in expected.items():
+        got = getattr(found, name)
+        assert got.dtype == torch.float64, name
+        absolute = {"gap": 2e-7 * size, "divergence": 5e-6 + 1e-6 * size, "entropy": 5e-6}.get(name, 1e-6 * size)
+        relative = {"gap": 1e-6}.get(name, 5e-6)
+        torch.testing.assert_close(
+            got.cpu(), value, rtol=relative * slack, atol=absolute * slack, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def poisoned(rows: int, device: str, current: bool, divergence: bool, top: int) -> tuple[Statistics, list[Tensor]]:
+    """Outputs full of NaN (or -7) in the middle of larger buffers, and those buffers."""
+    plain = Statistics.empty(rows, torch.device(device), current, divergence, top)
+    buffers, views = [], {}
+    for field in fields(plain):
+        value = getattr(plain, field.name)
+        if value is None:
+            continue
+        fill = torch.nan if value.is_floating_point() else -7
+        buffers.append(torch.full((rows + 4, *value.shape[1:]), fill, dtype=value.dtype, device=device))
+        views[field.name] = buffers[-1][2:-2]
+    return replace(plain, **views), buffers
+
+
+def untouched(buffers: list[Tensor]) -> None:
+    """Every inner number is written, none around them is."""
+    for buffer in buffers:
+        edge, inner = torch.cat([buffer[:2], buffer[-2:]]), buffer[2:-2]
+        if buffer.is_floating_point():
+            assert edge.isnan().all() and not inner.isnan().any()
+        else:
+            assert (edge == -7).all() and (inner != -7).all()
+
+
+def on(device: str, value: Any) -> Any:
+    """Tensors, and triples of them, on the device."""
+    if isinstance(value, Then):
+        return Then(*(part.to(device) for part in value))
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int, vocab: int, top: int) -> None:
+    """Every statistic, with rows in a wider buffer of NaN; temperature, mask token, KL and list at once."""
+    generator = seeded(vocab + rows)
+    wide = torch.full((rows, vocab + 5), torch.nan).to(dtype)
+    wide[:, :vocab] = (torch.randn(rows, vocab, generator=generator) * 5).to(dtype)
+    logits = wide[:, :vocab]
+    before = (logits + 0.2 * torch.randn(rows, vocab, generator=generator)).flip(0).to(dtype)
+    index, mask = torch.arange(rows).flip(0), vocab // 2 if vocab > 1 else None
+    named = torch.randint(vocab, (rows,), generator=generator)
+    for temperature, measured in ((0.0, False), (0.7, False), (1.3, True)):
+
+        def seen(x: Tensor, scale: float) -> Tensor:
+            x = x.clone()
+            if mask is not None:
+                x[:, mask] = -INF
+            return x / scale if scale else x
+
+        now, then = (seen(x, temperature if measured else 0.0) for x in (logits, before))
+        keys = keys_of(rows)
+        arguments = {"mask_id": mask, "temperature": temperature, "measured": measured, "keys": keys, "top": top}
+        arguments |= {"current": named, "then": Then(before, then.double().logsumexp(-1), index)}
+        out, buffers = poisoned(rows, device, True, True, top)
+        shown = on(device, wide)[:, :vocab]
+        moved = {name: on(device, value) for name, value in arguments.items()}
+        if temperature == 0:
+            moved["keys"] = None
+        found = kernel(shown, **moved, out=out)
+        assert found is out
+        choice = seen(logits, temperature)
+        token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
+        assert torch.equal(found.token.cpu(), token)
+        compare(found, exact(now, token, named, then[index]), size=float(now[now.isfinite()].abs().max()) + 1)
+        if top:
+            assert found.values is not None and found.ids is not None
+            values, ids = now.sort(dim=-1, descending=True, stable=True)
+            assert torch.equal(found.ids.cpu(), ids[:, :top])
+            assert torch.equal(found.values.cpu(), values[:, :top].float())
+        if vocab > 2 and bool(found.current.isfinite().all()):  # -inf - NaN: nothing
+            untouched(buffers)
+
+
+def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: float) -> None:
+    """The tokens and statistics of `readout.read` with its guide and noise, for a batch of canvases."""
+    from dllm_sampler import readout
+
+    canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), row_seed=torch.tensor([5, -9, 2**40]))
+    canvas = replace(canvas, step=torch.tensor([0, 3, 11]), begin=torch.tensor([0, 1, 2]))
+    query = Query.masks(canvas, 7)
+    logits = (torch.randn(3, 1, 7, toys.VOCAB, generator=seeded(3)) * 3).to(dtype)
+    guides = (Temperature(temperature),) if temperature else ()
+    needs = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})
+    spec = toys.denoiser().spec
+    expected = readout.read(logits.clone(), logits, canvas, query, spec, guides, needs, False)
+    keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
+    found = kernel(
+        logits.flatten(0, 2).to(device),
+        mask_id=spec.mask_id,
+        temperature=temperature,
+        keys=keys.to(device),
+        current=query.ids.flatten().to(device),
+    ).readout((3, 1, 7), needs)
+    assert torch.equal(found.token.cpu(), expected.token)
+    for name in (*needs, "confidence"):
+        torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+def rows_that_are_not_finite(kernel: Any, device: str) -> None:
+    """They are NaN, and their neighbours as if alone."""
+    logits = torch.randn(6, 50, generator=seeded(1))
+    logits[1] = -INF
+    logits[2, 7] = torch.nan
+    logits[4, 9] = INF
+    logits[5] = torch.tensor([1e4, -1e4, *([-INF] * 47), 1e4])
+    named, keys = torch.full((6,), 3), keys_of(6)
+    whole = {"current": named, "keys": keys, "then": Then(logits[[0]].repeat(6, 1), torch.zeros(6), torch.arange(6))}
+    for temperature in (0.0, 0.5):
+        found = kernel(
+            logits.to(device), temperature=temperature, **{name: on(device, value) for name, value in whole.items()}
+        )
+        for name in STATISTICS:
+            expected = [False, True, True, False, True, False]
+            got = getattr(found, name).isnan().tolist()
+            assert got == expected, name
+        assert int(found.token[1]) == 0
+        assert ((found.token >= 0) & (found.token < 50)).all()
+    assert float(found.confidence[5]) == 0.5  # of two
+    assert float(found.current[5]) == -INF
+
+
+def close_to_one(kernel: Any, device: str, exact_entropy: bool) -> None:
+    """1e-9, 1e-12 and 1e-15 below one: float32 would call them all 1."""
+    for gap in (20.0, 28.0, 34.0):
+        logits = torch.tensor([[0.0, gap, -4.0]], device=device)
+        found = kernel(logits)
+        rest = math.exp(-gap) + math.exp(-gap - 4)
+        below = 1 - float(found.confidence)
+        assert 0 < below and abs(below - rest) < 2.3e-16 + 1e-6 * rest
+        expected = math.log1p(rest) + (gap * math.exp(-gap) + (gap + 4) * math.exp(-gap - 4)) / (1 + rest)
+        assert abs(float(found.entropy) - expected) < (1e-6 if exact_entropy else 5e-3) * expected
+
+
+def head_against_float64(
+    kernel: Any, device: str, dtype: torch.dtype, rows: int, vocab: int, width: int, top: int
+) -> None:
+    """Selected rows of a wider buffer; the product rounded as a stored one, so that the statistics can be exact."""
+    generator = seeded(rows)
+    held = rows + 3
+    wide = torch.full((held, width + 3), torch.nan).to(dtype)
+    # Small whole numbers: their products and sums are exact in any order.
+    wide[:, :width] = torch.randint(-3, 4, (held, width), generator=generator).to(dtype)
+    weight = (torch.randint(-4, 5, (vocab, width), generator=generator) / 8).to(dtype)
+    hidden = wide[:, :width]
+    before = torch.randint(-3, 4, (held, width), generator=generator).to(dtype)
+    index, past = (torch.randperm(held, generator=generator)[:rows] for _ in range(2))
+    named, keys, mask = torch.randint(vocab, (rows,), generator=generator), keys_of(rows, 1), vocab - 1
+    now = (hidden[index].double() @ weight.double().T).to(dtype)
+    then = (before.double() @ weight.double().T).to(dtype)
+    now[:, mask], then[:, mask] = -INF, -INF
+    for temperature in (0.0, 0.8):
+        out, buffers = poisoned(rows, device, True, True, top)
+        found = kernel(
+            on(device, wide)[:, :width],
+            weight.to(device),
+            index=index.to(device),
+            mask_id=mask,
+            temperature=temperature,
+            keys=keys.to(device),
+            current=named.to(device),
+            then=on(device, Then(before, then.double().logsumexp(-1), past)),
+            top=top,
+            out=out,
+        )
+        choice = now / temperature if temperature else now
+        token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
+        assert torch.equal(found.token.cpu(), token)
+        compare(found, exact(now, token, named, then[past]), size=float(now[now.isfinite()].abs().max()) + 1)
+        if top:
+            values, ids = now.sort(dim=-1, descending=True, stable=True)
+            assert torch.equal(found.ids.cpu(), ids[:, :top]) and torch.equal(found.values.cpu(), values[:, :top].float())
+        untouched(buffers)
+
+
+def commit_like_select(kernel: Any, device: str, **problem: Any) -> None:
+    """What `select` chooses and `reference.commit` writes, and not a number more."""
+    canvas = problem.pop("ids"), problem.pop("masked")
+    tables = [problem.pop(name) for name in ("positions", "token", "score", "eligible", "done")]
+    guard = 3
+    mine, ours = [], []
+    for table in canvas:
+        fenced = torch.full((len(table) + 2 * guard, table.shape[1]), 1, dtype=table.dtype)
+        fenced[guard:-guard] = table
+        mine.append(fenced.to(device))
+        ours.append(table.clone())
+    views = [table[guard:-guard] for table in mine]
+    moved = {name: on(device, value) for name, value in problem.items()}
+    found = kernel(*views, *(table.to(device) for table in tables), **moved)
+    expected = reference.commit(ours[0], ours[1], *tables, **problem)
+    assert torch.equal(found.cpu(), expected)
+    for fenced, view, our in zip(mine, views, ours, strict=True):
+        assert torch.equal(view.cpu(), our)
+        assert (fenced[:guard] == 1).all() and (fenced[-guard:] == 1).all()
+
+
+def commit_problem(rows: int, width: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """A canvas and predictions with many ties, fillers at the end of each row."""
+    generator = seeded(seed)
+    masked = torch.rand(rows, length + 1, generator=generator) < 0.6
+    masked[:, -1] = False
+    order = torch.stack([torch.randperm(length, generator=generator)[:width].sort().values for _ in range(rows)])
+    filler = torch.arange(width)[None] >= torch.randint(1, width + 1, (rows, 1), generator=generator)
+    positions = torch.where(filler, length, order)
+    return {
+        "ids": torch.randint(90, (rows, length + 1), generator=generator),
+        "masked": masked,
+        "positions": positions,
+        "token": torch.randint(90, (rows, width), generator=generator),
+        "score": (torch.randint(0, 6, (rows, width), generator=generator) / 5).to(dtype),
+        "eligible": masked.gather(1, positions),
+        "done": torch.arange(rows) % 4 == 3,
+    }

@@ -1,0 +1,62 @@
+"""The fused head against float64 and against a stored product."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler.kernels import head, readout, reference
+from tests.kernels import checks
+
+KERNELS = pytest.mark.parametrize("kernel", [head.head, reference.head], ids=["triton", "torch"])
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "vocab", "width", "top"), [(1, 5, 3, 0), (7, 300, 70, 0), (18, 130, 20, 0)])
+def test_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int, width: int, top: int) -> None:
+    checks.head_against_float64(kernel, "cpu", dtype, rows, vocab, width, top)
+
+
+@KERNELS
+def test_lists_the_best(kernel: Any) -> None:
+    checks.head_against_float64(kernel, "cpu", torch.bfloat16, 2, 70, 9, 3)
+
+
+def random(rows: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = checks.seeded(rows)
+    hidden = torch.randn(rows, width, generator=generator).to(dtype)
+    return hidden, (torch.randn(vocab, width, generator=generator) / width**0.5 * 4).to(dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+def test_tokens_are_those_of_a_stored_product(rows: int) -> None:
+    hidden, weight = random(rows, 120, 96, torch.bfloat16)
+    stored = hidden @ weight.T
+    for temperature in (0.0, 1.0):
+        arguments: dict[str, Any] = {"temperature": temperature, "keys": checks.keys_of(rows), "mask_id": 0}
+        fused, apart = head.head(hidden, weight, **arguments), readout.readout(stored, **arguments)
+        assert torch.equal(fused.token, apart.token)
+        torch.testing.assert_close(fused.confidence, apart.confidence, rtol=0.05, atol=0.01)  # one bfloat16 place
+
+
+def test_float32_keeps_all_its_digits() -> None:
+    hidden, weight = random(4, 150, 200, torch.float32)
+    logits = hidden.double() @ weight.double().T
+    found = head.head(hidden, weight)
+    assert torch.equal(found.token, logits.argmax(-1))
+    checks.compare(found, checks.exact(logits, found.token, None, None), size=30)
+
+
+@KERNELS
+def test_rows_that_are_not_finite(kernel: Any) -> None:
+    hidden, weight = random(3, 40, 8, torch.float32)
+    hidden[1, 2] = torch.nan
+    found = kernel(hidden, weight)
+    assert found.confidence.isnan().tolist() == [False, True, False]
+
+
+def test_no_rows() -> None:
+    hidden, weight = random(3, 40, 8, torch.float32)
+    assert head.head(hidden, weight, index=torch.empty(0, dtype=torch.long)).token.shape == (0,)

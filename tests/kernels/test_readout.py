@@ -1,0 +1,170 @@
+"""The readout kernel against float64, against the sampler's own readout, and where logits are no numbers."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_sampler import noise
+from dllm_sampler.errors import UserError
+from dllm_sampler.kernels import partial, readout, reference
+from dllm_sampler.kernels.statistics import Then
+from tests.kernels import checks
+from tests.kernels.checks import INF
+
+KERNELS = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of these tests have several parts, as real ones do, and a last one that is cut."""
+    monkeypatch.setattr(readout, "PART", 256)
+    monkeypatch.setattr(readout, "BLOCK", 128)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab", "top"), [(3, 1, 0), (1, 2, 1), (2, 600, 0)])
+def test_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int, top: int) -> None:
+    if vocab == 1 and kernel is reference.readout:
+        pytest.skip("torch has no second of one")
+    checks.readout_against_float64(kernel, "cpu", dtype, rows, vocab, top)
+
+
+@KERNELS
+def test_lists_the_best(kernel: Any) -> None:
+    checks.readout_against_float64(kernel, "cpu", torch.bfloat16, 1, 600, 3)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
+def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
+    checks.like_the_sampler(kernel, "cpu", dtype, temperature)
+
+
+@KERNELS
+def test_rows_that_are_not_finite(kernel: Any) -> None:
+    checks.rows_that_are_not_finite(kernel, "cpu")
+
+
+@KERNELS
+def test_close_to_one(kernel: Any) -> None:
+    checks.close_to_one(kernel, "cpu", exact_entropy=kernel is readout.readout)
+
+
+VALUES = st.sampled_from([-INF, -1e4, -30.0, -1.0, 0.0, -0.0, 0.5, 0.5, 3.0, 1e4])  # few: ties everywhere
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(VALUES, min_size=150, max_size=150), min_size=1, max_size=2),
+    st.sampled_from([0.0, 0.3, 1.0, 7.0]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+)
+def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype: torch.dtype, seed: int) -> None:
+    logits = torch.tensor(rows).to(dtype)
+    logits[:, 3] = 0.25  # something is possible
+    arguments: dict[str, Any] = {"temperature": temperature, "measured": measured, "mask_id": 8, "top": 0}
+    arguments |= {"keys": checks.keys_of(len(rows), seed), "current": torch.full((len(rows),), 8)}
+    found, expected = (kernel(logits, **arguments) for kernel in (readout.readout, reference.readout))
+    assert torch.equal(found.token, expected.token)
+    assert (found.token != 8).all()
+    assert (found.current == -INF).all()
+    seen = logits.clone()
+    seen[:, 8] = -INF
+    seen = seen / temperature if measured and temperature else seen
+    checks.compare(found, checks.exact(seen, found.token, None, None), size=float(seen[seen.isfinite()].abs().max()) + 1)
+
+
+def test_many_draws_are_torchs_draws() -> None:
+    """Tokens, not only their distribution: no near tie in these is decided otherwise."""
+    logits = torch.randn(24, 120, generator=checks.seeded(5)).bfloat16()
+    for seed in range(2):
+        arguments = {"temperature": 1.0, "keys": checks.keys_of(24, seed)}
+        tokens = [kernel(logits, **arguments).token for kernel in (readout.readout, reference.readout)]
+        assert torch.equal(*tokens)
+        assert len(tokens[0].unique()) > 12
+
+
+@triton.jit
+def _noise_kernel(keys, out, COUNT: tl.constexpr):
+    row = tl.program_id(0) + tl.zeros([1, 1], tl.int64)
+    low, high = partial.words(keys, row, row == row)
+    ids = tl.arange(0, COUNT)[None]
+    tl.store(out + row * COUNT + ids, partial.gumbel(low, high, ids))
+
+
+def test_noise_is_as_close_as_logarithms_are() -> None:
+    """The integers must be equal: one wrong bit would move the noise by much more than this."""
+    keys, count = checks.keys_of(8), 8192
+    found = torch.full((8, count), torch.nan)
+    _noise_kernel[(8,)](keys, found, COUNT=count)
+    expected = noise.token_noise(keys, count)
+    assert found.isfinite().all()
+    assert float((found - expected).abs().max()) < 2e-6
+    assert float((found != expected).double().mean()) < 0.5
+    # and both are close to float64, also at the large end, which wins draws
+    k = keys[:, None]
+    low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
+    word = torch.arange(count, dtype=torch.int32) * -0x61C88647
+    bits = noise._mix32(noise._mix32(word + low) ^ high) & 0x7FFFFFFF
+    uniform = ((bits.float() + 0.5) * noise.SCALE).double()
+    torch.testing.assert_close(found.double(), -(-torch.log1p(-uniform)).log(), rtol=3e-7, atol=5e-7)
+
+
+def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit: alone, its parts are programs; in a large batch one program does them all."""
+    logits = torch.randn(3, 600, generator=checks.seeded(2)) * 4
+    then = Then(logits.flip(0), logits.flip(0).logsumexp(-1).double(), torch.arange(3))
+    given: dict[str, Any] = {"keys": checks.keys_of(3), "current": torch.tensor([0, 300, 599])}
+    monkeypatch.setattr(readout, "MANY", 3)
+    found = readout.readout(logits, temperature=0.9, **given, then=then, top=4)
+    for row in range(3):
+        own = {name: value[row : row + 1] for name, value in given.items()}
+        alone = readout.readout(
+            logits[row : row + 1], temperature=0.9, **own, then=then._replace(index=then.index[row : row + 1]), top=4
+        )
+        for field in fields(found):
+            assert torch.equal(getattr(alone, field.name)[0], getattr(found, field.name)[row]), field.name
+
+
+def test_a_small_move_is_measured_well() -> None:
+    """KLASS compares the divergence with 0.01 and less: its error must be far below."""
+    then = torch.randn(4, 300, generator=checks.seeded(4)) * 6
+    now = then + 0.02 * torch.randn(4, 300, generator=checks.seeded(6))
+    then[2, 5] = -INF  # what was impossible counts with a probability of TINY
+    found = readout.readout(now, then=Then(then, then.double().logsumexp(-1), torch.arange(4))).divergence
+    expected = checks.exact(now, now.argmax(-1), None, then)["divergence"]
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=3e-6)
+
+
+def test_no_rows() -> None:
+    found = readout.readout(torch.empty(0, 9), top=2)
+    assert found.token.shape == (0,) and found.ids is not None and found.ids.shape == (0, 2)
+
+
+@KERNELS
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1.0}, "keys"),
+        ({"mask_id": 9}, "mask_id"),
+        ({"top": 10}, "top"),
+    ],
+)
+def test_mistakes_are_named(kernel: Any, arguments: dict[str, Any], word: str) -> None:
+    with pytest.raises(UserError, match=word):
+        kernel(torch.zeros(2, 9), **arguments)
+    with pytest.raises(UserError, match="neighbours"):
+        kernel(torch.zeros(9, 2).T)
