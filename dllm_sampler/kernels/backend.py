@@ -73,7 +73,8 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return "torch finds no GPU"
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < CAPABILITY:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, they need {CAPABILITY[0]}.{CAPABILITY[1]}"
+        has, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
+        return f"the GPU has compute capability {has}, they need {needed}"
     return None
 
 

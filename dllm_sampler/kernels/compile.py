@@ -73,7 +73,8 @@ class Compiled:
             return "failed"
         shared = "n/a" if self.shared is None else f"{self.shared / 1024:.1f} KB"
         registers = "n/a" if self.registers is None else f"{self.registers}"
-        return f"{shared}, {registers}" + (f", {'n/a' if self.spills is None else self.spills}" if self.spills != "" else "")
+        spills = "n/a" if self.spills is None else self.spills
+        return ", ".join(filter(None, (shared, registers, spills)))
 
 
 def discover() -> Iterator[tuple[str, int, Configuration]]:
@@ -174,11 +175,11 @@ def check() -> str:
     """
     if importlib.util.find_spec("triton") is None:
         raise UserError("triton is not installed, and nothing can be compiled without it: pip install triton")
-    import triton
+    from triton import __version__, knobs
 
-    if triton.knobs.runtime.interpret:
+    if knobs.runtime.interpret:
         raise UserError("TRITON_INTERPRET is set, so that kernels are interpreted, not compiled: unset it")
-    return triton.__version__
+    return __version__
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

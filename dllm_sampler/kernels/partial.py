@@ -13,6 +13,10 @@ A part is described by ten numbers, none of which loses the little that the best
 Every function works on `[R, n]` tiles. `LOW` stands for -inf: differences of two of them are numbers.
 """
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
+
 from __future__ import annotations
 
 from typing import Any
@@ -61,7 +65,7 @@ def words(keys, rows, inside):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 rounded to the nearest number of DTYPE, ties to even."""
-    if DTYPE == tl.bfloat16:  # by hand: Triton's interpreter cuts off instead
+    if tl.bfloat16 == DTYPE:  # by hand: Triton's interpreter cuts off instead
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
@@ -72,7 +76,7 @@ def rounded(x, DTYPE: tl.constexpr):
 def refine(
     raw, ids, temperature, DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """Logits in float32 without the mask token, divided by the temperature and rounded to DTYPE as a tensor would be."""
+    """Logits in float32 without the mask token, divided by the temperature and rounded to DTYPE as a tensor is."""
     x = raw.to(tl.float32)
     if SCALED:
         x = rounded(tl.math.div_rn(x, temperature), DTYPE)
@@ -263,7 +267,7 @@ def finish(rows: int, parts: int, draw: bool, buffers: tuple[Tensor, Tensor, Ten
     """Launch the combination of `rows * parts` parts into `out`."""
     top = 0 if out.ids is None else out.ids.shape[1]
     combine_kernel[(rows,)](
-        rows, *buffers, *outputs(out), **finishing(parts, draw, top), num_warps=4, enable_fp_fusion=True
+        rows, *buffers, *outputs(out), **finishing(parts, draw, top), num_warps=4, num_stages=2, enable_fp_fusion=True
     )
 
 

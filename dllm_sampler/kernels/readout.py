@@ -1,10 +1,13 @@
 """From logits to token, confidence, margin, entropy and the like, reading the logits once."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
+
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -163,6 +166,7 @@ def readout(
         *outputs(out),
         **constants,
         num_warps=_warps(draw, then is not None, top),
+        num_stages=2,
         enable_fp_fusion=True,
     )
     if not whole:
@@ -174,9 +178,7 @@ def _warps(draw: bool, diverge: bool, top: int) -> int:
     return 8 if draw or diverge or top else 4  # as many registers as a thread may have
 
 
-def _constants(
-    vocab: int, mask_id: int | None, draw: bool, measured: bool, whole: bool, top: int
-) -> dict[str, Any]:
+def _constants(vocab: int, mask_id: int | None, draw: bool, measured: bool, whole: bool, top: int) -> dict[str, Any]:
     parts = triton.cdiv(vocab, PART)
     own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured, "WHOLE": whole}
     return own | {"PART": PART, "BLOCK": BLOCK} | finishing(parts, draw, top)
@@ -189,7 +191,8 @@ def _configuration(dtype: str, vocab: int, what: str) -> Any:
     absent += [] if "KL" in what else ["then_rows", "then_stride", "then_logsumexp", "then_index", "divergence"]
     absent += [] if top else ["lists", "values", "ids"]
     constants = _constants(vocab, vocab - 1, draw, draw, whole, top) | dict.fromkeys(absent)
-    return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, constants, _warps(draw, "KL" in what, top))
+    warps = _warps(draw, "KL" in what, top)
+    return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, constants, warps)
 
 
 CONFIGURATIONS = [

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
 from dllm_sampler import readout as readouts
+from dllm_sampler import select
 from dllm_sampler.kernels.statistics import Statistics, Then, check, check_rule
 from dllm_sampler.noise import token_noise
 
@@ -50,10 +50,11 @@ def readout(
     if top:
         values, ids = seen.sort(dim=-1, descending=True, stable=True)
         values, ids = values[:, :top].float(), ids[:, :top]
+    measures = found.confidence, found.margin, found.gap, found.entropy, found.logsumexp
     void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
     statistics = Statistics(
         token,
-        *(value + void for value in (found.confidence, found.margin, found.gap, found.entropy, found.logsumexp)),
+        *(value + void for value in measures if value is not None),
         current=None if found.current is None else found.current + void,
         divergence=None if divergence is None else divergence.double() + void,
         values=values,
@@ -80,7 +81,7 @@ def head(
     check(hidden, weight.shape[0], mask_id, temperature, keys, then, top)
     rows = hidden if index is None else hidden.index_select(0, index)
     if then is not None:
-        then = then._replace(rows=torch.nn.functional.linear(then.rows, weight))
+        then = replace(then, rows=torch.nn.functional.linear(then.rows, weight))
     return readout(
         torch.nn.functional.linear(rows, weight),
         mask_id=mask_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +58,8 @@ class Statistics:
         )
 
 
-class Then(NamedTuple):
+@dataclass(frozen=True)
+class Then:
     """What the rows were one forward before, for the divergence: KLASS, arXiv 2511.05664."""
 
     rows: Tensor  # [M, V] logits (`readout`) or [M, D] hidden states (`head`), in the dtype of now

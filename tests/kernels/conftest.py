@@ -1,7 +1,7 @@
 """Kernels run in Triton's interpreter, which must be chosen before triton is imported, for a whole process.
 
 So `test_interpreted.py` runs the other files of this folder, each in a process of its own, and nothing leaks into the
-tests elsewhere. To run one by hand: `TRITON_INTERPRET=1 pytest --confcutdir tests/kernels tests/kernels/test_readout.py`.
+tests elsewhere. To run one by hand: `TRITON_INTERPRET=1 pytest -n0 tests/kernels/test_readout.py`.
 """
 
 import os

@@ -13,7 +13,7 @@ from dllm_sampler.canvas import Edit, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import commit, reference
 from tests import toys
-from tests.kernels import checks
+from tests.kernels import readout_checks as checks
 
 KERNELS = pytest.mark.parametrize("kernel", [commit.commit, reference.commit], ids=["triton", "torch"])
 SCORES = st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 0.9, 1 - 1e-12, 1.0, math.inf, math.nan])

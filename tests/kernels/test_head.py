@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.kernels import head, readout, reference
-from tests.kernels import checks
+from tests.kernels import readout_checks as checks
 
 KERNELS = pytest.mark.parametrize("kernel", [head.head, reference.head], ids=["triton", "torch"])
 

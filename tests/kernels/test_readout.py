@@ -1,6 +1,6 @@
 """The readout kernel against float64, against the sampler's own readout, and where logits are no numbers."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from dllm_sampler import noise
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.statistics import Then
-from tests.kernels import checks
-from tests.kernels.checks import INF
+from tests.kernels import readout_checks as checks
+from tests.kernels.readout_checks import INF
 
 KERNELS = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,7 +82,8 @@ def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype
     seen = logits.clone()
     seen[:, 8] = -INF
     seen = seen / temperature if measured and temperature else seen
-    checks.compare(found, checks.exact(seen, found.token, None, None), size=float(seen[seen.isfinite()].abs().max()) + 1)
+    size = float(seen[seen.isfinite()].abs().max()) + 1
+    checks.compare(found, checks.exact(seen, found.token, None, None), size)
 
 
 def test_many_draws_are_torchs_draws() -> None:
@@ -107,7 +108,7 @@ def test_noise_is_as_close_as_logarithms_are() -> None:
     """The integers must be equal: one wrong bit would move the noise by much more than this."""
     keys, count = checks.keys_of(8), 8192
     found = torch.full((8, count), torch.nan)
-    _noise_kernel[(8,)](keys, found, COUNT=count)
+    _noise_kernel[(8,)](keys, found, COUNT=tl.constexpr(count))
     expected = noise.token_noise(keys, count)
     assert found.isfinite().all()
     assert float((found - expected).abs().max()) < 2e-6
@@ -131,7 +132,7 @@ def test_a_row_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) -> 
     for row in range(3):
         own = {name: value[row : row + 1] for name, value in given.items()}
         alone = readout.readout(
-            logits[row : row + 1], temperature=0.9, **own, then=then._replace(index=then.index[row : row + 1]), top=4
+            logits[row : row + 1], temperature=0.9, **own, then=replace(then, index=then.index[row : row + 1]), top=4
         )
         for field in fields(found):
             assert torch.equal(getattr(alone, field.name)[0], getattr(found, field.name)[row]), field.name

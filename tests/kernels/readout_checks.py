@@ -52,7 +52,7 @@ def exact(logits: Tensor, token: Tensor, current: Tensor | None, then: Tensor | 
     return found
 
 
-def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0, slack: float = 1.0) -> None:
+def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0) -> None:
     """Equal up to float32's rounding: `size` is that of the logits, whose sums and differences it limits."""
     for name, value in expected.items():
         got = getattr(found, name)
@@ -60,7 +60,7 @@ def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0, s
         absolute = {"gap": 2e-7 * size, "divergence": 5e-6 + 1e-6 * size, "entropy": 5e-6}.get(name, 1e-6 * size)
         relative = {"gap": 1e-6}.get(name, 5e-6)
         torch.testing.assert_close(
-            got.cpu(), value, rtol=relative * slack, atol=absolute * slack, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            got.cpu(), value, rtol=relative, atol=absolute, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -91,7 +91,7 @@ def untouched(buffers: list[Tensor]) -> None:
 def on(device: str, value: Any) -> Any:
     """Tensors, and triples of them, on the device."""
     if isinstance(value, Then):
-        return Then(*(part.to(device) for part in value))
+        return Then(value.rows.to(device), value.logsumexp.to(device), value.index.to(device))
     return value.to(device) if isinstance(value, Tensor) else value
 
 
@@ -132,8 +132,7 @@ def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: 
             values, ids = now.sort(dim=-1, descending=True, stable=True)
             assert torch.equal(found.ids.cpu(), ids[:, :top])
             assert torch.equal(found.values.cpu(), values[:, :top].float())
-        if vocab > 2 and bool(found.current.isfinite().all()):  # -inf - NaN: nothing
-            untouched(buffers)
+        untouched(buffers)
 
 
 def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: float) -> None:
@@ -191,7 +190,7 @@ def close_to_one(kernel: Any, device: str, exact_entropy: bool) -> None:
         found = kernel(logits)
         rest = math.exp(-gap) + math.exp(-gap - 4)
         below = 1 - float(found.confidence)
-        assert 0 < below and abs(below - rest) < 2.3e-16 + 1e-6 * rest
+        assert below > 0 and abs(below - rest) < 2.3e-16 + 1e-6 * rest
         expected = math.log1p(rest) + (gap * math.exp(-gap) + (gap + 4) * math.exp(-gap - 4)) / (1 + rest)
         assert abs(float(found.entropy) - expected) < (1e-6 if exact_entropy else 5e-3) * expected
 
@@ -233,7 +232,8 @@ def head_against_float64(
         compare(found, exact(now, token, named, then[past]), size=float(now[now.isfinite()].abs().max()) + 1)
         if top:
             values, ids = now.sort(dim=-1, descending=True, stable=True)
-            assert torch.equal(found.ids.cpu(), ids[:, :top]) and torch.equal(found.values.cpu(), values[:, :top].float())
+            assert torch.equal(found.ids.cpu(), ids[:, :top])
+            assert torch.equal(found.values.cpu(), values[:, :top].float())
         untouched(buffers)
 
 
@@ -258,7 +258,9 @@ def commit_like_select(kernel: Any, device: str, **problem: Any) -> None:
         assert (fenced[:guard] == 1).all() and (fenced[-guard:] == 1).all()
 
 
-def commit_problem(rows: int, width: int, length: int, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+def commit_problem(
+    rows: int, width: int, length: int, seed: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor]:
     """A canvas and predictions with many ties, fillers at the end of each row."""
     generator = seeded(seed)
     masked = torch.rand(rows, length + 1, generator=generator) < 0.6

@@ -1,0 +1,78 @@
+"""The kernels on a GPU: the interpreter's checks, at real sizes too."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+from dllm_sampler.kernels import commit, head, readout, reference  # noqa: E402
+from dllm_sampler.kernels.backend import select  # noqa: E402
+from tests.kernels import readout_checks as checks  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+READOUT = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
+
+
+@READOUT
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab", "top"), [(1, 2, 1), (3, 45, 5), (5, 5000, 8), (1100, 4099, 0)])
+def test_readout_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int, top: int) -> None:
+    checks.readout_against_float64(kernel, "cuda", dtype, rows, vocab, top)
+
+
+@pytest.mark.parametrize("vocab", [126464, 262144])
+def test_readout_of_a_large_vocabulary(vocab: int) -> None:
+    checks.readout_against_float64(readout.readout, "cuda", torch.bfloat16, 6, vocab, 8)
+
+
+@READOUT
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
+def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
+    checks.like_the_sampler(kernel, "cuda", dtype, temperature)
+
+
+@READOUT
+def test_rows_that_are_not_finite(kernel: Any) -> None:
+    checks.rows_that_are_not_finite(kernel, "cuda")
+
+
+def test_close_to_one() -> None:
+    checks.close_to_one(readout.readout, "cuda", exact_entropy=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "vocab", "width", "top"), [(7, 300, 70, 3), (70, 1000, 128, 0), (33, 126464, 64, 0)])
+def test_head_against_float64(dtype: torch.dtype, rows: int, vocab: int, width: int, top: int) -> None:
+    checks.head_against_float64(head.head, "cuda", dtype, rows, vocab, width, top)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("rows", "width", "length"), [(1, 1, 1), (5, 7, 9), (8, 32, 256), (3, 900, 1000)])
+def test_commit_as_select(dtype: torch.dtype, rows: int, width: int, length: int) -> None:
+    for seed in range(3):
+        problem = checks.commit_problem(rows, width, length, seed, dtype)
+        checks.commit_like_select(commit.commit, "cuda", **problem, threshold=0.6)
+        count = torch.randint(0, width + 2, (rows,), generator=checks.seeded(seed))
+        checks.commit_like_select(commit.commit, "cuda", **problem, count=count)
+
+
+def test_nothing_waits_for_the_device() -> None:
+    logits = torch.randn(4, 1000, device="cuda")
+    keys = checks.keys_of(4).cuda()
+    it = select("auto", logits.device, logits.dtype)
+    assert it.name == "triton"
+    problem = {name: value.cuda() for name, value in checks.commit_problem(4, 8, 20, 0).items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        it.readout(logits, temperature=1.0, keys=keys)
+        it.head(logits, logits)
+        it.commit(*problem.values(), threshold=0.5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,177 @@
+"""Choosing a backend, and compiling kernels for GPUs that are not here."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.kernels import backend
+from dllm_sampler.kernels.backend import TORCH, select
+
+CPU = torch.device("cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    backend.warn.cache_clear()
+    yield
+    backend.warn.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_a_cpu_needs_no_warning(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select(name, CPU, torch.float64) is TORCH
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter runs on a CPU")
+@pytest.mark.parametrize(
+    ("device", "dtype", "why"),
+    [
+        (CPU, torch.float32, "device is cpu"),
+        (torch.device("cuda"), torch.float64, "not float64"),
+        (torch.device("meta"), torch.bfloat16, "device is meta"),
+    ],
+)
+def test_what_cannot_run_is_said_once(device: torch.device, dtype: torch.dtype, why: str) -> None:
+    pytest.importorskip("triton")
+    with pytest.warns(RuntimeWarning, match=why):
+        assert select("triton", device, dtype) is TORCH
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select("triton", device, dtype) is TORCH
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(RuntimeWarning, match="triton is not installed"):
+        assert select("auto", torch.device("cuda"), torch.bfloat16) is TORCH
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter needs no capability")
+def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "7.5" in str(backend.obstacle(torch.device("cuda"), torch.float16))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert backend.obstacle(torch.device("cuda"), torch.float16) is None
+    assert select("auto", torch.device("cuda"), torch.float16).name == "triton"
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(UserError, match="auto, triton, torch, not 'cuda'"):
+        select("cuda", CPU, torch.float32)
+
+
+def test_a_kernel_that_does_not_launch_is_replaced_for_good() -> None:
+    OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
+    calls = []
+
+    def fused(value: int) -> int:
+        calls.append(value)
+        raise OutOfResources(1, 0, "shared memory")
+
+    call = backend.guarded(fused, lambda value: -value)
+    with pytest.warns(RuntimeWarning, match="fused cannot run.*shared memory"):
+        assert call(3) == -3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert call(4) == -4
+    assert calls == [3]
+
+
+def command(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "dllm_sampler.kernels.compile", *arguments],
+        env={**clean, "TRITON_CACHE_DIR": str(tmp_path / "cache"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    report, document = tmp_path / "report.json", tmp_path / "kernels.md"
+    document.write_text("<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
+    names = ("readout fp32 V=126464 greedy", "head bf16 V=126464 few rows greedy", "fp32 Q=32")
+    only = [f"--only={name}" for name in names]
+    run = command(tmp_path, *only, "--json", str(report), "--docs", str(document))
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(report.read_text())["kernels"]
+    assert len(found) == 4 * 4
+    assert {one["target"] for one in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert all(one["registers"] > 8 and one["spills"] is not None for one in found)
+    assert all(0 < one["shared"] <= 64 * 1024 for one in found if one["kernel"].startswith("head"))
+    assert document.read_text().count("\n| ") == 2 + 4
+    assert "head bf16" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "sentence"),
+    [
+        ((), {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
+        (("--target", "sm_9"), {}, "did you mean 'sm_90'"),
+        (("--only", "nothing"), {}, "no kernel's name contains nothing"),
+        (("--docs", "nowhere.md"), {}, "nowhere.md cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], sentence: str
+) -> None:
+    pytest.importorskip("triton")
+    run = command(tmp_path, *arguments, **environment)
+    assert run.returncode == 2
+    assert sentence in run.stderr and run.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+def test_what_fails_fails_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A kernel that needs too much shared memory, and one that is no kernel for such arguments."""
+    pytest.importorskip("triton")
+    from dllm_sampler.kernels import compile as report
+    from dllm_sampler.kernels import head
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    fits = next(it for it in head.CONFIGURATIONS if it.name == "head bf16 V=126464 few rows greedy")
+    module: Any = types.ModuleType("dllm_sampler.kernels.invented")
+    wrong = replace(fits, name="wrong", constants={**fits.constants, "BLOCK_V": 100})
+    module.CONFIGURATIONS = [replace(fits, name="large"), wrong]
+    monkeypatch.setitem(report.TARGETS, "gfx942", report.TARGETS["gfx942"]._replace(shared=1024))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    found = [report.compiled(module.__name__, place, "gfx942") for place in (0, 1)]
+    assert "a program may have 1024" in str(found[0].error)
+    assert found[1].error and "\n" not in found[1].error
+    jobs = [(module.__name__, place, fits) for place in (0, 1)]
+    monkeypatch.setattr(report, "discover", lambda: iter(jobs))
+    monkeypatch.setattr(report, "compile_all", lambda *_: found)
+    assert report.main(["--target", "gfx942"]) == 1
+    assert "large on gfx942: needs" in capsys.readouterr().out
+
+
+def test_resources_that_are_not_known() -> None:
+    pytest.importorskip("triton")
+    from dllm_sampler.kernels.compile import Compiled, resources
+
+    assert resources({"amdgcn": "nothing"}) == (None, None)
+    spills = ".vgpr_count: 30\n .vgpr_spill_count: 0\n .sgpr_spill_count: 4\n"
+    assert resources({"amdgcn": spills}) == (30, "4 s")
+    assert str(Compiled("k", "sm_80", 1536, None, None)) == "1.5 KB, n/a, n/a"
+    assert str(Compiled("k", "sm_80", 1536, 40, "")) == "1.5 KB, 40"
