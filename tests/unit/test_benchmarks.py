@@ -48,3 +48,16 @@ def test_different_tokens_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(official, "generate", other)
     with pytest.raises(SystemExit, match="sides differ in"):
         bench.main(["--smoke", "--kinds", "speed"])
+
+
+def test_kernels_without_a_gpu_are_not_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "kernels.json"
+    assert import_module("kernels").main(["--smoke", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert {row["name"].split()[0] for row in found["rows"]} == {"readout", "head", "commit"}
+    assert all(row["reference"] and not row["kernel"] and not row["ratios"] for row in found["rows"])
+    assert found["about"]["device"].startswith("CPU")
+    assert "only their torch references" in capsys.readouterr().out

@@ -1,0 +1,253 @@
+"""How fast each kernel is beside its torch reference, and beside a copy of the bytes that it must move.
+
+    python benchmarks/kernels.py                        # on a GPU
+    python benchmarks/kernels.py --smoke                # tiny sizes, once: does it run?
+    python benchmarks/kernels.py --only readout --json kernels.json
+
+Measured in turns, kernel and reference, with the caches emptied before each call:
+
+`ratio`     time of the reference over time of the kernel, the median of the repeats with its range.
+`of copy`   the bytes a kernel cannot avoid (inputs once, outputs once), over its time, over the bandwidth of a copy
+            measured in the same process. 100 %: as fast as memory allows.
+
+Without a GPU there is no figure for a kernel: then only the references are timed, on the CPU, at small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import dllm_sampler
+from dllm_sampler.kernels.backend import TORCH, Backend, select
+from dllm_sampler.kernels.statistics import Then
+
+Call = Callable[[Backend], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    name: str
+    run: Call
+    moved: int  # bytes that cannot be avoided
+
+
+@dataclass
+class Row:
+    """What was measured; seconds per call, one per repeat."""
+
+    name: str
+    moved: int
+    kernel: list[float] = field(default_factory=list)
+    reference: list[float] = field(default_factory=list)
+
+    @property
+    def ratios(self) -> list[float]:
+        return [theirs / ours for ours, theirs in zip(self.kernel, self.reference, strict=False)]
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> Iterator[Case]:
+    """Greedy, a draw at a temperature, and a draw with the divergence that KLASS wants."""
+    logits, before = (torch.randn(rows, vocab, device=device, dtype=dtype) * 4 for _ in range(2))
+    keys = torch.randint(2**62, (rows,), device=device)
+    then = Then(before, before.float().logsumexp(-1).double(), torch.arange(rows, device=device))
+    given: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "draw": {"temperature": 0.7, "keys": keys},
+        "draw, KL": {"temperature": 0.7, "keys": keys, "then": then},
+        "greedy, top 8": {"top": 8},
+    }
+    for what, arguments in given.items():
+        moved = size(logits) * (2 if "then" in arguments else 1)
+
+        def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
+            return it.readout(logits, mask_id=vocab - 1, **arguments)
+
+        yield Case(f"readout {rows} x {vocab} {what}", run, moved)
+
+
+def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Iterator[Case]:
+    """The head of a model, for a window's masks."""
+    hidden = torch.randn(4 * rows, width, device=device, dtype=dtype)
+    weight = torch.randn(vocab, width, device=device, dtype=dtype) / width**0.5
+    index = torch.arange(0, 4 * rows, 4, device=device)
+    keys = torch.randint(2**62, (rows,), device=device)
+    for what, arguments in {"greedy": {}, "draw": {"temperature": 0.7, "keys": keys}}.items():
+
+        def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
+            return it.head(hidden, weight, index=index, **arguments)
+
+        yield Case(f"head {rows} x {width} x {vocab} {what}", run, size(weight, hidden[:rows]))
+
+
+def commits(device: torch.device, rows: int, width: int) -> Iterator[Case]:
+    """Select and write, for a block of `width`. A row moves some bytes only: what is measured are launches."""
+    ids = torch.zeros(rows, 4 * width + 1, dtype=torch.long, device=device)
+    masked = torch.ones_like(ids, dtype=torch.bool)
+    positions = torch.arange(width, device=device).expand(rows, -1).contiguous()
+    score = torch.rand(rows, width, dtype=torch.float64, device=device)
+    eligible, done = torch.ones_like(score, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool, device=device)
+    moved = size(positions, positions, score, eligible, positions, eligible, eligible)
+    count = torch.full((rows,), 2, device=device)
+    for what, rule in {"threshold": {"threshold": 0.9}, "count": {"count": count}}.items():
+
+        def run(it: Backend, rule: dict[str, Any] = rule) -> Any:
+            return it.commit(ids, masked, positions, positions, score, eligible, done, **rule)
+
+        yield Case(f"commit {rows} x {width} {what}", run, moved)
+
+
+def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """On a GPU the sizes of LLaDA-8B and Dream-7B, on a CPU and for a smoke run small ones."""
+    if smoke or device.type == "cpu":
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        rows, vocab = (4, 1000) if smoke else (32, 16384)
+        yield from readouts(device, dtype, rows, vocab)
+        yield from heads(device, dtype, rows, vocab, 64 if smoke else 512)
+        yield from commits(device, 4, 32)
+        return
+    for rows in (1, 32, 2048):
+        yield from readouts(device, torch.bfloat16, rows, 126464)
+    for rows in (16, 64, 256):
+        yield from heads(device, torch.bfloat16, rows, 126464, 4096)
+        yield from heads(device, torch.bfloat16, rows, 152064, 3584)
+    for width in (32, 1024):
+        yield from commits(device, 8, width)
+
+
+class Clock:
+    """Seconds of a call on the device, with cold caches."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.flush = torch.empty(2**26 if device.type == "cuda" else 2**20, device=device)
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        self.flush.zero_()
+        if self.device.type == "cpu":
+            begun = time.perf_counter()
+            run()
+            return time.perf_counter() - begun
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def bandwidth(clock: Clock, count: int) -> float:
+    """Bytes per second of a copy, read and written ones counted."""
+    source = torch.ones(count, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * size(source) / statistics.median(clock(lambda: target.copy_(source)) for _ in range(10))
+
+
+def measure(case: Case, fused: Backend | None, clock: Clock, repeats: int, inner: int) -> Row:
+    """Kernel and reference in turns; a repeat is the median of `inner` calls."""
+    row = Row(case.name, case.moved)
+    sides = [(row.reference, TORCH)] + ([(row.kernel, fused)] if fused else [])
+    for _, it in sides:  # compiles
+        case.run(it)
+    for _ in range(repeats):
+        for seconds, it in sides:
+            seconds.append(statistics.median(clock(lambda it=it: case.run(it)) for _ in range(inner)))
+    return row
+
+
+def table(rows: list[Row], copied: float) -> Table:
+    out = Table(title="median of the repeats (lowest to highest)")
+    out.add_column("case")
+    for name in ("kernel us", "torch us", "ratio", "spread", "of copy"):
+        out.add_column(name, justify="right")
+    for row in rows:
+        cells = ["not measured", f"{statistics.median(row.reference) * 1e6:.1f}", "", "", ""]
+        if row.kernel:
+            ours = statistics.median(row.kernel)
+            cells[0] = f"{ours * 1e6:.1f}"
+            cells[2] = f"{statistics.median(row.ratios):.2f}"
+            cells[3] = f"{min(row.ratios):.2f} to {max(row.ratios):.2f}"
+            cells[4] = f"{row.moved / ours / copied:.0%}"
+        out.add_row(row.name, *cells)
+    return out
+
+
+def circumstances(device: torch.device, copied: float) -> dict[str, object]:
+    """What a figure depends on besides the code."""
+    try:
+        import triton
+    except ImportError:
+        version = "not installed"
+    else:
+        version = triton.__version__
+    return {
+        "dllm_sampler": dllm_sampler.__version__,
+        "torch": torch.__version__,
+        "triton": version,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
+        "threads": torch.get_num_threads(),
+        "copy GB/s": round(copied / 1e9, 1),
+    }
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements per ratio (default 7)")
+    parser.add_argument("--inner", type=int, default=10, help="calls per measurement (default 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once: does it run?")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.repeats, options.inner = 1, 1
+    return options
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    clock, console = Clock(device), Console(width=max(Console().width, 100))
+    copied = bandwidth(clock, 2**28 if device.type == "cuda" else 2**22)
+    about = circumstances(device, copied)
+    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+    fused = None
+    if device.type == "cuda":
+        fused = select("triton", device, torch.bfloat16)
+        fused = None if fused is TORCH else fused
+    if fused is None:
+        console.print("No GPU that runs the kernels: only their torch references are timed, at small sizes.")
+    rows = []
+    for case in cases(device, options.smoke):
+        if options.only in case.name:
+            rows.append(measure(case, fused, clock, options.repeats, options.inner))
+    if not rows:
+        raise SystemExit(f"no case's name contains {options.only!r}")
+    console.print(table(rows, copied))
+    if options.json:
+        measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
+        options.json.write_text(json.dumps({"about": about, "rows": measured}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
