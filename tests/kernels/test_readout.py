@@ -86,6 +86,17 @@ def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype
     checks.compare(found, checks.exact(seen, found.token, None, None), size)
 
 
+@KERNELS
+def test_the_largest_logits(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies 3e38 below the best has no mass, and no infinity on the way there either."""
+    monkeypatch.setattr(readout, "PART", 1024)
+    for place in (0, 390):
+        logits = torch.zeros(1, 400)
+        logits[0, place] = 3e38
+        found = kernel(logits)
+        assert (int(found.token), float(found.confidence), float(found.entropy)) == (place, 1.0, 0.0)
+
+
 def test_many_draws_are_torchs_draws() -> None:
     """Tokens, not only their distribution: no near tie in these is decided otherwise."""
     logits = torch.randn(24, 120, generator=checks.seeded(5)).bfloat16()
