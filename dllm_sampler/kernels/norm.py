@@ -13,7 +13,8 @@ from dllm_sampler.kernels.configuration import Configuration
 
 @triton.jit
 def norm_kernel(
-    hidden, delta, weight, normed, residual, rows, stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    hidden, delta, weight, normed, residual, rows, stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows, each held in registers from the addition to the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -32,7 +32,7 @@ def _scaled(x, inverse, weight, inside):
 def _put(out, slots, own, slot, at, x, inside):
     if out is not None:
         tl.store(out + own + at, x, mask=inside)
-    if slots is not None:
+    if slots is not None:  # noqa: SIM102 (this one is known when compiling)
         if slot >= 0:
             tl.store(slots + slot + at, x, mask=inside)
 
@@ -106,8 +106,9 @@ def qkv_kernel(
         _heads(fused + H * DH, None if bias is None else bias + H * DH, k_weight, cos, sin, k, keys, row, slot,
                (tile - q_tiles) * BLOCK_H, HKV, eps, True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
     else:
-        _heads(fused + (H + HKV) * DH, None if bias is None else bias + (H + HKV) * DH, None, cos, sin, v, values, row,
-               slot, (tile - q_tiles - kv_tiles) * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+        tile -= q_tiles + kv_tiles
+        _heads(fused + (H + HKV) * DH, None if bias is None else bias + (H + HKV) * DH, None, cos, sin, v, values,
+               row, slot, tile * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
 
 
 Heads = tuple[Tensor, Tensor | None, Tensor | None]
