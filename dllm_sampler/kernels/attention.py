@@ -109,9 +109,7 @@ def attention_kernel(
             if grid is not None:
                 allowed = allowed & ((column - low)[None] < (own[:, None] + 1) * grid)
             if mask is not None:
-                shown = tl.load(
-                    mask + b * mask_row + (m % width)[:, None] * mask_m + column[None], mask=allowed, other=0
-                )
+                shown = tl.load(mask + (m % width)[:, None] * mask_m + column[None], mask=allowed, other=0)
                 allowed = allowed & (shown != 0)
                 seen = tl.max(allowed.to(tl.int32), 0) > 0
             slot = column[:, None] * (HKV * DH) + d[None]
