@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -262,7 +262,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError
         return found
 
-    def among(known: dict) -> object:
+    def among(known: dict) -> Callable[[str], list[str]]:
         def names(text: str) -> list[str]:
             for name in text.split(","):
                 if name not in known:

@@ -7,9 +7,13 @@ No program reads a slot that another one of the launch writes: fresh keys come f
 left out of the stored ones. The program that attends to a fresh tile for the first tile of queries stores it.
 """
 
+# It takes reductions for tuples.
+# pyright: reportOperatorIssue=false
+
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -241,24 +245,25 @@ def block_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = _rows(q), None if k is None else _rows(k), None if v is None else _rows(v)
     parts = peaks = totals = None
     if splits > 1:
         peaks, totals = torch.empty(2, splits, *q.shape[:3], dtype=torch.float32, device=q.device)
         parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    launch: dict[str, Any] = {"G": heads // kv_heads, "HKV": kv_heads, "DH": size, "STORED": reads, **shape}
+    launch |= {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     attention_kernel[tiles, len(q) * kv_heads, splits](
         q, k, v, keys, values, positions.contiguous(), begin, limit,
         None if overwritten is None else overwritten.view(torch.uint8), mask, tree,
         out if parts is None else parts, peaks, totals,
         rows, width, columns, *_strides(q, size), *_strides(k, size), *_strides(v, size),
         *_strides(mask), *_strides(tree), grid, share, (size**-0.5 if scale is None else scale) * _LOG2E,
-        G=heads // kv_heads, HKV=kv_heads, DH=size, STORED=reads, **shape, num_warps=warps, num_stages=stages,
+        **launch,
     )  # fmt: skip
     if parts is not None:
         lines = out.numel() // size
-        combine_kernel[(triton.cdiv(lines, _LINES),)](
-            parts, peaks, totals, out, lines, splits, DH=size, BLOCK_D=shape["BLOCK_D"], LINES=_LINES, num_warps=4
-        )
+        launch = {"DH": size, "BLOCK_D": shape["BLOCK_D"], "LINES": _LINES, "num_warps": 4, "enable_fp_fusion": True}
+        combine_kernel[(triton.cdiv(lines, _LINES),)](parts, peaks, totals, out, lines, splits, **launch)
     return out
 
 
@@ -302,7 +307,8 @@ def attention_reference(
         if k is not None:
             hidden = columns_of(positions, columns) if overwritten is None else overwritten
             seen = seen & ~hidden[:, None]
-        parts.append((*(x.repeat_interleave(share, 0).to(q.dtype) for x in (keys, values)), seen))
+        old = [x.repeat_interleave(share, 0).to(q.dtype) for x in (keys, values)]
+        parts.append((old[0], old[1], seen))
     if k is not None and v is not None:
         parts.append((k, v, sees(at) if tree is None else sees(at) & tree))
     seen = torch.cat([part[2] for part in parts], -1).repeat_interleave(share, 0)  # [N, R, S]
@@ -337,10 +343,8 @@ def _extents(
     return len(q) // len(positions), keys, values, columns if keys is None else keys.shape[1]
 
 
-def _rows(heads: Tensor | None) -> Tensor | None:
+def _rows(heads: Tensor) -> Tensor:
     """`[N, R, H, Dh]` with the heads of a row together in memory, and whole heads between rows."""
-    if heads is None:
-        return None
     if heads.dtype == torch.bfloat16 and knobs.runtime.interpret:
         heads = heads.float()  # Triton's interpreter multiplies matrices of bfloat16 by their bits
     size = heads.shape[3]
@@ -371,7 +375,9 @@ def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str
     return blocks, 8 if wide or block_m == most else 4, 2
 
 
-def _configuration(name: str, dtype: str, size: int, group: int, kv_heads: int, packed: int, *given: str):
+def _configuration(
+    name: str, dtype: str, size: int, group: int, kv_heads: int, packed: int, *given: str
+) -> Configuration:
     """given: the optional arguments that this launch has."""
     shape, warps, stages = _shape(packed, size, 4 if dtype == "fp32" else 2, "fresh" in given or "mask" in given)
     optional = {"k": "fresh", "v": "fresh", "overwritten": "fresh", "begin": "range", "limit": "range"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -48,6 +50,8 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     residual = hidden if delta is None else torch.empty_like(normed)
     if normed.numel():
         block, rows, warps = _tile(width)
+        launch: dict[str, Any] = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
+        launch["enable_fp_fusion"] = True
         norm_kernel[(triton.cdiv(len(flat), rows),)](
             flat,
             None if delta is None else delta.contiguous(),
@@ -57,10 +61,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
             len(flat),
             flat.stride(0),
             eps,
-            WIDTH=width,
-            BLOCK=block,
-            ROWS=rows,
-            num_warps=warps,
+            **launch,
         )
     return normed, residual
 

@@ -1,6 +1,11 @@
 """From the fused projection to rotated heads: split, bias, norm of each head, rotary positions, slots; one launch."""
 
+# What only a compile-time branch binds, and constants for constexpr: pyright knows neither.
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -143,6 +148,7 @@ def qkv_rope(
     rows, width, total = fused.shape
     size = total // (heads + 2 * kv_heads)
     assert slots is None or positions is not None
+    at = None if slots is None or positions is None else positions.contiguous()
     fused, cos, sin = fused.contiguous(), cos.contiguous(), sin.contiguous()
     q = fused.new_empty(rows, width, heads, size)
     k, v = (fused.new_empty(rows, width, kv_heads, size) if fresh else None for _ in range(2))
@@ -150,11 +156,12 @@ def qkv_rope(
     if q.numel():
         shape = _shape(heads, kv_heads, size, cos.shape[-1])
         tiles = triton.cdiv(heads, shape["BLOCK_H"]) + 2 * triton.cdiv(kv_heads, shape["BLOCK_H"])
+        launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
         qkv_kernel[rows * width, tiles](
-            fused, bias, q_weight, k_weight, cos, sin, None if keys is None else positions.contiguous(),
+            fused, bias, q_weight, k_weight, cos, sin, at,
             q, k, v, keys, values,
             width, 1 if keys is None else keys.shape[1], 0 if len(cos) == 1 else width * cos.shape[-1], eps,
-            **shape, num_warps=WARPS,
+            **launch,
         )  # fmt: skip
     return q, k, v
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -37,8 +39,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     flat, other = gate.reshape(-1, width), up.reshape(-1, width)  # [R, F]: halves stay views
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
+        launch: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True}
         swiglu_kernel[len(flat), triton.cdiv(width, BLOCK)](
-            flat, other, out, width, flat.stride(0), other.stride(0), BLOCK=BLOCK, num_warps=WARPS
+            flat, other, out, width, flat.stride(0), other.stride(0), **launch
         )
     return out
 

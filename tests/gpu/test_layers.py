@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.kernels import checks, oracles
+pytest.importorskip("triton")
+
+from tests.kernels import checks, oracles  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

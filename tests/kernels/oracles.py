@@ -1,6 +1,7 @@
 """What the kernels of a layer should answer, in float64 and one query at a time, and inputs to ask them with."""
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-6}
 
 
-def attention(q, k, v, slots, positions, **options) -> tuple[Tensor, list[Tensor]]:
+def attention(q, k: Any, v: Any, slots, positions, **options: Any) -> tuple[Tensor, list[Tensor]]:
     """Output in float64 and the slots afterwards, by the words of `block_attention`."""
     batch, width = positions.shape
     rows, heads = q.shape[1], q.shape[2]
@@ -21,8 +22,8 @@ def attention(q, k, v, slots, positions, **options) -> tuple[Tensor, list[Tensor
     after = [s.clone() for s in slots]
     for n in range(len(q)):
         b = n // share
-        begin = int(options["begin"][b]) if options.get("begin") is not None else 0
-        limit = int(options["limit"][b]) if options.get("limit") is not None else columns - 1
+        begin = 0 if (low := options.get("begin")) is None else int(low[b])
+        limit = columns - 1 if (high := options.get("limit")) is None else int(high[b])
         own = [int(p) for p in positions[b]]
         for r in range(rows):
             at = own[r % width]
@@ -43,7 +44,7 @@ def attention(q, k, v, slots, positions, **options) -> tuple[Tensor, list[Tensor
                 if sees(column) and (k is None or column not in own):
                     keys.append(slots[0][b, column])
                     values.append(slots[1][b, column])
-            for j in range(rows) if k is not None else ():
+            for j in range(rows if k is not None else 0):
                 tree = options.get("tree")
                 if sees(own[j % width]) and (tree is None or tree.expand(batch, rows, rows)[b, r, j]):
                     keys.append(k[n, j])
@@ -60,9 +61,19 @@ def attention(q, k, v, slots, positions, **options) -> tuple[Tensor, list[Tensor
 
 
 def case(
-    seed, dtype=torch.float32, *, batch=2, width=3, heads=4, kv_heads=2, size=16, length=20, share=1, copies=1,
-    device="cpu", **fixed,
-):  # fmt: skip
+    seed,
+    dtype=torch.float32,
+    *,
+    batch=2,
+    width=3,
+    heads=4,
+    kv_heads=2,
+    size=16,
+    length=20,
+    share=1,
+    copies=1,
+    **fixed: Any,
+):
     """Arguments of one call: ragged ranges, fillers, and no number in any slot that no query may see."""
     draw = random.Random(seed)
     source = torch.Generator().manual_seed(seed)
@@ -86,5 +97,5 @@ def case(
                 s[b, own] = torch.nan
     fixed.pop("fresh", None)
     options = {"begin": begin, "limit": limit, **fixed}
-    given = (q, k, v, tuple(slots), positions)
+    given: Any = (q, k, v, tuple(slots), positions)
     return given, options

@@ -1,5 +1,7 @@
 """Block attention against float64, one query at a time."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -100,11 +102,11 @@ def test_who_sees_nothing_answers_zeros():
 
 
 def test_a_forward_that_computes_every_column_reads_no_slot():
-    given, options = oracles.case(2, width=12, length=12, batch=2)
-    nan = tuple(torch.full_like(s, torch.nan) for s in given[3])
+    (q, k, v, slots, _), options = oracles.case(2, width=12, length=12, batch=2)
+    nan = tuple(torch.full_like(s, torch.nan) for s in slots)
     positions = torch.arange(12).expand(2, -1)
-    out = checks.attention((*given[:3], nan, positions), options | {"stored": False})
-    plain = block_attention(*given[:3], None, positions, begin=options["begin"], limit=options["limit"])
+    out = checks.attention((q, k, v, nan, positions), options | {"stored": False})
+    plain = block_attention(q, k, v, None, positions, begin=options["begin"], limit=options["limit"])
     assert torch.equal(out, plain)
 
 
@@ -121,8 +123,10 @@ def test_views_wider_slots_and_a_map_made_once():
     views = wide.split([4, 2, 2], 2)
     assert not views[1].is_contiguous()
     want, after = oracles.attention(q, k, v, slots, positions, **options)
-    own = tuple(s.float() for s in slots)
-    out = block_attention(*views, own, positions, overwritten=columns_of(positions, 21), **options)
+    own: Any = tuple(s.float() for s in slots)
+    out = block_attention(
+        views[0], views[1], views[2], own, positions, overwritten=columns_of(positions, 21), **options
+    )
     checks.close(out, want, torch.float16)
     for slot, right in zip(own, after, strict=True):
         assert torch.equal(slot.nan_to_num(7.0), right.float().nan_to_num(7.0))
@@ -130,15 +134,15 @@ def test_views_wider_slots_and_a_map_made_once():
 
 def test_transposed_heads_as_the_network_has_them():
     (q, k, v, slots, positions), options = oracles.case(6, width=3)
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    a, b, c = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     first = block_attention(q, k, v, tuple(s.clone() for s in slots), positions, **options)
-    assert torch.equal(first, block_attention(*turned, tuple(s.clone() for s in slots), positions, **options))
+    assert torch.equal(first, block_attention(a, b, c, tuple(s.clone() for s in slots), positions, **options))
 
 
 def test_answers_as_the_cache_layer_does():
     """The default layer of `Cache` stores, then attends over all slots: the kernel's answer in one launch."""
     (q, k, v, slots, positions), _ = oracles.case(7, width=3, batch=1)
-    slots = tuple(torch.randn_like(s) for s in slots)
+    slots: Any = tuple(torch.randn_like(s) for s in slots)
     positions = torch.tensor([[3, 4, 9]])
     seen = torch.zeros(1, 21, dtype=torch.bool)
     seen[:, 2:17] = True

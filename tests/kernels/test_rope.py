@@ -1,5 +1,7 @@
 """From the fused projection to heads: as `models.transformer.Layer` does it, and as float64 does."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +32,7 @@ def test_as_the_network_does(norm, rotary):
         rotary_dim=rotary, qk_norm=norm, rope_theta=500.0,
     )  # fmt: skip
     model = Transformer(config).half()
-    layer = model.layers[0]
+    layer: Any = model.layers[0]
     if norm:
         layer.q_norm.weight.data.normal_()
         layer.k_norm.weight.data.normal_()
@@ -42,6 +44,7 @@ def test_as_the_network_does(norm, rotary):
     weights = {f"{x}_weight": getattr(layer, f"{x}_norm").weight.detach() for x in "qk"} if norm else {}
     got = qkv_rope(fused.detach(), rope.cos, rope.sin, 4, 2, eps=config.norm_eps, **weights)
     for mine, its in zip(got, want, strict=True):
+        assert mine is not None
         its = its.detach().transpose(1, 2)
         apart = (mine.float() - its.float()).abs()
         assert apart.max() <= 2**-10 * its.abs().max() and (apart > 0).float().mean() < 0.01  # the order of a sum
