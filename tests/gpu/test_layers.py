@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels import checks, oracles  # noqa: E402
+from tests.kernels import checks, oracles
 
 pytestmark = [
     pytest.mark.gpu,

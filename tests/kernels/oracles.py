@@ -44,11 +44,13 @@ def attention(q, k: Any, v: Any, slots, positions, **options: Any) -> tuple[Tens
                 if sees(column) and (k is None or column not in own):
                     keys.append(slots[0][b, column])
                     values.append(slots[1][b, column])
-            for j in range(rows if k is not None else 0):
+            if k is not None:
                 tree = options.get("tree")
-                if sees(own[j % width]) and (tree is None or tree.expand(batch, rows, rows)[b, r, j]):
-                    keys.append(k[n, j])
-                    values.append(v[n, j])
+                own_tree = None if tree is None else tree.expand(batch, rows, rows)[b, r]
+                for j in range(rows):
+                    if sees(own[j % width]) and (own_tree is None or own_tree[j]):
+                        keys.append(k[n, j])
+                        values.append(v[n, j])
             if keys:
                 key, value = (torch.stack(x).double().repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
                 scores = torch.einsum("hd,shd->hs", q[n, r].double(), key) * scale
