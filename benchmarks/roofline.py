@@ -1,0 +1,340 @@
+"""How fast a forward can be at best: the bytes it must move and the operations it must do, part by part.
+
+    python benchmarks/roofline.py                                          # floors of the shipped models and GPUs
+    python benchmarks/roofline.py --models llada-8b --gpus h200 --parts    # which part is bound by what
+    python benchmarks/roofline.py --gpus h200 --bandwidth 4.3 --peak 790   # figures measured there, TB/s and TFLOP/s
+    python benchmarks/roofline.py --docs docs/roofline.md                  # fill the page's tables, draw its picture
+
+No GPU is used. A part takes the longer of its bytes over the bandwidth and its operations over the peak; parts follow
+one another. Launches, synchronisation and what a real kernel loses are left out: with these launches, nothing measured
+is faster than this.
+
+Every forward computes `window` positions per row against `slots` stored columns and answers for `asked` of them.
+Counted once each: the weights touched (an even router reaches E (1 - (1 - k/E)^T) experts with T tokens), stored keys
+and values read and fresh ones written, logits written and read. Tensors between launches are counted where the
+widest of them does not fit into the GPU's cache: with the part that reads or writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.models.moe import MoeConfig
+from dllm_sampler.models.transformer import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures of one GPU: bytes per second, bfloat16 operations per second (dense), bytes of cache."""
+
+    name: str
+    bandwidth: float
+    peak: float
+    cache: float
+
+
+GPUS = {
+    "a100": Gpu("A100 80GB SXM", 2.039e12, 312e12, 40e6),
+    "h100": Gpu("H100 SXM", 3.35e12, 989e12, 50e6),
+    "h200": Gpu("H200 SXM", 4.8e12, 989e12, 60e6),
+    "b200": Gpu("B200", 8.0e12, 2250e12, 126e6),
+    "mi300x": Gpu("MI300X", 5.3e12, 1307e12, 256e6),
+}
+
+MODELS = {
+    "llada-8b": TransformerConfig(126464, 4096, 12288, 32, 32, 32, 128),
+    "dream-7b": TransformerConfig(152064, 3584, 18944, 28, 28, 4, 128, qkv_bias=True),
+    "sdar-8b": TransformerConfig(151936, 4096, 12288, 36, 32, 8, 128, qk_norm=True),
+    "llada2-mini": TransformerConfig(
+        157184, 2048, 5120, 20, 16, 4, 128, qk_norm=True, moe=MoeConfig(256, 8, 512, frozenset(range(1, 20)), 512)
+    ),
+}
+
+# Bytes of a number, and how many times slower than bfloat16 matrices of it are multiplied (float32: as TF32).
+DTYPES = {"bf16": (2, 1.0), "fp16": (2, 1.0), "fp32": (4, 2.0)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward: `batch` rows of `window` positions, `slots` columns seen, `asked` positions answered for."""
+
+    batch: int = 1
+    window: int = 32
+    slots: int = 1024
+    asked: int | None = None  # default: the window
+    dtype: str = "bf16"
+    fused_head: bool = False  # logits never reach memory
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part of the forward moves and does, over all layers."""
+
+    name: str
+    bytes: float
+    flops: float
+
+    def seconds(self, gpu: Gpu, slower: float = 1.0) -> float:
+        """The part's floor."""
+        return max(self.bytes / gpu.bandwidth, self.flops * slower / gpu.peak)
+
+    def bound(self, gpu: Gpu, slower: float = 1.0) -> str:
+        """What sets the floor."""
+        return "memory" if self.bytes / gpu.bandwidth >= self.flops * slower / gpu.peak else "compute"
+
+
+def parts(model: TransformerConfig, work: Work, cache: float = 0.0) -> list[Part]:
+    """The parts of a forward; cache: bytes in which tensors between launches stay."""
+    size, _ = DTYPES[work.dtype]
+    tokens, layers = work.batch * work.window, model.num_layers
+    asked = work.batch * (work.window if work.asked is None else work.asked)
+    width, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    moe = model.moe
+    sparse = 0 if moe is None else len(moe.layers)
+    touched = used = (layers - sparse) * 3.0 * width * model.intermediate_size
+    inner = float(model.intermediate_size)
+    if moe is not None:
+        expert, shared = 3 * width * moe.expert_size, 3 * width * moe.shared_size
+        reached = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+        every = shared + moe.num_experts * width  # and the router
+        touched += sparse * (reached * expert + every)
+        used += sparse * (moe.top_k * expert + every)
+        inner = (moe.top_k * moe.expert_size + moe.shared_size) * sparse / layers + inner * (layers - sparse) / layers
+    spills = tokens * max(2 * inner, queries + 2 * keys) * size > cache
+
+    def ends(numbers: float) -> float:
+        """Bytes of tensors between launches, numbers per token and layer."""
+        return layers * tokens * numbers * size * spills
+
+    def linear(name: str, touched: float, used: float, numbers: float) -> Part:
+        """touched: weights read; used: weights that multiply a token; numbers: at the ends."""
+        return Part(name, touched * size + ends(numbers), 2.0 * tokens * used)
+
+    heads, vocabulary = queries + 2 * keys, model.vocab_size
+    stored = layers * work.batch * work.slots * 2 * keys * size
+    return [
+        linear("qkv", layers * width * heads, layers * width * heads, width + heads),
+        linear("o", layers * queries * width, layers * queries * width, queries + width),
+        linear("mlp", touched, used, 2 * width + 3 * inner),
+        Part("kv read", stored + ends(2 * queries), layers * 4.0 * tokens * queries * work.slots),
+        Part("kv write", layers * tokens * 2 * keys * size, 0),
+        # The embedding; norms with their sums, heads split and turned, the gated product.
+        Part("activations", tokens * width * size + ends(8 * width + 2 * heads + 3 * inner), 0),
+        Part("head", vocabulary * width * size, 2.0 * asked * vocabulary * width),
+        Part("logits", 0 if work.fused_head else 2.0 * asked * vocabulary * size, 0),
+        # Ids, three flags and the answers' token, confidence and position.
+        Part("sampler", work.batch * work.slots * 11 + asked * 20.0, 0),
+    ]
+
+
+def floor(model: TransformerConfig, gpu: Gpu, work: Work) -> float:
+    """Seconds that no forward of this work can beat."""
+    slower = DTYPES[work.dtype][1]
+    return sum(part.seconds(gpu, slower) for part in parts(model, work, gpu.cache))
+
+
+def free(model: TransformerConfig, gpu: Gpu, work: Work, rise: float = 0.1, most: int = 1 << 14) -> int:
+    """The widest window per row whose floor is at most `rise` above that of one position."""
+    limit = floor(model, gpu, replace(work, window=1)) * (1 + rise)
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if floor(model, gpu, replace(work, window=middle)) <= limit else (low, middle - 1)
+    return low
+
+
+def refresh(model: TransformerConfig, gpu: Gpu, work: Work) -> float:
+    """The floor of a forward that computes every slot and answers for the window."""
+    return floor(model, gpu, replace(work, window=work.slots, asked=work.window))
+
+
+def floors(name: str, gpu: Gpu, options: argparse.Namespace) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of one table: batch against window, milliseconds."""
+    model = MODELS[name]
+    rows = []
+    for batch in options.batch:
+        work = Work(batch=batch, slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+        cells = [f"{floor(model, gpu, replace(work, window=w)) * 1e3:.2f}" for w in options.windows]
+        rows.append([str(batch), *cells, f"{refresh(model, gpu, work) * 1e3:.1f}", str(free(model, gpu, work))])
+    return ["batch", *(f"window {w}" for w in options.windows), f"refresh of {options.slots}", "free"], rows
+
+
+def shares(name: str, gpu: Gpu, work: Work) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of one table: the parts of one forward."""
+    slower = DTYPES[work.dtype][1]
+    found = parts(MODELS[name], work, gpu.cache)
+    whole = sum(part.seconds(gpu, slower) for part in found)
+    rows = [
+        [
+            part.name,
+            f"{part.bytes / 1e6:.1f}",
+            f"{part.flops / 1e9:.1f}",
+            f"{part.seconds(gpu, slower) * 1e3:.3f}",
+            f"{part.seconds(gpu, slower) / whole:.1%}",
+            part.bound(gpu, slower),
+        ]
+        for part in found
+    ]
+    total = [f"{sum(p.bytes for p in found) / 1e6:.1f}", f"{sum(p.flops for p in found) / 1e9:.1f}"]
+    return ["part", "MB", "GFLOP", "ms", "share", "bound by"], [*rows, ["all", *total, f"{whole * 1e3:.3f}", "", ""]]
+
+
+def shown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table for the terminal."""
+    table = Table(title=title, title_justify="left")
+    for column in head:
+        table.add_column(column, justify="left" if column in ("part", "bound by") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
+    """Floor against window, one panel per model and a line per batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    windows = [2 ** (i / 4) for i in range(4 * 10 + 1)]  # 1 to 1024
+    figure, panels = pyplot.subplots(
+        1, len(options.models), figsize=(4 * len(options.models), 3.8), squeeze=False, sharey=True
+    )
+    colours = pyplot.get_cmap("viridis")
+    for axes, name in zip(panels[0], options.models, strict=True):
+        for i, batch in enumerate(options.batch):
+            work = Work(batch=batch, slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+            rounded = sorted({round(w) for w in windows})
+            times = [floor(MODELS[name], gpu, replace(work, window=w)) * 1e3 for w in rounded]
+            colour = colours(0.9 * i / max(1, len(options.batch) - 1))
+            axes.plot(rounded, times, color=colour, label=f"batch {batch}")
+            edge = free(MODELS[name], gpu, work)
+            if edge <= rounded[-1]:
+                axes.plot(edge, floor(MODELS[name], gpu, replace(work, window=edge)) * 1e3, "o", color=colour, ms=5)
+        axes.set(xscale="log", yscale="log", title=name, xlabel="positions per row in a forward")
+        axes.set_xticks([1, 8, 32, 128, 1024], ["1", "8", "32", "128", "1024"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel(f"floor, ms ({gpu.name}, {options.dtype}, {options.slots} slots)")
+    panels[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
+    """Fill a document's tables and draw its picture beside it."""
+    text = markdown.read(path, "floors", "parts", "crossover")
+    gpu = gpus[0]
+    tables = []
+    for name in options.models:
+        tables.append(f"**{name}**\n\n{markdown.table(*floors(name, gpu, options))}")
+    heading = (
+        f"{gpu.name} at {gpu.bandwidth / 1e12:g} TB/s and {gpu.peak / 1e12:g} TFLOP/s, {options.dtype},"
+        f" {options.slots} slots; milliseconds."
+    )
+    text = markdown.fill(text, "floors", "\n\n".join([heading, *tables]))
+    work = Work(slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+    described = f"{options.models[0]}, {gpu.name}, batch 1, window {work.window}, {work.slots} slots."
+    text = markdown.fill(text, "parts", f"{described}\n\n{markdown.table(*shares(options.models[0], gpu, work))}")
+    rows = [
+        [name, *(f"{floor(MODELS[name], g, work) * 1e3:.2f} / {free(MODELS[name], g, work)}" for g in gpus)]
+        for name in options.models
+    ]
+    text = markdown.fill(text, "crossover", markdown.table(["model", *(g.name for g in gpus)], rows))
+    markdown.write(path, text)
+    draw(path.with_suffix(".png"), gpu, options)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+        return found
+
+    def among(known: dict) -> Callable[[str], list[str]]:
+        def names(text: str) -> list[str]:
+            for name in text.split(","):
+                if name not in known:
+                    raise argparse.ArgumentTypeError(f"unknown {name!r}: choose among {', '.join(known)}")
+            return text.split(",")
+
+        return names
+
+    def positive(text: str) -> float:
+        if (number := float(text)) <= 0:
+            raise ValueError
+        return number
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", type=among(MODELS), default=list(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--gpus", type=among(GPUS), default=["h200", "a100", "h100", "b200", "mi300x"])
+    parser.add_argument("--batch", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--windows", type=numbers, default=[8, 16, 32, 64, 128, 256])
+    parser.add_argument("--slots", type=int, default=1024, help="stored columns per row (default 1024)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--fused-head", action="store_true", help="logits never reach memory")
+    parser.add_argument("--bandwidth", type=positive, help="TB/s in place of the published figure; needs one --gpus")
+    parser.add_argument("--peak", type=positive, help="TFLOP/s in place of the published figure; needs one --gpus")
+    parser.add_argument("--parts", action="store_true", help="also the parts of each batch at window 32")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every part of every configuration there")
+    parser.add_argument("--docs", type=Path, metavar="FILE", help="fill the tables of this page, for the first GPU")
+    parser.add_argument("--smoke", action="store_true", help="one model, one GPU, two batches")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.models, options.gpus, options.batch, options.windows = ["llada-8b"], ["h200"], [1, 2], [8, 32]
+    if (options.bandwidth or options.peak) and len(options.gpus) > 1:
+        parser.error("--bandwidth and --peak are figures of one GPU: name it with --gpus")
+    if options.slots < 1:
+        parser.error("--slots should be at least 1")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    gpus = [GPUS[name] for name in options.gpus]
+    if options.bandwidth:
+        gpus = [replace(gpus[0], bandwidth=options.bandwidth * 1e12)]
+    if options.peak:
+        gpus = [replace(gpus[0], peak=options.peak * 1e12)]
+    console = Console(width=max(Console().width, 110))
+    for gpu in gpus:
+        for name in options.models:
+            ridge = gpu.peak / gpu.bandwidth * DTYPES[options.dtype][0] / 2 / DTYPES[options.dtype][1]
+            title = f"{name}, {gpu.name}: floor in ms; up to {ridge:.0f} tokens a weight is read longer than multiplied"
+            console.print(shown(title, *floors(name, gpu, options)))
+            for batch in options.batch if options.parts else ():
+                work = Work(batch, slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+                console.print(shown(f"{name}, {gpu.name}, batch {batch}, window 32", *shares(name, gpu, work)))
+    console.print("free: the widest window whose floor is at most a tenth above that of one position")
+    if options.json:
+        found = [
+            {"model": name, "gpu": asdict(gpu), "work": asdict(work), "seconds": floor(MODELS[name], gpu, work)}
+            | {"parts": [asdict(part) for part in parts(MODELS[name], work, gpu.cache)]}
+            for gpu in gpus
+            for name in options.models
+            for batch in options.batch
+            for window in options.windows
+            for work in [Work(batch, window, options.slots, None, options.dtype, options.fused_head)]
+        ]
+        options.json.write_text(json.dumps(found, indent=1))
+    if options.docs:
+        try:
+            page(options.docs, gpus, options)
+        except UserError as error:
+            raise SystemExit(str(error)) from None
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,99 @@
+"""RMSNorm, with the residual addition before it, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dllm_sampler.kernels.configuration import Configuration
+
+
+@triton.jit
+def norm_kernel(
+    hidden, delta, weight, normed, residual, rows, stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows, each held in registers from the addition to the norm."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None]
+    inside = (row < rows) & (column < WIDTH)
+    at = row * WIDTH + column
+    x = tl.load(hidden + row * stride + column, mask=inside, other=0.0)
+    if delta is not None:
+        x = (x.to(tl.float32) + tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(residual + at, x, mask=inside)
+    precise = x.to(tl.float32)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(precise * precise, 1) / WIDTH + eps)
+    # The weight is applied after the cast back to the stream's dtype, as in `models.transformer.RMSNorm`.
+    scaled = (precise * inverse[:, None]).to(x.dtype).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(normed + at, scaled * scale, mask=inside)
+
+
+def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """RMSNorm of `hidden + delta`, and that sum: `(normed, residual)`, both `[..., D]`.
+
+    hidden: `[..., D]`, the stream, or the heads `[..., H, Dh]` of a per-head norm
+    weight: `[D]`, in the stream's dtype
+    delta: `[..., D]` to add first, in the stream's dtype; None: nothing, and `residual` is `hidden` itself
+
+    Reduces in float32 and rounds like `norm_reference`: after the sum, after the norm and after the weight.
+    """
+    width = hidden.shape[-1]
+    flat = hidden.reshape(-1, width)  # [R, D]
+    normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    residual = hidden if delta is None else torch.empty_like(normed)
+    if normed.numel():
+        block, rows, warps = _tile(width)
+        launch: dict[str, Any] = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
+        launch["enable_fp_fusion"] = True
+        norm_kernel[(triton.cdiv(len(flat), rows),)](
+            flat,
+            None if delta is None else delta.contiguous(),
+            weight,
+            normed,
+            None if delta is None else residual,
+            len(flat),
+            flat.stride(0),
+            eps,
+            **launch,
+        )
+    return normed, residual
+
+
+def norm_reference(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What `norm` computes, in torch."""
+    residual = hidden if delta is None else hidden + delta
+    return F.rms_norm(residual, weight.shape, None, eps) * weight, residual
+
+
+def _tile(width: int) -> tuple[int, int, int]:
+    """Padded width, rows of a program, and warps: about 1024 numbers a program at least, 32 a thread at most."""
+    block = triton.next_power_of_2(width)
+    return block, max(1, 1024 // block), min(16, max(4, block // 1024))
+
+
+def _configuration(dtype: str, width: int, add: bool) -> Configuration:
+    block, rows, warps = _tile(width)
+    extra = f"*{dtype}" if add else "constexpr"
+    return Configuration(
+        name=f"norm {dtype} D={width}{' add' if add else ''}",
+        kernel=norm_kernel,
+        signature={"hidden": f"*{dtype}", "delta": extra, "weight": f"*{dtype}", "normed": f"*{dtype}"}
+        | {"residual": extra, "rows": "i32", "stride": "i32", "eps": "fp32"}
+        | dict.fromkeys(("WIDTH", "BLOCK", "ROWS"), "constexpr"),
+        constants={"WIDTH": width, "BLOCK": block, "ROWS": rows} | ({} if add else {"delta": None, "residual": None}),
+        warps=warps,
+    )
+
+
+CONFIGURATIONS = [
+    _configuration(dtype, width, add)
+    for dtype in ("bf16", "fp16", "fp32")
+    for width, add in ((128, False), (2048, True), (3584, True), (4096, True), (4096, False), (8192, True))
+]

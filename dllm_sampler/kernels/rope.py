@@ -1,0 +1,250 @@
+"""From the fused projection to rotated heads: split, bias, norm of each head, rotary positions, slots; one launch."""
+
+# What only a compile-time branch binds, and constants for constexpr: pyright knows neither.
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dllm_sampler.kernels.configuration import Configuration
+
+WARPS = 4
+_NUMBERS = 2048  # of the heads that a program holds at once
+
+
+@triton.jit
+def _part(fused, bias, at, inside):
+    x = tl.load(fused + at, mask=inside, other=0.0)
+    if bias is not None:
+        x = (x.to(tl.float32) + tl.load(bias, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _scaled(x, inverse, weight, inside):
+    scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return ((x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32) * scale).to(x.dtype)
+
+
+@triton.jit
+def _put(out, slots, own, slot, at, x, inside):
+    if out is not None:
+        tl.store(out + own + at, x, mask=inside)
+    if slots is not None:  # noqa: SIM102 (this one is known when compiling)
+        if slot >= 0:
+            tl.store(slots + slot + at, x, mask=inside)
+
+
+@triton.jit
+def _heads(
+    fused, bias, weight, cos, sin, out, slots, row, slot, first, count, eps,
+    TURN: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Heads first..first+BLOCK_H of one kind. A head is two halves that turn against each other, and a tail."""
+    head = first + tl.arange(0, BLOCK_H)[:, None]
+    half: tl.constexpr = ROTARY // 2
+    d = tl.arange(0, HALF)[None]
+    inside = (head < count) & (d < half)
+    at = head * DH + d
+    x = _part(fused, None if bias is None else bias + at, at, inside)
+    y = _part(fused, None if bias is None else bias + at + half, at + half, inside)
+    if TAIL:
+        d_tail = ROTARY + tl.arange(0, TAIL)[None]
+        inside_tail = (head < count) & (d_tail < DH)
+        at_tail = head * DH + d_tail
+        z = _part(fused, None if bias is None else bias + at_tail, at_tail, inside_tail)
+    if weight is not None:
+        squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + tl.sum(y.to(tl.float32) * y.to(tl.float32), 1)
+        if TAIL:
+            squares += tl.sum(z.to(tl.float32) * z.to(tl.float32), 1)
+        inverse = (1.0 / tl.sqrt_rn(squares / DH + eps))[:, None]
+        x = _scaled(x, inverse, weight + d, d < half)
+        y = _scaled(y, inverse, weight + half + d, d < half)
+        if TAIL:
+            z = _scaled(z, inverse, weight + d_tail, d_tail < DH)
+    own = row * count * DH
+    if TURN:
+        c = tl.load(cos + d, mask=d < half, other=0.0)
+        s = tl.load(sin + half + d, mask=d < half, other=0.0)  # the second half's, which are positive
+        precise, other = x.to(tl.float32), y.to(tl.float32)
+        _put(out, slots, own, slot, at, precise * c - other * s, inside)
+        _put(out, slots, own, slot, at + half, other * c + precise * s, inside)
+    else:
+        _put(out, slots, own, slot, at, x, inside)
+        _put(out, slots, own, slot, at + half, y, inside)
+    if TAIL:
+        _put(out, slots, own, slot, at_tail, z, inside_tail)
+
+
+@triton.jit
+def qkv_kernel(
+    fused, bias, q_weight, k_weight, cos, sin, positions, q, k, v, keys, values,
+    width, columns, rope_stride, eps,
+    H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_H heads of queries, keys or values of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    kv_tiles: tl.constexpr = (HKV + BLOCK_H - 1) // BLOCK_H
+    fused += row * (H + 2 * HKV) * DH
+    cos += (row // width) * rope_stride + row % width * ROTARY
+    sin += (row // width) * rope_stride + row % width * ROTARY
+    slot = row
+    if keys is not None:
+        column = tl.load(positions + row).to(tl.int64)
+        # The last slot is the empty one, where nothing is written.
+        slot = tl.where(column < columns - 1, ((row // width) * columns + column) * HKV * DH, -1)
+    if tile < q_tiles:
+        _heads(fused, bias, q_weight, cos, sin, q, None, row, slot, tile * BLOCK_H, H, eps,
+               True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+    elif tile < q_tiles + kv_tiles:
+        _heads(fused + H * DH, None if bias is None else bias + H * DH, k_weight, cos, sin, k, keys, row, slot,
+               (tile - q_tiles) * BLOCK_H, HKV, eps, True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+    else:
+        tile -= q_tiles + kv_tiles
+        _heads(fused + (H + HKV) * DH, None if bias is None else bias + (H + HKV) * DH, None, cos, sin, v, values,
+               row, slot, tile * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+
+
+Heads = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def qkv_rope(
+    fused: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    slots: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+    fresh: bool = True,
+) -> Heads:
+    """Rotated queries `[N, M, H, Dh]`, rotated keys and values `[N, M, Hkv, Dh]` of a fused projection.
+
+    fused: `[N, M, (H + 2 Hkv) Dh]`: queries, keys, values
+    cos, sin: float32 `[N|1, 1, M, R]` as in `models.transformer.Rope`: the leading R dimensions of a head are turned
+    bias: `[(H + 2 Hkv) Dh]` that the projection left out; added in the stream's dtype, one rounding more than in it
+    q_weight, k_weight: `[Dh]`, norms of each head, with `eps`
+    slots: keys and values `[N, L+1, Hkv, Dh]`, written in place at `positions [N, M]`; at L nothing is written
+    fresh: return keys and values too; without them `block_attention` reads the slots
+
+    Rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
+    """
+    rows, width, total = fused.shape
+    size = total // (heads + 2 * kv_heads)
+    assert slots is None or positions is not None
+    at = None if slots is None or positions is None else positions.contiguous()
+    fused, cos, sin = fused.contiguous(), cos.contiguous(), sin.contiguous()
+    q = fused.new_empty(rows, width, heads, size)
+    k, v = (fused.new_empty(rows, width, kv_heads, size) if fresh else None for _ in range(2))
+    keys, values = slots or (None, None)
+    if q.numel():
+        shape = _shape(heads, kv_heads, size, cos.shape[-1])
+        tiles = triton.cdiv(heads, shape["BLOCK_H"]) + 2 * triton.cdiv(kv_heads, shape["BLOCK_H"])
+        launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
+        qkv_kernel[rows * width, tiles](
+            fused, bias, q_weight, k_weight, cos, sin, at,
+            q, k, v, keys, values,
+            width, 1 if keys is None else keys.shape[1], 0 if len(cos) == 1 else width * cos.shape[-1], eps,
+            **launch,
+        )  # fmt: skip
+    return q, k, v
+
+
+def qkv_rope_reference(
+    fused: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    slots: tuple[Tensor, Tensor] | None = None,
+    positions: Tensor | None = None,
+    fresh: bool = True,
+) -> Heads:
+    """What `qkv_rope` computes, in torch."""
+    size, turned = fused.shape[-1] // (heads + 2 * kv_heads), cos.shape[-1]
+    every = (fused if bias is None else fused + bias).unflatten(-1, (-1, size))  # [N, M, H+2Hkv, Dh]
+    q, k, v = every.split([heads, kv_heads, kv_heads], 2)
+
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x if weight is None else F.rms_norm(x, weight.shape, None, eps) * weight
+        c, s, lead = cos.transpose(1, 2), sin.transpose(1, 2), x[..., :turned]  # [N|1, M, 1, R]
+        lead = torch.addcmul(lead * c, lead.roll(turned // 2, -1), s).to(x.dtype)
+        return torch.cat([lead, x[..., turned:]], -1)
+
+    q, k = rotated(q, q_weight), rotated(k, k_weight)
+    if slots is not None:
+        assert positions is not None
+        for slot, new in zip(slots, (k, v), strict=True):
+            put(slot, positions, new)
+    return (q, k, v) if fresh else (q, None, None)
+
+
+def put(slots: Tensor, positions: Tensor, fresh: Tensor) -> None:
+    """Write `fresh [N, M, ...]` at `positions [N, M]` of `slots [N, L+1, ...]`, in place; nothing at L."""
+    last = slots.shape[1] - 1
+    empty = slots[:, last].clone()
+    at = positions.view(*positions.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)
+    slots.scatter_(1, at, fresh.to(slots.dtype))
+    slots[:, last] = empty
+
+
+def _shape(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
+    tail = triton.next_power_of_2(size - rotary) if rotary < size else 0
+    half = triton.next_power_of_2(rotary // 2)
+    block = max(1, min(triton.next_power_of_2(heads), _NUMBERS // (2 * half + tail)))
+    return {"H": heads, "HKV": kv_heads, "DH": size, "ROTARY": rotary, "HALF": half, "TAIL": tail, "BLOCK_H": block}
+
+
+def _configuration(name: str, dtype: str, shape: dict[str, int], bias: bool, norm: bool, slots: bool) -> Configuration:
+    pointer, optional = f"*{dtype}", {"bias": bias, "q_weight": norm, "k_weight": norm}
+    optional |= dict.fromkeys(("k", "v"), not slots) | dict.fromkeys(("keys", "values"), slots)
+    optional["positions"] = slots
+    signature = {}
+    for argument in qkv_kernel.arg_names:
+        if argument in shape or not optional.get(argument, True):
+            signature[argument] = "constexpr"
+        elif argument in ("width", "columns", "rope_stride"):
+            signature[argument] = "i32"
+        else:
+            signature[argument] = {"eps": "fp32", "cos": "*fp32", "sin": "*fp32", "positions": "*i64"}.get(
+                argument, pointer
+            )
+    absent = dict.fromkeys((a for a, given in optional.items() if not given), None)
+    where = " slots" if slots else ""
+    return Configuration(f"qkv_rope {name} {dtype}{where}", qkv_kernel, signature, shape | absent, WARPS)
+
+
+_MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
+    "LLaDA-8B": (32, 32, 128, 128, False, False),
+    "Dream-7B": (28, 4, 128, 128, True, False),
+    "SDAR-8B": (32, 8, 128, 128, False, True),
+    "LLaDA2-mini": (16, 4, 128, 64, False, True),
+    "80 wide": (16, 4, 80, 80, True, False),
+}
+CONFIGURATIONS = [
+    _configuration(name, dtype, _shape(*model[:4]), *model[4:], slots)
+    for name, model in _MODELS.items()
+    for dtype in ("bf16", "fp16", "fp32")
+    for slots in (False, True)
+]

@@ -1,0 +1,66 @@
+"""`silu(gate) * up`, the middle of a gated feed-forward, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dllm_sampler.kernels.configuration import Configuration
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def swiglu_kernel(gate, up, out, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    """One program: BLOCK columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0)
+    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = g.to(tl.float32)
+    # torch rounds silu to the stream's dtype before it multiplies.
+    silu = (x / (1.0 + tl.exp(-x))).to(g.dtype).to(tl.float32)
+    tl.store(out + row * width + column, silu * u, mask=inside)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """`silu(gate) * up` of `[..., F]` each; without `up` both halves `[..., 2F]` of one fused projection, gate first.
+
+    Rounds like `swiglu_reference`: after silu and after the product.
+    """
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    width = gate.shape[-1]
+    flat, other = gate.reshape(-1, width), up.reshape(-1, width)  # [R, F]: halves stay views
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        launch: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True}
+        swiglu_kernel[len(flat), triton.cdiv(width, BLOCK)](
+            flat, other, out, width, flat.stride(0), other.stride(0), **launch
+        )
+    return out
+
+
+def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """What `swiglu` computes, in torch."""
+    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+    return F.silu(gate) * up
+
+
+CONFIGURATIONS = [
+    Configuration(
+        name=f"swiglu {dtype}",
+        kernel=swiglu_kernel,
+        signature=dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
+        | dict.fromkeys(("width", "gate_stride", "up_stride"), "i32")
+        | {"BLOCK": "constexpr"},
+        constants={"BLOCK": BLOCK},
+        warps=WARPS,
+    )
+    for dtype in ("bf16", "fp16", "fp32")
+]

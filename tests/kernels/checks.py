@@ -1,0 +1,117 @@
+"""Checks of the kernels of a layer that hold on a GPU as in the interpreter."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.kernels import norm as norms
+from dllm_sampler.kernels import rope as ropes
+from dllm_sampler.kernels import swiglu as swiglus
+from dllm_sampler.kernels.attention import attention_reference, block_attention
+from dllm_sampler.kernels.configuration import Configuration
+from tests.kernels import oracles
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Within the dtype's tolerance of the largest wanted number; no number where there is none."""
+    scale = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+    torch.testing.assert_close(got.double().cpu(), want.double().cpu(), rtol=0, atol=oracles.TOLERANCE[dtype] * scale)
+
+
+def attention(given, options, device="cpu") -> Tensor:
+    """Kernel and reference against the oracle, outputs and slots; returns the kernel's output."""
+    want, after = oracles.attention(*given, **options)
+    q, k, v, slots, positions = given
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) else x
+
+    for answer in (attention_reference, block_attention):
+        own: Any = tuple(moved(s.clone()) for s in slots)
+        out = answer(
+            moved(q), moved(k), moved(v), own, moved(positions), **{name: moved(x) for name, x in options.items()}
+        )
+        assert out.dtype == q.dtype
+        close(out, want, q.dtype)
+        for slot, right in zip(own, after, strict=True):
+            assert torch.equal(slot.cpu().nan_to_num(777.0), right.nan_to_num(777.0))
+    return out
+
+
+def norm(seed: int, shape, dtype, add: bool, factor: float, device="cpu") -> None:
+    """RMSNorm with and without the addition against float64."""
+    source = torch.Generator().manual_seed(seed)
+    hidden, delta = (torch.randn(2, *shape, generator=source) * factor).to(dtype)
+    weight = torch.randn(shape[-1], generator=source).to(dtype)
+    residual = (hidden + delta if add else hidden).double()
+    want = residual * (residual.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    for answer in (norms.norm_reference, norms.norm):
+        got, kept = answer(hidden.to(device), weight.to(device), 1e-5, delta.to(device) if add else None)
+        assert got.dtype == kept.dtype == dtype
+        close(got, want, dtype)
+        close(kept, residual, dtype)
+
+
+def swiglu(seed: int, shape, dtype, fused: bool, factor: float, device="cpu") -> None:
+    """The gated product of one projection or of two against float64."""
+    source = torch.Generator().manual_seed(seed)
+    gate, up = (torch.randn(2, *shape, generator=source) * factor).to(dtype)
+    want = torch.nn.functional.silu(gate.double()) * up.double()
+    given = (torch.cat([gate, up], -1),) if fused else (gate, up)
+    for answer in (swiglus.swiglu_reference, swiglus.swiglu):
+        close(answer(*(x.to(device) for x in given)), want, dtype)
+
+
+def rope(
+    seed: int, dtype, heads: int, kv_heads: int, size: int, rotary: int, *, bias: bool, norm: bool, slots: bool,
+    fresh: bool, shared: bool, device="cpu",
+) -> None:  # fmt: skip
+    """Split, bias, norm, rotation and storage against float64."""
+    source = torch.Generator().manual_seed(seed)
+    batch, width, length, eps = 2, 3, 9, 1e-6
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(dtype)
+
+    fused = normal(batch, width, (heads + 2 * kv_heads) * size)
+    angles = torch.rand(1 if shared else batch, 1, width, rotary // 2, generator=source) * 1000
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    options: dict[str, Any] = {"bias": normal(fused.shape[-1]) if bias else None, "eps": eps, "fresh": fresh}
+    options |= {f"{x}_weight": normal(size) if norm else None for x in "qk"}
+    stored = [torch.full((batch, length + 1, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
+    positions = torch.tensor([[0, 4, 8], [2, length, length]])
+
+    plain = fused.double() + (options["bias"].double() if bias else 0)
+    parts = list(plain.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 2))
+    for i, weight in enumerate((options["q_weight"], options["k_weight"])):
+        x = parts[i]
+        if weight is not None:
+            x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+        a, b, rest = x.split([rotary // 2, rotary // 2, size - rotary], -1)
+        c, s = (f.double()[:, 0, :, None, rotary // 2 :] for f in (cos, sin))
+        parts[i] = torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+    for answer in (ropes.qkv_rope_reference, ropes.qkv_rope):
+        own = tuple(x.clone().to(device) for x in stored)
+        here: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+        if slots:
+            here |= {"slots": own, "positions": positions.to(device)}
+        got = answer(fused.to(device), cos.to(device), sin.to(device), heads, kv_heads, **here)
+        assert fresh or got[1] is got[2] is None
+        for mine, want in zip([x for x in got if x is not None], parts, strict=False):
+            close(mine, want, dtype)
+        for slot, want in zip(own, parts[1:], strict=True):
+            right = torch.full(slot.shape, torch.nan, dtype=torch.float64)
+            if slots:
+                for b, m in ((0, 0), (0, 1), (0, 2), (1, 0)):
+                    right[b, positions[b, m]] = want[b, m]
+            assert torch.equal(slot.isnan().cpu(), right.isnan())
+            close(slot.nan_to_num(0.0), right.nan_to_num(0.0), dtype)
+
+
+def configurations(found: list[Configuration]) -> None:
+    """Names are unique, and every argument of the kernel is described once."""
+    assert len({c.name for c in found}) == len(found)
+    for c in found:
+        assert list(c.signature) == list(c.kernel.arg_names)
+        assert {name for name, kind in c.signature.items() if kind == "constexpr"} == set(c.constants)
