@@ -29,11 +29,14 @@ def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
         names = [one.name for one in fields(Readout) if isinstance(getattr(new, one.name), Tensor)]
         return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in names})
     if isinstance(new, tuple) and isinstance(old, tuple):
-        if isinstance(getattr(new, "positions", None), Tensor):
-            width = max(new.positions.shape[1], old.positions.shape[1])
-            new, old = (one._replace(positions=_padded(one.positions, width, empty)) for one in (new, old))
-        parts = [choose(which, *pair, empty) for pair in zip(new, old, strict=True)]
-        return type(new)(*parts) if hasattr(new, "_fields") else tuple(parts)
+        names = getattr(new, "_fields", [""] * len(new))
+        parts = []
+        for name, one, other in zip(names, new, old, strict=True):
+            if name == "positions":
+                width = max(one.shape[1], other.shape[1])
+                one, other = _padded(one, width, empty), _padded(other, width, empty)
+            parts.append(choose(which, one, other, empty))
+        return type(new)(*parts) if any(names) else tuple(parts)
     return new
 
 
