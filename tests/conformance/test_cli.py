@@ -18,7 +18,6 @@ DATA = Path(__file__).parent / "data"
 SYSTEMS = {
     "apd-dream": 14,
     "adablock": 21,
-    "apd-dream": 14,
     "adablock-dream/no-cache": 5,
     "adablock-dream/dual-cache": 5,
     "ass": 8,
