@@ -11,7 +11,7 @@ from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides import Temperature, TopK, TopP
+from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.forced import ForcedFirst
@@ -209,3 +209,9 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
                 f"{type(guide).__name__} changes nothing without a temperature: tokens are chosen greedily;"
                 " add temperature=1"
             )
+    cut = next((i for i, guide in enumerate(plugins.guides) if isinstance(guide, TopK | TopP)), len(plugins.guides))
+    if any(isinstance(guide, EndTokens) for guide in plugins.guides[cut:]):
+        raise UserError(
+            f"guide=EndTokens stands behind {type(plugins.guides[cut]).__name__}, which may have left nothing but end"
+            " tokens: put end_tokens first"
+        )

@@ -1,33 +1,40 @@
-"""Checks that drafting changes no token, and measures what it saves; writes docs/drafting.md.
+"""Checks that drafting changes no token, and measures what it saves; writes the figures of docs/drafting.md.
 
-`python -m dllm_sampler.eval.drafting [--model mini] [--prompts 20] [--timed 24] [--page docs/drafting.md]`
+`python -m dllm_sampler.eval.drafting`
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from dllm_sampler.eval.mini_card import held_out_prompts, table
-from dllm_sampler.protocols import Denoiser
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.exact_match import held_out_prompts
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 
 CANVAS, BLOCK, BATCH = 32, 16, 25
+SECTION = "drafting"
+COMMAND = "python -m dllm_sampler.eval.drafting"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "drafting.md"
+TINY = ROOT / "tests" / "conformance" / "data"  # checkpoints of random weights, not part of the wheel
+CHECKPOINTS = ("tiny-llada", "tiny-dream", "tiny-sdar")
 Settings = Mapping[str, object]
 BASES: dict[str, Settings] = {
     "fixed": {"name": "fixed"},
@@ -43,13 +50,47 @@ DRAFTS: dict[str, Settings] = {
     "freedave 4, eager": {"name": "freedave", "draft": 4, "eager": True},
     "ssd 3, width 3": {"name": "ssd", "length": 3, "width": 3},
 }
-CACHES = ("none", "prefix", "dual")
+CACHES: tuple[str | Settings, ...] = ("none", "prefix", "dual")
+CAUSAL: tuple[str | Settings, ...] = (
+    "none",
+    "block_causal",
+    {"name": "block_causal", "store_pass": "separate"},
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what it is asked: text, or token ids where it has no tokenizer."""
+
+    name: str
+    sampler: Sampler
+    prompts: Sequence[str] | Sequence[list[int]]
+
+    @property
+    def caches(self) -> tuple[str | Settings, ...]:
+        """Those that drafting may use with it."""
+        return CAUSAL if self.sampler.denoiser.spec.attention == "block_causal" else CACHES
+
+
+def subjects(model: str, count: int) -> list[Subject]:
+    """The model with `count` prompts per task, and the tiny checkpoints, where they are, with as many random ones."""
+    asked = [prompt for task in TASKS.values() for prompt in held_out_prompts(task, count)]
+    found = [Subject(model, Sampler.from_pretrained(model, dtype="float64"), asked)]
+    for name in CHECKPOINTS:
+        if (TINY / name).is_dir():
+            sampler = Sampler.from_pretrained(str(TINY / name), dtype="float64")
+            random, spec = Random(name), sampler.denoiser.spec
+            plain = [token for token in range(spec.vocab_size) if token not in (spec.mask_id, spec.eos_id, spec.pad_id)]
+            ids = [random.choices(plain, k=random.randint(4, 40)) for _ in asked]
+            found.append(Subject(name, sampler, ids))
+    return found
 
 
 @dataclass(frozen=True)
 class Agreement:
     """How the rows of one drafting method came out against the scheduler inside, over every cache."""
 
+    subject: str
     base: str
     draft: str
     rows: int
@@ -69,40 +110,49 @@ def same_path(alone: Result, drafted: Result) -> Tensor:
     return tokens & (ordered & together).flatten(1).all(1) & (drafted.nfe <= alone.nfe)
 
 
-def compare(denoiser: Denoiser, tokenizer: Any, prompts: Sequence[str]) -> Iterator[Agreement]:
+def compare(subject: Subject) -> Iterator[Agreement]:
     """Each drafting method around each scheduler under each cache it may have, in float64, in ragged batches."""
     work = list(product(BASES, DRAFTS))
     alone: dict[tuple[str, str], list[Result]] = {}
-    for base, draft in track(work, "comparing", console=Console(stderr=True), transient=True):
+    for base, draft in track(work, subject.name, console=Console(stderr=True), transient=True):
         rows = equal = before = after = 0
-        for cache in CACHES[:1] if DRAFTS[draft].get("eager") else CACHES:
-            if (base, cache) not in alone:
-                alone[base, cache] = list(run(denoiser, tokenizer, BASES[base], cache, prompts))
-            drafted = run(denoiser, tokenizer, {**DRAFTS[draft], "inner": BASES[base]}, cache, prompts)
-            for one, two in zip(alone[base, cache], drafted, strict=True):
+        for cache in subject.caches[:1] if DRAFTS[draft].get("eager") else subject.caches:
+            if (base, str(cache)) not in alone:
+                alone[base, str(cache)] = list(run(subject, BASES[base], cache))
+            drafted = run(subject, {**DRAFTS[draft], "inner": BASES[base]}, cache)
+            for one, two in zip(alone[base, str(cache)], drafted, strict=True):
                 rows, equal = rows + len(one.nfe), equal + int(same_path(one, two).sum())
                 before, after = before + int(one.nfe.sum()), after + int(two.nfe.sum())
-        yield Agreement(base, draft, rows, equal, 1 - after / before)
+        yield Agreement(subject.name, base, draft, rows, equal, 1 - after / before)
 
 
-def run(
-    denoiser: Denoiser, tokenizer: Any, scheduler: Settings, cache: str, prompts: Sequence[str]
-) -> Iterator[Result]:
+def run(subject: Subject, scheduler: Settings, cache: str | Settings) -> Iterator[Result]:
     """Answers batch by batch."""
-    blocks = {"name": "fixed", "length": BLOCK}
-    sampler = Sampler(denoiser, tokenizer=tokenizer, scheduler=scheduler, cache=cache, blocks=blocks, stop="none")
-    for start in range(0, len(prompts), BATCH):
-        yield sampler.generate(prompts[start : start + BATCH], max_new_tokens=CANVAS)
+    blocks, given = {"name": "fixed", "length": BLOCK}, subject.sampler
+    options = {"scheduler": scheduler, "cache": cache, "blocks": blocks, "stop": "none"}
+    sampler = Sampler(given.denoiser, tokenizer=given.tokenizer, **options)
+    for start in range(0, len(subject.prompts), BATCH):
+        yield sampler.generate(subject.prompts[start : start + BATCH], max_new_tokens=CANVAS)
 
 
-def agreement(found: Sequence[Agreement]) -> str:
-    """The table of comparisons: forwards saved, and rows that differ if there are any."""
-    cells = {(one.base, one.draft): one for one in found}
+def counts(chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
+    """The table of equality: per model, the rows compared and those that differ."""
+    rows = []
+    for subject in chosen:
+        own = [one for one in found if one.subject == subject.name]
+        total, equal = sum(one.rows for one in own), sum(one.equal for one in own)
+        caches = ", ".join(
+            f"`{cache}`" if isinstance(cache, str) else f"`{cache['name']}` ({cache['store_pass']})"
+            for cache in subject.caches
+        )
+        rows.append([subject.name, str(len(subject.prompts)), caches, str(total), str(total - equal)])
+    return markdown.table(["model", "prompts", "caches (eager: `none`)", "rows compared", "differ"], rows)
 
-    def cell(one: Agreement) -> str:
-        return f"{100 * one.saved:.0f} %" + (f", {one.rows - one.equal} DIFFER" if one.equal < one.rows else "")
 
-    return table(["", *BASES], [[draft, *(cell(cells[base, draft]) for base in BASES)] for draft in DRAFTS])
+def savings(found: Sequence[Agreement]) -> str:
+    """The table of forwards saved on one model."""
+    cells = {(one.base, one.draft): f"{100 * one.saved:.0f} %" for one in found}
+    return markdown.table(["", *BASES], [[draft, *(cells[base, draft] for base in BASES)] for draft in DRAFTS])
 
 
 def cost(model: str, prompts: Sequence[str], base: str, cache: str, device: str) -> str:
@@ -130,7 +180,7 @@ def cost(model: str, prompts: Sequence[str], base: str, cache: str, device: str)
                 nfe[name], rows[name] = nfe[name] + int(result.nfe), rows[name] + int(result.trace.rows)
     for name in drafts:
         ratio[name] = median(a / b for a, b in zip(seconds["alone"], seconds[name], strict=True))
-    return table(
+    return markdown.table(
         ["branches", "forwards", "positions computed", "ms per forward", "times as fast"],
         [
             [
@@ -145,40 +195,59 @@ def cost(model: str, prompts: Sequence[str], base: str, cache: str, device: str)
     )
 
 
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(
+        prog=COMMAND,
+        description="Compare every drafting method with the scheduler inside, time them, write docs/drafting.md.",
+        epilog="Exit status: 0; 1: some row differs; 2: a mistake in the arguments",
+    )
+    add = parser.add_argument
+    add("--model", default="mini", help="a model that answers mini's tasks (mini)")
+    add("--prompts", type=positive, default=15, metavar="N", help="prompts per task that are compared (15)")
+    add("--timed", type=positive, default=24, metavar="N", help="prompts that are timed (24)")
+    add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
+    add("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
+    return parser.parse_args(words)
+
+
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 where some row differs."""
-    parser = argparse.ArgumentParser(prog="python -m dllm_sampler.eval.drafting", description=__doc__)
-    parser.add_argument("--model", default="mini", help="a model that answers mini's tasks")
-    parser.add_argument("--prompts", type=int, default=20, help="prompts per task that are compared")
-    parser.add_argument("--timed", type=int, default=24, help="prompts that are timed")
-    parser.add_argument("--page", type=Path, help="Markdown file whose part between the marks is replaced")
-    options = parser.parse_args(words)
-    prompts = [prompt for task in TASKS.values() for prompt in held_out_prompts(task, options.prompts)]
-    exact = Sampler.from_pretrained(options.model, dtype="float64")
-    found = list(compare(exact.denoiser, exact.tokenizer, prompts))
-    timed = [held_out_prompts(task, 1 + i)[i] for i in range(options.timed) for task in TASKS.values()][: options.timed]
-    parts = [
-        f"{len(prompts)} prompts in ragged batches of {BATCH}, {CANVAS} tokens in blocks of {BLOCK}, float64, caches"
-        f" {', '.join(CACHES)} (eager: none): {sum(one.rows for one in found)} rows compared,"
-        f" {sum(one.rows - one.equal for one in found)} differ. Forwards saved:",
-        agreement(found),
-    ]
+    """Run the command line and return its exit status."""
+    try:
+        options = parse(words)
+        markdown.read(options.docs, SECTION)  # a mistake shows before the work
+        torch.set_num_threads(options.threads)
+        chosen = subjects(options.model, options.prompts)
+        found = [one for subject in chosen for one in compare(subject)]
+        text = content(options, chosen, found)
+        markdown.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return int(any(one.equal < one.rows for one in found))
+
+
+def content(options: argparse.Namespace, chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
+    """What stands in the document."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    spread = [held_out_prompts(task, 1 + i)[i] for i in range(options.timed) for task in TASKS.values()]
+    parts = [
+        f"Each drafting method around each scheduler below, in ragged batches of {BATCH}, {CANVAS} tokens in blocks of"
+        f" {BLOCK}, float64: tokens, the order of commits, and never more forwards.",
+        counts(chosen, found),
+        f"Forwards saved on {options.model}, over all caches:",
+        savings([one for one in found if one.subject == options.model]),
+    ]
     for base, cache in (("fixed", "dual"), ("fixed", "none"), ("threshold 0.9", "dual")):
         parts.append(
             f"{options.model} on {device}, float32, {options.timed} prompts one at a time, {CANVAS} tokens in one"
-            f" block; inside: {base}; cache={cache}; {torch.get_num_threads()} threads."
+            f" block; inside: {base}; cache={cache}; threads: {options.threads}. Wall time, the median of ratios."
         )
-        parts.append(cost(options.model, timed, base, cache, device))
+        parts.append(cost(options.model, spread[: options.timed], base, cache, device))
     if device == "cpu":
         parts.append("There was no GPU: how long a step takes there by the number of branches was not measured.")
-    text = "\n\n".join(parts)
-    print(text)
-    if options.page is not None:
-        page = options.page.read_text(encoding="utf-8")
-        marked = re.sub(r"(<!-- measured -->\n).*(<!-- end -->)", lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.S)
-        options.page.write_text(marked, encoding="utf-8")
-    return int(any(one.equal < one.rows for one in found))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

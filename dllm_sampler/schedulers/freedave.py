@@ -12,7 +12,8 @@ from dllm_sampler.protocols import Scheduler
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.pace import Pace
-from dllm_sampler.schedulers.verifier import Branch, Held, Verifier, Walked, choose
+from dllm_sampler.schedulers.rows import choose
+from dllm_sampler.schedulers.verifier import Branch, Held, Verifier, Walked
 from dllm_sampler.select import at_least_one
 
 Match = Literal["exact", "subset"]
@@ -89,7 +90,7 @@ class FreeDave(Verifier):
         ids = query.ids.gather(1, node[:, None, None].expand(-1, 1, query.ids.shape[2]))[:, 0]
         state = here.state.apply(at, Edit(ids, here.state.masked.gather(1, at) & (ids != self.mask_id)))
         state = state.advance(state.noise_left() == 0, self.lookahead, None)
-        return choose(found, there._replace(node=node, state=state), here)
+        return choose(found, there._replace(node=node, state=state), here, canvas.length)
 
     def _draft(self, here: Walked, query: Query, readout: Readout) -> Walked:
         """See `Verifier._draft`; published drafts add the surest position, whatever the inner scheduler does."""
@@ -109,7 +110,7 @@ class FreeDave(Verifier):
         there = self._step(self._stand(canvas, carry, held), held, carry.readout)
         sure = torch.zeros(canvas.ids.shape, dtype=there.sure.dtype, device=there.sure.device)
         sure = sure.scatter(1, carry.positions, there.sure).gather(1, query.positions)
-        return choose(carry.start == canvas.start, there._replace(sure=sure), here)
+        return choose(carry.start == canvas.start, there._replace(sure=sure), here, canvas.length)
 
     def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
         """See `Verifier._certain`."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.protocols import Carry, block_over
 from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.rows import choose
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class StorePass(Around):
             finish=None if edit.finish is None else edit.finish & ~idle,
             end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
         )
-        inner = _pytree.tree_map(lambda old, new: _keep(idle, old, new), carry[3], inner)
-        return edit, (over, left, carry[2] + idle, inner)
+        return edit, (over, left, carry[2] + idle, choose(~idle, inner, carry[3], canvas.length))
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`: one more forward per block, and one for the prompt."""
@@ -64,9 +63,3 @@ class StorePass(Around):
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))
         return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle
-
-
-def _keep(idle: Tensor, old: object, new: object) -> object:
-    if not isinstance(old, Tensor) or not isinstance(new, Tensor):
-        return new
-    return torch.where(idle.view(-1, *[1] * (new.dim() - 1)), old, new)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Blocks, Carry, ModelSpec, block_over
 from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.rows import choose
 
 Layout = Literal["batch", "tree"]
 Branch = tuple[int, int]  # the first so many guessed steps, and one later one besides (0: none)
@@ -180,7 +181,7 @@ class Verifier(Around):
             here = self._walk(canvas, query, readout, here)
         seen = readout.of(here.node)
         next_ = self._step(here, query, seen)
-        here = choose(self._certain(canvas, here.state, next_.state), next_, here)
+        here = choose(self._certain(canvas, here.state, next_.state), next_, here, canvas.length)
         state, moved = here.state, here.state.start > canvas.start  # [B] the block is through
         commit = (canvas.masked & ~state.masked).gather(1, at)
         edit = Edit(state.ids.gather(1, at), commit, hold=~moved, leave=moved, confidence=here.sure)
@@ -222,7 +223,7 @@ class Verifier(Around):
         if query.step is not None:
             same = same & (query.step == there.state.step[:, None])  # its tokens are drawn with the step's noise
         found = same.any(1) & self._foreseen(canvas, here.state, there.state)
-        return choose(found, there._replace(node=same.long().argmax(1)), here)
+        return choose(found, there._replace(node=same.long().argmax(1)), here, canvas.length)
 
     def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
         """`[B] bool` rows whose step from the accepted state `now` is taken at once: one block is left per forward."""
@@ -247,24 +248,3 @@ class Verifier(Around):
             level, depths = torch.where(made, step, level), depths + going
             here = next_
         return Guess(here.state.ids, level, depths)
-
-
-def choose(which: Tensor, new: Any, old: Any) -> Any:
-    """A tree of tensors: `new` in the rows `which [B]`, `old` in the others."""
-    if isinstance(new, Tensor):
-        if new.dim() > 1:  # what a carry keeps of a query is as wide as that
-            new, old = _widened(new, old.shape[1]), _widened(old, new.shape[1])
-        return torch.where(which.view(-1, *[1] * (new.dim() - 1)), new, old)
-    if isinstance(new, Canvas):
-        names = ("ids", "masked", "start", "stop", "age", "step", "done")
-        return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name)) for name in names})
-    if isinstance(new, tuple):
-        parts = [choose(which, *pair) for pair in zip(new, old, strict=True)]
-        return type(new)(*parts) if isinstance(new, Walked) else tuple(parts)
-    return new
-
-
-def _widened(values: Tensor, width: int) -> Tensor:
-    """`values [B, W, ...]` to at least `width` columns, by repeating the last: sorted columns stay sorted."""
-    missing = width - values.shape[1]
-    return values if missing <= 0 else torch.cat([values, *[values[:, -1:]] * missing], 1)

@@ -38,10 +38,7 @@ class Arguments(BaseModel):
 def apd(line: Line, checkpoints: Checkpoints) -> Setup:
     """Both algorithms. Published code ends a row at an end token anywhere, even in the prompt."""
     args = line.arguments(Arguments)
-    denoiser = Measured(checkpoints.load(line.model))
-    for name, own in (("mask_token_id", denoiser.spec.mask_id), ("eos_token_id", denoiser.spec.eos_id)):
-        if getattr(args, name) not in (None, own):
-            raise Unsupported(f"{name} {getattr(args, name)} is not the checkpoint's")
+    denoiser = Measured(checkpoints.load(line.model, args.mask_token_id, args.eos_token_id))
     if args.temperature:
         raise Unsupported("no order of draws is known for this loop")
     if args.kv_window == 0:

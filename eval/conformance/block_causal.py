@@ -15,7 +15,6 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.guides import Temperature, TopK, TopP
-from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import Noise, ReplayNoise
 from dllm_sampler.protocols import Guide, block_over
 from dllm_sampler.sampler import Sampler
@@ -136,9 +135,7 @@ def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
     args = line.arguments(Llada2Arguments)
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
-    denoiser = checkpoints.load(line.model, args.mask_id)
-    if args.eos_id is not None and isinstance(denoiser, TransformerDenoiser):
-        denoiser = replace(denoiser, eos_id=args.eos_id)
+    denoiser = checkpoints.load(line.model, args.mask_id, args.eos_id)
     steps = min(args.steps, args.gen_length // args.minimal_topk)
     sampler = Sampler(
         denoiser,

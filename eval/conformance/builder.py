@@ -25,8 +25,8 @@ class Checkpoints:
     folder: Path
     loaded: dict[str, Denoiser] = field(default_factory=dict)
 
-    def load(self, name: str, mask_id: int | None = None) -> Denoiser:
-        """The checkpoint `name`, on the CPU in the traces' float32; `mask_id` where a line names it.
+    def load(self, name: str, mask_id: int | None = None, eos_id: int | None = None) -> Denoiser:
+        """The checkpoint `name`, on the CPU in the traces' float32, with the special tokens that a line names.
 
         Raises:
             UserError: there is no such folder, or it is no checkpoint.
@@ -37,8 +37,9 @@ class Checkpoints:
             folder = self.folder / name
             self.loaded[name] = loading.load(folder, device="cpu", dtype="float32", mask_id=mask_id).denoiser
         denoiser = self.loaded[name]
-        if mask_id is not None and isinstance(denoiser, TransformerDenoiser):
-            return replace(denoiser, mask_id=mask_id)
+        if isinstance(denoiser, TransformerDenoiser):
+            named = {"mask_id": mask_id, "eos_id": eos_id}
+            return replace(denoiser, **{name: token for name, token in named.items() if token is not None})
         return denoiser
 
 

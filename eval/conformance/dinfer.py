@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -13,7 +12,6 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.periodic import PeriodicDual, PeriodicPrefix
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.credit import Credit
@@ -49,13 +47,9 @@ class Arguments(BaseModel):
 def dinfer(line: Line, checkpoints: Checkpoints) -> Setup:
     """A run ends with the block that holds an end token; with `early_stop`, end tokens fill what lies behind."""
     args = line.arguments(Arguments)
-    denoiser = checkpoints.load(line.model)
-    if args.mask_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
+    denoiser = checkpoints.load(line.model, args.mask_id, args.eos_id)
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
-    if args.eos_id is not None and isinstance(denoiser, TransformerDenoiser):
-        denoiser = replace(denoiser, eos_id=args.eos_id)
     every, cached = args.cache_update_freq, args.cache_type is not None
     cache: Cache = NoCache()
     if args.cache_type is not None:

@@ -46,6 +46,8 @@ class Arguments(BaseModel):
     draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"
     decoding_steps: Size | None = None
     mask_token_id: int | None = None
+    eos_token_id: int | None = None
+    cache: Literal["prefix", "dual"] | None = None
     draft_steps: Size | None = None
     eager_acceptance_mode: bool = False
 
@@ -193,9 +195,9 @@ class PublishedEager(ForcedFirst):
 def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
     """Either loop."""
     args = line.arguments(Arguments)
-    denoiser = checkpoints.load(line.model)
-    if args.mask_token_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_token_id {args.mask_token_id} is not the checkpoint's")
+    denoiser = checkpoints.load(line.model, args.mask_token_id, args.eos_token_id)
+    if args.cache not in (None, "dual" if args.dual_cache else "prefix"):
+        raise Unsupported(f"dual_cache {args.dual_cache} is not the cache {args.cache}")
     if args.temperature or args.alg_temp:
         raise Unsupported("only greedy runs can be repeated")
     if not args.use_cache:
@@ -241,7 +243,7 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
 def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
     """Either loop for block-causal models; both ignore `use_cache` and `decoding_steps`."""
     args = line.arguments(Arguments)
-    denoiser = checkpoints.load(line.model, args.mask_token_id)
+    denoiser = checkpoints.load(line.model, args.mask_token_id, args.eos_token_id)
     if args.temperature or args.alg_temp:
         raise Unsupported("only greedy runs can be repeated")
     assert denoiser.spec.mask_id is not None

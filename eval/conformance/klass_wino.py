@@ -117,9 +117,7 @@ class AnyBlock(FixedSteps):
 
 
 def _setup(line: Line, checkpoints: Checkpoints, args: Arguments, scheduler: Scheduler) -> Setup:
-    denoiser = checkpoints.load(line.model)
-    if args.mask_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
+    denoiser = checkpoints.load(line.model, args.mask_id)
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
     sampler = Sampler(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -11,7 +10,6 @@ from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import Stop
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
@@ -47,15 +45,11 @@ def end_of_text(line: Line, checkpoints: Checkpoints) -> Setup:
 
 def _setup(line: Line, checkpoints: Checkpoints, stop: Stop) -> Setup:
     args = line.arguments(Arguments)
-    denoiser = checkpoints.load(line.model)
-    if args.mask_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
+    denoiser = checkpoints.load(line.model, args.mask_id, args.eos_id)
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
     if args.remasking != "low_confidence":
         raise Unsupported(f"remasking {args.remasking} draws in an order that is not known for this loop")
-    if args.eos_id is not None and isinstance(denoiser, TransformerDenoiser):
-        denoiser = replace(denoiser, eos_id=args.eos_id)
     path: Path = checkpoints.folder / "traces" / args.filter_weights
     sampler = Sampler(
         guided(denoiser, args.cfg_scale),

@@ -78,9 +78,7 @@ def fast_dllm_first(line: Line, checkpoints: Checkpoints) -> Setup:
 
 
 def _setup(line: Line, checkpoints: Checkpoints, args: Arguments, scheduler: Scheduler) -> Setup:
-    denoiser = guided(checkpoints.load(line.model), args.cfg_scale)
-    if args.mask_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
+    denoiser = guided(checkpoints.load(line.model, args.mask_id), args.cfg_scale)
     cache = CACHES[args.cache]
     random = args.temperature > 0 or args.remasking == "random"
     if random and line.rng is None:

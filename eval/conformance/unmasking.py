@@ -15,7 +15,6 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import Blocks, Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.around import Around
@@ -246,9 +245,7 @@ def adablock_dream(line: Line, checkpoints: Checkpoints) -> Setup:
         raise Unsupported(f"alg {args.alg} is unknown")
     if args.temperature:
         raise Unsupported("no order of draws is known for this loop")
-    denoiser = checkpoints.load(line.model)
-    if args.mask_token_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_token_id {args.mask_token_id} is not the checkpoint's")
+    denoiser = checkpoints.load(line.model, args.mask_token_id)
     scheduler: Scheduler = Threshold(args.threshold)
     if args.top_k is not None:
         scheduler = AmongTop(scheduler, args.top_k)
@@ -264,15 +261,11 @@ def adablock_dream(line: Line, checkpoints: Checkpoints) -> Setup:
 
 
 def _denoiser(line: Line, checkpoints: Checkpoints, args: Arguments, eos: int | None = None) -> Denoiser:
-    denoiser = checkpoints.load(line.model)
-    if args.mask_id not in (None, denoiser.spec.mask_id):
-        raise Unsupported(f"mask_id {args.mask_id} is not the checkpoint's")
+    denoiser = checkpoints.load(line.model, args.mask_id, eos)
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
     if args.remasking != "low_confidence":
         raise Unsupported(f"remasking {args.remasking} draws in an order that is not known for this loop")
-    if eos is not None and isinstance(denoiser, TransformerDenoiser):
-        denoiser = replace(denoiser, eos_id=eos)
     return guided(denoiser, args.cfg_scale)
 
 

@@ -200,7 +200,7 @@ class Features:
         due = self.made % self.prompt_every == 0, self.made % self.gen_every == 0
         self.made += 1
 
-        def drive(index, layer, hidden, rope):
+        def drive(index: int, layer: Any, hidden: Tensor, rope: Any) -> Tensor:
             q, k, v = layer.qkv(hidden, rope)
             prompt, gen = due if index else (True, True)
             rows = torch.zeros(x.shape[1], dtype=torch.bool)
@@ -211,15 +211,17 @@ class Features:
                 like = F.cosine_similarity(new, old, dim=-1)
                 rows[self.origin :] = best(-like, int(self.ratio * len(like)))
                 renewed[self.origin :] = True
-            if not self.keys.get(index, torch.empty(0)).numel():
+            if index not in self.keys:
                 self.keys[index], self.values[index] = k, v
             self.keys[index] = torch.where(rows[:, None], k, self.keys[index])
             self.values[index] = torch.where(renewed[:, None], v, self.values[index])
-            out = layer.attend(q, self.keys[index], self.values[index], None)
-            self.attended[index] = torch.where(rows[:, None], out, self.attended.get(index, out))
+            out: Tensor = layer.attend(q, self.keys[index], self.values[index], None)
+            before: Tensor = self.attended.get(index, out)
+            self.attended[index] = torch.where(rows[:, None], out, before)
             hidden = hidden + self.attended[index]
             out = layer.mlp(hidden)
-            self.fed[index] = torch.where(rows[:, None], out, self.fed.get(index, out))
+            before = self.fed.get(index, out)
+            self.fed[index] = torch.where(rows[:, None], out, before)
             return hidden + self.fed[index]
 
         logits = self.net.model.head(self.net.model(x, drive=drive))

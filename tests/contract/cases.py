@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -204,14 +205,16 @@ def causal_cases() -> Iterator[Case]:
     """Every scheduler on the block-causal toy, whose blocks are fixed ones."""
     turns = {group: _turns(f"causal {group}", settings(group)) for group in ("stop", "guide")}
     caches = _turns("causal cache", [cache for cache in settings("cache") if cache["name"] == "block_causal"])
-    blocks = _turns("causal blocks", [one for one in settings("blocks") if one["name"] == "fixed"])
+    lengths = [one for one in settings("blocks") if one["name"] == "fixed"]
+    blocks = _turns("causal blocks", lengths)
     for scheduler in settings("scheduler"):
-        length = next(one for one in blocks if legal(kind="causal", scheduler=scheduler, blocks=one))
         cache = next(caches)
-        if not legal(kind="causal", scheduler=scheduler, blocks=length, cache=cache):
+        if not any(legal(kind="causal", scheduler=scheduler, cache=cache, blocks=one) for one in lengths):
             cache = {"name": "none"}
-        if legal(kind="causal", scheduler=scheduler, blocks=length, cache=cache):
-            yield Case("causal", scheduler, cache, length, next(turns["stop"]), next(turns["guide"]))
+        if any(legal(kind="causal", scheduler=scheduler, cache=cache, blocks=one) for one in lengths):
+            length = _first("blocks", blocks, kind="causal", scheduler=scheduler, cache=cache)
+            stop = _first("stop", turns["stop"], kind="causal", scheduler=scheduler, cache=cache, blocks=length)
+            yield Case("causal", scheduler, cache, length, stop, next(turns["guide"]))
 
 
 def cases() -> list[Case]:
@@ -227,8 +230,8 @@ def cases() -> list[Case]:
         Case(
             scheduler=scheduler,
             cache=cache,
-            blocks=next(blocks for blocks in turns["blocks"] if legal(scheduler=scheduler, blocks=blocks)),
-            stop=next(stop for stop in turns["stop"] if legal(scheduler=scheduler, stop=stop)),
+            blocks=_first("blocks", turns["blocks"], scheduler=scheduler),
+            stop=_first("stop", turns["stop"], scheduler=scheduler),
             guide=next(turns["guide"]),
             **next(toy),
         )
@@ -247,6 +250,11 @@ def _some(turn: Iterator[Settings], among: list[Settings]) -> list[Settings]:
         if one in among and one not in found:
             found.append(one)
     return found
+
+
+def _first(group: str, turn: Iterator[Settings], **plugins: Any) -> Settings:
+    """The next one that is legal with these plug-ins; a turn never ends, so one that none fits is cut off."""
+    return next(one for one in islice(turn, 200) if legal(**{group: one}, **plugins))
 
 
 def _turns(group: str, choices: list[Settings]) -> Iterator[Any]:

@@ -60,6 +60,24 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
         assert torch.equal(other.trace.rows, batch.trace.rows)
 
 
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("store", ["ride", "separate"])
+def test_block_causal_models_too(store: str, base: str) -> None:
+    """The rows of a batch stand at different phases of their blocks: some store while others draft."""
+    options: Settings = {"cache": {"name": "block_causal", "store_pass": store}, "prompts": random_prompts(len(base))}
+    options["blocks"] = {"name": "fixed", "length": 8}
+    alone = run(BASES[base], "causal", **options)
+    for draft in (
+        {"name": "freedave", "draft": 4},
+        {"name": "freedave", "draft": 3, "layout": "tree"},
+        {"name": "ssd"},
+    ):
+        drafted = run({**draft, "inner": BASES[base]}, "causal", **options)
+        assert same_path(alone, drafted).all()
+        assert (drafted.nfe <= alone.nfe).all()
+        assert drafted.nfe.sum() < alone.nfe.sum() or base != "fixed"
+
+
 def test_one_branch_is_the_scheduler_inside() -> None:
     """FreeDave's invariant 2, SSD's 2."""
     for one in ({"name": "freedave", "draft": 1}, {"name": "ssd", "length": 0}):

@@ -111,7 +111,7 @@ def test_fixed_steps_rank_by_their_score(score):
     values = {name: torch.tensor([[found]], dtype=torch.float64) for name, found in ranked.items()}
     scheduler = FixedSteps(steps=2, score=score)
     assert scheduler.needs == {score} - {"confidence"}
-    readout = Readout(torch.zeros(1, 1, 4, dtype=torch.long), **values)
+    readout = replace(Readout(torch.zeros(1, 1, 4, dtype=torch.long), values["confidence"]), **values)
     edit, _ = scheduler.tell(canvas, Query.masks(canvas, 4), readout, scheduler.init(canvas))
     expected = {"confidence": [1, 3], "margin": [0, 2], "entropy": [1, 2]}[score]
     assert edit.commit[0].nonzero()[:, 0].tolist() == expected

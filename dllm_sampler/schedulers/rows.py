@@ -1,0 +1,58 @@
+"""Rows of a batch that stand at different places: take the carry of some from one step, of others from another."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler.canvas import Canvas, Readout
+
+_PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a step changes of a canvas
+
+
+def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
+    """A tree of tensors, canvases and readouts: `new` in the rows `which [B]`, `old` in the others.
+
+    What is kept of a query is as wide as that was. The narrower side is filled up: a named tuple's `positions` with the
+    column `empty`, the canvas's empty slot, other values by repeating the last.
+    """
+    if isinstance(new, Tensor) and isinstance(old, Tensor):
+        new, old = _widened(new, old.shape), _widened(old, new.shape)
+        return torch.where(which.view(-1, *[1] * (new.dim() - 1)), new, old)
+    if isinstance(new, Canvas):
+        return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in _PER_ROW})
+    if isinstance(new, Readout) and isinstance(old, Readout):
+        names = [one.name for one in fields(Readout) if isinstance(getattr(new, one.name), Tensor)]
+        return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in names})
+    if isinstance(new, tuple) and isinstance(old, tuple):
+        names = getattr(new, "_fields", [""] * len(new))
+        parts = []
+        for name, one, other in zip(names, new, old, strict=True):
+            if name == "positions":
+                width = max(one.shape[1], other.shape[1])
+                one, other = _padded(one, width, empty), _padded(other, width, empty)
+            parts.append(choose(which, one, other, empty))
+        return type(new)(*parts) if any(names) else tuple(parts)
+    return new
+
+
+def _padded(positions: Tensor, width: int, empty: int) -> Tensor:
+    return pad(positions, (0, width - positions.shape[1]), value=empty)
+
+
+def _widened(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`values` with each dimension behind the first at least as long as in `shape`: sorted columns stay sorted."""
+    for axis in range(1, values.dim()):
+        missing = shape[axis] - values.shape[axis]
+        if missing > 0:
+            last = values.narrow(axis, -1, 1) if values.shape[axis] else values.new_zeros(_one(values.shape, axis))
+            values = torch.cat([values, *[last] * missing], axis)
+    return values
+
+
+def _one(shape: tuple[int, ...], axis: int) -> list[int]:
+    return [1 if index == axis else size for index, size in enumerate(shape)]
