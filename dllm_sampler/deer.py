@@ -299,7 +299,8 @@ class SpeculativeSampler:
         at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
         if self.scheduled:
             bound = self.drafter.max_steps or self.drafter.plugins.scheduler.bound(k + behind)
-            for state in Engine(self.drafter.denoiser, self.drafter.plugins, 1).run(canvas, bound):
+            engine = Engine(self.drafter.denoiser, self.drafter.plugins, 1, self.drafter.kernels)
+            for state in engine.run(canvas, bound):
                 canvas = state.canvas
             run.drafting = run.drafting + canvas.nfe
             return Draft(canvas.ids.gather(1, at), None)

@@ -13,6 +13,7 @@ from dllm_sampler import layout, readout
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Carry, Denoiser
 from dllm_sampler.trace import Recorder
@@ -34,10 +35,12 @@ class State:
 
 
 class Engine:
-    """Runs steps for one set of plug-ins; holds no state of a generation."""
+    """Runs steps for one set of plug-ins, on one set of kernels; holds no state of a generation."""
 
-    def __init__(self, denoiser: Denoiser, plugins: Plugins, poll_every: int):
-        self.denoiser, self.plugins, self.poll_every = denoiser, plugins, poll_every
+    def __init__(self, denoiser: Denoiser, plugins: Plugins, poll_every: int, kernels: Backend = TORCH):
+        using = getattr(denoiser, "using", None)  # optional
+        self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
+        self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
 
     def begin(self, canvas: Canvas) -> State:
         """The state before the first step."""
@@ -65,8 +68,7 @@ class Engine:
             query = replace(query, previous=state.previous)
         plan = state.cache.plan(canvas, query)
         hidden, spent = self.denoiser(canvas, query, plan)
-        logits = self.denoiser.head(hidden)
-        seen = readout.read(logits, hidden, canvas, query, spec, p.guides, needs, p.compat)
+        seen = readout.predict(self.denoiser, hidden, canvas, query, spec, p.guides, needs, p.compat, self.kernels)
 
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:

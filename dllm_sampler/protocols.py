@@ -50,6 +50,15 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
+class Visible:
+    """Which keys a forward may see, in a few numbers instead of a mask."""
+
+    begin: Tensor  # [B] first column of the row
+    end: Tensor  # [B] columns from here on are hidden
+    grid: int | None  # block-causal: blocks of so many columns, counted from `begin`; None: every row sees all
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which rows a forward computes and what they see. Made by a cache for one query."""
 
@@ -61,6 +70,7 @@ class Plan:
     slots: Tensor | None = None  # [B*M] where the others lie in a buffer of B*(L+1) columns: once per plan, not layer
     candidates: int = 1  # K: hypotheses over the same rows; what is stored are those of candidate 0
     tree: Tensor | None = None  # [B, K*M, S+K*M] bool: keys seen, candidates side by side behind the S stored ones
+    visible: Visible | None = None  # what `keys` says, for kernels; None: only `keys` says it
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,11 @@ class Spent:
 
 
 class Denoiser(Protocol):
-    """A model family."""
+    """A model family.
+
+    Two more methods are optional (see `TransformerDenoiser`): `using(backend)`, the same model on other kernels, and
+    `head_weight()`, a tensor if the head is nothing but a product with it.
+    """
 
     @property
     def spec(self) -> ModelSpec:

@@ -3,16 +3,81 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query, Readout
-from dllm_sampler.protocols import Guide, ModelSpec
+from dllm_sampler.guides.truncation import Temperature
+from dllm_sampler.noise import TOKENS, CounterNoise, key
+from dllm_sampler.protocols import Denoiser, Guide, ModelSpec
+
+if TYPE_CHECKING:
+    from dllm_sampler.kernels.backend import Backend
 
 TILE = 64  # divides the padded vocabularies of published checkpoints
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
+MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # what the kernels know beside confidence
+# Rows up to which the head is part of the readout's kernel. With more, storing the logits is little beside a product
+# that is bound by arithmetic, and a library multiplies best.
+FUSED = 256
+
+
+def predict(
+    denoiser: Denoiser,
+    hidden: Tensor,
+    canvas: Canvas,
+    query: Query,
+    spec: ModelSpec,
+    guides: tuple[Guide, ...],
+    needs: frozenset[str],
+    allow_mask: bool,
+    kernels: Backend | None = None,
+) -> Readout:
+    """What hidden states `[B, K, Q, D]` say: the head's logits and `read`, on kernels where the rule is plain enough.
+
+    kernels: None, or torch's: `read` does it. Triton's know a greedy choice or a draw at one temperature, counted
+        noise, and `MEASURED`; where the head is a plain product too (`head_weight`), they store no logits at all.
+    """
+    plain = kernels is not None and kernels.name == "triton"
+    rule = _rule(canvas, query, spec, guides, needs, allow_mask) if plain else None
+    if kernels is None or rule is None:
+        return read(denoiser.head(hidden), hidden, canvas, query, spec, guides, needs, allow_mask)
+    rows = hidden.flatten(0, 2)  # [B*K*Q, D]
+    weight = denoiser.head_weight() if len(rows) <= FUSED and hasattr(denoiser, "head_weight") else None  # pyright: ignore
+    if weight is not None and weight.dtype == rows.dtype:
+        found = kernels.head(rows, weight, **rule)
+    else:
+        found = kernels.readout(denoiser.head(hidden).flatten(0, 2), **rule)
+    return found.readout(query.ids.shape, needs)
+
+
+def _rule(
+    canvas: Canvas,
+    query: Query,
+    spec: ModelSpec,
+    guides: tuple[Guide, ...],
+    needs: frozenset[str],
+    allow_mask: bool,
+) -> dict[str, Any] | None:
+    """The arguments that make a kernel choose and measure as `read` would; None: it cannot."""
+    at = [guide for guide in guides if not (type(guide) is Temperature and guide.value == 0)]
+    if not needs <= MEASURED or len(at) > 1:
+        return None
+    rule: dict[str, Any] = {"mask_id": None if allow_mask else spec.mask_id}
+    if "current" in needs:
+        rule["current"] = query.ids.flatten()
+    if at:
+        guide = at[0]
+        if type(guide) is not Temperature or type(canvas.noise) is not CounterNoise:
+            return None
+        steps = [canvas] if query.step is None else [replace(canvas, step=step) for step in query.step.unbind(1)]
+        keys = torch.stack([key(one, query.positions, TOKENS) for one in steps], 1)  # [B, 1|K, Q]
+        rule |= {"temperature": float(guide.value), "measured": guide.measures}
+        rule["keys"] = keys.expand(query.ids.shape).flatten()
+    return rule
 
 
 def read(

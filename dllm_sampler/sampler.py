@@ -14,9 +14,12 @@ from dllm_sampler import config, layout, prompts
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.kernels import backend as backends
+from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.loop import Engine, State
-from dllm_sampler.models import loading
+from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import guided
+from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins, assemble, check
 from dllm_sampler.prompts import Prompt
@@ -41,6 +44,8 @@ class Sampler:
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
         max_steps: give up after so many steps; None: the scheduler's own bound.
         poll_every: look for finished rows every so many steps (a cache that stores keys looks at each).
+        backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
+            docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
 
     Raises:
         UserError: an unknown name or setting, or a combination that cannot work.
@@ -63,6 +68,7 @@ class Sampler:
         compat: bool = False,
         max_steps: int | None = None,
         poll_every: int = 1,
+        backend: str = "auto",
     ):
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -74,7 +80,8 @@ class Sampler:
             )
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
-        self.max_steps, self.poll_every = max_steps, poll_every
+        backends.check(backend)
+        self.max_steps, self.poll_every, self.backend = max_steps, poll_every, backend
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
@@ -99,6 +106,7 @@ class Sampler:
         compat: bool = False,
         max_steps: int | None = None,
         poll_every: int = 1,
+        backend: str = "auto",
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -112,8 +120,9 @@ class Sampler:
         """
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
+        backends.check(backend)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
-        return cls(
+        sampler = cls(
             guided(denoiser, scale),
             scheduler=scheduler,
             blocks=blocks,
@@ -127,7 +136,17 @@ class Sampler:
             compat=compat,
             max_steps=max_steps,
             poll_every=poll_every,
+            backend=backend,
         )
+        if isinstance(denoiser, TransformerDenoiser) and sampler.kernels.layer is not None:
+            fused.join(denoiser.transformer)
+        return sampler
+
+    @property
+    def kernels(self) -> Backend:
+        """What `backend` comes to for the model where it is now; each generation keeps to one choice."""
+        spec = self.denoiser.spec
+        return backends.select(self.backend, spec.device, spec.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -198,7 +217,8 @@ class Sampler:
         seeds = prompts.seeds(seed, len(rows))
         canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
         bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
-        return self._run(Engine(self.denoiser, plugins, self.poll_every), canvas, bound, stops, every)
+        engine = Engine(self.denoiser, plugins, self.poll_every, self.kernels)
+        return self._run(engine, canvas, bound, stops, every)
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:
         try:

@@ -12,7 +12,7 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.protocols import LayerParts, ModelSpec, Plan, Scheduler
+from dllm_sampler.protocols import LayerParts, ModelSpec, Plan, Scheduler, Visible
 
 
 class Slots:
@@ -215,7 +215,7 @@ class Cache:
         keys = keys_of(canvas, query, seen, positions)
         if keys is not None and not self.stores:
             keys = keys[..., :length]
-        return Plan(self, positions, keys, seen.sum(1), contiguous=True)
+        return Plan(self, positions, keys, seen.sum(1), contiguous=True, visible=extent(canvas, query))
 
     def part(self, canvas: Canvas, query: Query, chosen: Tensor) -> Plan:
         """A plan that computes the set `chosen [B, L+1] bool`, `sizes.computed` columns, against every stored one."""
@@ -225,7 +225,7 @@ class Cache:
         keys = keys_of(canvas, query, seen, positions)
         batch, columns = chosen.shape
         slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
-        return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten())
+        return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten(), visible=extent(canvas, query))
 
 
 def _mask(keys: Tensor | None) -> Tensor | None:
@@ -252,6 +252,12 @@ def visible(canvas: Canvas, query: Query) -> Tensor:
     """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
     seen = canvas.seen()  # [B, L+1]
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
+
+
+def extent(canvas: Canvas, query: Query) -> Visible:
+    """What `visible` and `keys_of` say, in numbers."""
+    end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
+    return Visible(canvas.begin, end, canvas.grid)
 
 
 def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:

@@ -27,6 +27,7 @@ class Options:
     separator: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    backend: str = "auto"
     compat: bool = False
     chat: bool = False
     prompts_file: str | None = None

@@ -82,6 +82,7 @@ def load(chosen: Settings) -> Sampler:
         compat=options.compat,
         max_steps=options.max_steps,
         poll_every=options.poll_every,
+        backend=options.backend,
         scheduler=plugins["scheduler"],
         blocks=plugins["blocks"],
         stop=plugins["stop"],

@@ -23,6 +23,16 @@ CAPABILITY = (8, 0)  # what the kernels are compiled and written for; older GPUs
 
 
 @dataclass(frozen=True)
+class LayerKernels:
+    """The kernels of a transformer layer, see the modules of their names."""
+
+    attention: Callable[..., Tensor]
+    norm: Callable[..., tuple[Tensor, Tensor]]
+    qkv_rope: Callable[..., Any]
+    swiglu: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class Backend:
     """The kernels of one implementation; each has the signature of the function of that name in `kernels.reference`."""
 
@@ -30,6 +40,7 @@ class Backend:
     readout: Callable[..., Statistics]
     head: Callable[..., Statistics]
     commit: Callable[..., Tensor]
+    layer: LayerKernels | None = None  # None: a layer's modules do it
 
 
 TORCH = Backend("torch", reference.readout, reference.head, reference.commit)
@@ -38,23 +49,32 @@ TORCH = Backend("torch", reference.readout, reference.head, reference.commit)
 def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """The kernels for logits or weights of `dtype` on `device`.
 
-    backend: `torch`; `triton`; or `auto`, Triton's on a GPU that can run them and torch's on a CPU
+    backend: `torch`; `triton`; or `auto`, Triton's on a GPU of NVIDIA or AMD for the dtypes they know, else torch's
 
-    Where Triton's cannot run, torch's do the same, and one warning says why; `auto` on a CPU needs none. So does a
-    kernel that fails to compile or to launch later on.
+    Where Triton's should run and cannot, torch's do the same, and one warning says why. So does a kernel that fails to
+    compile or to launch later on.
 
     Raises:
         UserError: no such backend.
     """
-    if backend not in get_args(Choice):
-        raise UserError(f"backend must be {', '.join(get_args(Choice))}, not {backend!r}")
-    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+    check(backend)
+    if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype not in DTYPES)):
         return TORCH
     why = obstacle(device, dtype)
     if why is None:
         return _triton()
     warn(f"Triton kernels cannot run here, torch takes their place: {why}")
     return TORCH
+
+
+def check(backend: object) -> None:
+    """Refuse a name that is none of a backend.
+
+    Raises:
+        UserError: what it may be.
+    """
+    if backend not in get_args(Choice):
+        raise UserError(f"backend must be {', '.join(get_args(Choice))}, not {backend!r}")
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -86,13 +106,19 @@ def warn(sentence: str) -> None:
 
 @cache
 def _triton() -> Backend:
-    from dllm_sampler.kernels import commit, head, readout
+    from dllm_sampler.kernels import attention, commit, head, norm, readout, rope, swiglu
 
     return Backend(
         "triton",
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
         guarded(commit.commit, reference.commit),
+        LayerKernels(
+            guarded(attention.block_attention, attention.attention_reference),
+            guarded(norm.norm, norm.norm_reference),
+            guarded(rope.qkv_rope, rope.qkv_rope_reference),
+            guarded(swiglu.swiglu, swiglu.swiglu_reference),
+        ),
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
+from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 
 
@@ -67,6 +68,11 @@ class GuidedDenoiser:
         hidden = conditional + self.scale * plan.cache.difference
         at = (query.positions - canvas.origin).clamp(min=0)[:, None, :, None]
         return hidden.gather(2, at.expand(-1, -1, -1, hidden.shape[-1])), spent
+
+    def using(self, backend: Backend) -> GuidedDenoiser:
+        """Guidance around the same model on other kernels."""
+        using = getattr(self.denoiser, "using", None)
+        return self if using is None else replace(self, denoiser=using(backend))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
+from dllm_sampler.kernels.backend import Backend, LayerKernels
+from dllm_sampler.models import fused
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
@@ -32,6 +34,7 @@ class TransformerDenoiser:
     block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
     folder: of the checkpoint it was loaded from
+    kernels: run the layers wherever they can (`models.fused`); None: the layers' modules. The sampler sets it
 
     Raises:
         UserError: the module is no `Transformer`, or a token lies outside its vocabulary.
@@ -47,6 +50,7 @@ class TransformerDenoiser:
     block_length: int | None = None
     device: torch.device | None = None
     folder: Path | None = None
+    kernels: LayerKernels | None = None
 
     def __post_init__(self) -> None:
         size = self.transformer.config.vocab_size
@@ -108,13 +112,15 @@ class TransformerDenoiser:
             ids = torch.cat([ids, torch.full_like(query.ids, self.mask_id)], 2)  # [B, K, M+Q]
             columns = torch.cat([columns, predictors], 1)
         plan = plan.cache.fork(plan, canvas, candidates, query.tree)
+        model = self.transformer
+        drive = fused.drive(self.kernels, model, canvas, query, plan) or partial(_drive, plan)
         # Rotary positions count from the row's first token, so that padding changes nothing.
         positions = _repeat(columns - canvas.begin[:, None], candidates)
-        hidden = self.transformer(
+        hidden = model(
             ids.flatten(0, 1),
             positions=positions.flatten(0, 1),
             soft=None if query.soft is None else _soft(query, plan),
-            drive=partial(_drive, plan),
+            drive=drive,
             rows=_repeat(answers, candidates).flatten(0, 1),
         )
         return hidden.view(batch, candidates, width, -1), spent(canvas, query, plan)
@@ -123,6 +129,17 @@ class TransformerDenoiser:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
         return self.transformer.head(hidden)
+
+    def using(self, backend: Backend) -> TransformerDenoiser:
+        """The same model on other kernels."""
+        return replace(self, kernels=backend.layer)
+
+    def head_weight(self) -> Tensor | None:
+        """`[V, D]` if the head is a product with a weight and nothing else, which a kernel may take over; else None."""
+        head = self.transformer.lm_head
+        weight, device = head.weight.detach(), head.weight.device.type
+        alone = type(head) is nn.Linear and head.bias is None and not fused.hooked(head)
+        return weight if alone and type(weight) is Tensor and not torch.is_autocast_enabled(device) else None
 
     def _predictors(self, canvas: Canvas, columns: Tensor) -> Tensor:
         """`[B, Q]` column of the row that predicts each of `columns [B, Q]`."""

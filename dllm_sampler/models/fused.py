@@ -1,0 +1,176 @@
+"""A forward whose layers run on Triton kernels in place of their own modules: the same sums, fewer passes over memory.
+
+Per layer: norm, one projection of queries, keys and values, their rotation with the writing of the slots, attention
+over the slots, the sum and norm before the feed-forward, the gated product. Only what the default `Cache.layer` would
+do is done here; a cache that drives layers by itself, or looks at attention weights, drives the modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dllm_sampler.cache.base import Cache
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.kernels.backend import DTYPES, LayerKernels
+from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
+from dllm_sampler.protocols import Plan
+
+if TYPE_CHECKING:
+    from dllm_sampler.kernels.attention import Slots
+
+
+def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, query: Query, plan: Plan) -> Drive | None:
+    """What runs the layers of a forward under `plan` (forked, for candidates) on kernels; None: their modules must."""
+    cache = plan.cache
+    default = type(cache).layer is Cache.layer and type(cache).store is Cache.store
+    if kernels is None or not default or plan.visible is None or query.blind or torch.is_grad_enabled():
+        return None
+    dtype, device = model.embed.weight.dtype, canvas.ids.device.type
+    stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
+    if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
+        return None
+    return Fused(kernels, plan, query.tree)
+
+
+def plain(layer: nn.Module) -> bool:
+    """Whether the layer is what it was built as: nothing hooks into its modules, wraps or replaces them."""
+    if type(layer) is not Layer:
+        return False
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
+    norms = [norm for norm in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if norm is not None]
+    ours = all(type(one) is nn.Linear for one in linears) and all(type(one) is RMSNorm for one in norms)
+    return ours and not any(hooked(one) for one in (*linears, *norms))
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its forward (offloading, sharding, a tool of the user's)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+@dataclass
+class Fused:
+    """Runs one layer, in place of `Cache.layer`; made once per forward.
+
+    kernels: of a layer
+    plan: with what each row sees in `visible`
+    tree: candidates lie side by side on the sequence axis
+    """
+
+    kernels: LayerKernels
+    plan: Plan
+    tree: bool
+
+    def __post_init__(self) -> None:
+        plan, slots = self.plan, self.plan.cache.slots
+        self.branches = self.overwritten = None
+        if plan.candidates > 1 and slots is not None and not plan.contiguous:
+            # Once per forward, not per layer: the slots that the candidates' own keys stand in for.
+            found = torch.zeros(len(plan.positions), slots.columns, dtype=torch.bool, device=plan.positions.device)
+            self.overwritten = found.scatter_(1, plan.positions, True)
+        if self.tree and plan.candidates > 1:
+            width = plan.positions.shape[1]
+            branch = torch.arange(plan.candidates * width, device=plan.positions.device) // width
+            self.branches = (branch[:, None] == branch)[None]  # [1, K*M, K*M]
+
+    def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
+        """Run `layer` on the stream `[B*K, M, D]`."""
+        kernels = self.kernels
+        normed, _ = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps)
+        heads = self._attend(index, layer, normed, rope)
+        delta = layer.o_proj(heads.flatten(2))
+        normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
+        return hidden + self._feed(layer.ffn, normed)
+
+    def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
+        """Attention `[B*K, M, H, Dh]` before the output projection; the slots of this layer are written."""
+        plan, cache = self.plan, self.plan.cache
+        slots = None if cache.slots is None else (cache.slots.keys[index], cache.slots.values[index])
+        direct = slots is not None and plan.candidates == 1  # the fresh keys are read where they are stored
+        q, k, v = self.kernels.qkv_rope(
+            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj),
+            rope.cos,
+            rope.sin,
+            layer.q_proj.out_features // layer.head_dim,
+            layer.k_proj.out_features // layer.head_dim,
+            q_weight=None if layer.q_norm is None else layer.q_norm.weight,
+            k_weight=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
+            slots=slots if direct else None,
+            positions=plan.positions if direct else None,
+            fresh=not direct,
+        )
+        shape = q.shape
+        if self.branches is not None:
+            q, k, v = (heads.unflatten(0, (-1, plan.candidates)).flatten(1, 2) for heads in (q, k, v))
+        assert plan.visible is not None
+        out = self.kernels.attention(
+            q,
+            k,
+            v,
+            cast("Slots | None", slots),
+            plan.positions,
+            begin=plan.visible.begin,
+            limit=plan.visible.end,
+            grid=plan.visible.grid,
+            tree=self.branches,
+            overwritten=self.overwritten,
+            stored=direct or not plan.contiguous,
+        )
+        return out.view(shape)
+
+    def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
+        """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
+        if type(ffn) is not SwiGLU or any(type(one) is not nn.Linear or hooked(one) for one in ffn.children()):
+            return ffn(normed)
+        weight = adjacent(ffn.gate_proj.weight, ffn.up_proj.weight)
+        if weight is None:
+            return ffn.down_proj(self.kernels.swiglu(ffn.gate_proj(normed), ffn.up_proj(normed)))
+        return ffn.down_proj(self.kernels.swiglu(F.linear(normed, weight)))
+
+
+def projected(hidden: Tensor, *linears: nn.Linear) -> Tensor:
+    """The outputs of several projections of `hidden [N, M, D]` side by side, in one product where weights allow it."""
+    weight = adjacent(*(linear.weight for linear in linears))
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = adjacent(*biases) if biases else None
+    if weight is None or (biases and bias is None):
+        return torch.cat([linear(hidden) for linear in linears], -1)
+    return F.linear(hidden, weight, bias)
+
+
+def adjacent(*parts: Tensor) -> Tensor | None:
+    """`parts [n_i, ...]` as one tensor `[sum n_i, ...]`, no copy, if they follow one another in memory; else None."""
+    first, at = parts[0], parts[0].data_ptr()
+    for part in parts:
+        together = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if type(part.data) is not Tensor or not together or part.data_ptr() != at or not part.is_contiguous():
+            return None
+        at += part.numel() * part.element_size()
+    rows = sum(part.shape[0] for part in parts)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+@torch.no_grad()
+def join(model: Transformer) -> None:
+    """Move the weights that are multiplied together next to each other, layer by layer; each parameter stays itself.
+
+    For models that we loaded: it gives the parameters new memory. Until something moves them apart again (`.to`, an
+    optimizer that replaces them) a product takes each group at once, see `adjacent`.
+    """
+    for layer in model.layers:
+        groups = [(layer.q_proj, layer.k_proj, layer.v_proj)] if plain(layer) else []
+        if type(layer.ffn) is SwiGLU:  # pyright: ignore[reportArgumentType]
+            groups.append((layer.ffn.gate_proj, layer.ffn.up_proj))
+        for linears in groups:
+            for name in ("weight", "bias"):
+                parts = [getattr(linear, name) for linear in linears]
+                if parts[0] is None or adjacent(*(part.data for part in parts)) is not None:
+                    continue
+                together = torch.cat([part.data for part in parts])
+                for part, view in zip(parts, together.split([len(part) for part in parts]), strict=True):
+                    part.data = view

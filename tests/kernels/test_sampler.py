@@ -1,0 +1,189 @@
+"""The whole sampler on Triton's kernels, interpreted, against the same on torch: token for token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Sampler
+from dllm_sampler.kernels import backend
+from dllm_sampler.kernels.backend import Backend, LayerKernels
+from dllm_sampler.models import fused
+from dllm_sampler.models.cfg import guided
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Transformer
+from tests import toys
+
+CPU = torch.device("cpu")
+PROMPTS = toys.PROMPTS[:2]
+
+
+@cache
+def denoiser(kind: str) -> TransformerDenoiser:
+    """`llada`; `gqa`; `dream`: grouped heads, biases, logit shift; `qwen3`: norms of heads, partly turned; `causal`."""
+    config = toys.transformer(kv_heads=4 if kind == "llada" else 2).config
+    if kind == "dream":
+        config = replace(config, qkv_bias=True)
+    if kind in ("qwen3", "causal"):
+        config = replace(config, qk_norm=True, rotary_dim=4)
+    model, generator = Transformer(config), torch.Generator().manual_seed(2)
+    model.init_weights(std=0.8, embedding_std=1.0, generator=generator)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            weight.data.normal_(std=0.5, generator=generator)
+    it = toys.wrapped(model, shift=kind == "dream")
+    return replace(it, attention="block_causal") if kind == "causal" else it
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each kernel was launched."""
+    found: Counter[str] = Counter()
+
+    def counted(kernels: Any) -> Any:
+        def spy(name: str, kernel: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                found[name] += 1
+                return kernel(*args, **kwargs)
+
+            return call
+
+        named = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
+        return replace(kernels, **{name: spy(name, kernel) for name, kernel in named.items() if callable(kernel)})
+
+    it: Backend = counted(backend._triton())
+    assert isinstance(it.layer, LayerKernels)
+    it = replace(it, layer=counted(it.layer))
+    monkeypatch.setattr(backend, "_triton", lambda: it)
+    return found
+
+
+def both(it: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 10, **plugins: Any) -> None:
+    """The same tokens, forwards and history on either backend."""
+    plugins = {"blocks": {"name": "fixed", "length": 5}, "stop": "none", **plugins}
+    ours, theirs = (
+        Sampler(it, backend=name, **plugins).generate(prompts, max_new_tokens=tokens, seed=3)
+        for name in ("triton", "torch")
+    )
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert torch.equal(ours.nfe, theirs.nfe)
+    assert torch.equal(ours.trace.step_map, theirs.trace.step_map)
+    torch.testing.assert_close(ours.trace.logprob, theirs.trace.logprob, rtol=1e-3, atol=1e-4)
+
+
+LAYER = {"attention", "norm", "qkv_rope", "swiglu"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache", "temperature"),
+    [
+        ("llada", "none", None),
+        ("llada", "dual", 0.8),
+        ("gqa", "prefix", None),
+        ("dream", "dual", None),
+        ("dream", "prefix", 0.8),
+        ("dream", "none", None),
+        ("qwen3", "vicinity", None),
+        ("qwen3", "dkv", None),
+        ("causal", "block_causal", 0.8),
+        ("causal", "none", None),
+    ],
+)
+def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Counter[str]) -> None:
+    both(denoiser(kind), cache=cache, temperature=temperature)
+    assert LAYER | {"head"} <= set(calls)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("kind", "cache"), [("gqa", "none"), ("gqa", "dual"), ("causal", "block_causal")])
+def test_drafts(kind: str, cache: str, tree: bool, calls: Counter[str]) -> None:
+    scheduler = {"name": "freedave", "tree": tree}
+    both(denoiser(kind), cache=cache, scheduler=scheduler)
+    assert LAYER | {"head"} <= set(calls)
+
+
+def test_guidance_reads_stored_logits(calls: Counter[str]) -> None:
+    both(guided(denoiser("gqa"), 1.5), cache="dual")
+    assert LAYER | {"readout"} <= set(calls) and "head" not in calls
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        {"top_p": 0.9, "temperature": 1.0},
+        {"scheduler": "klass"},
+        {"guide": ["temperature", "end_tokens"]},
+    ],
+    ids=["top_p", "klass", "end_tokens"],
+)
+def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], calls: Counter[str]) -> None:
+    both(denoiser("llada"), **plugins)
+    assert set(calls) >= LAYER and not {"head", "readout"} & set(calls)
+
+
+@pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])
+def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter[str]) -> None:
+    both(denoiser("gqa"), cache=cache, tokens=6)
+    assert set(calls) == {"head"}
+
+
+def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
+    both(denoiser("gqa"), scheduler="wino", cache="none", tokens=6)
+    assert not LAYER & set(calls)
+
+
+@pytest.mark.parametrize("needs", ["entropy", "margin", "fixed"])
+def test_schedulers_that_want_more(needs: str, calls: Counter[str]) -> None:
+    scheduler = {"name": "fixed", "score": needs} if needs != "fixed" else "fixed"
+    both(denoiser("gqa"), scheduler=scheduler, cache="dual", guide={"name": "temperature", "measured": True})
+    assert "head" in calls
+
+
+def test_weights_side_by_side(calls: Counter[str]) -> None:
+    model = Transformer(replace(denoiser("dream").transformer.config, num_layers=1))
+    model.init_weights(std=0.8, generator=torch.Generator().manual_seed(1))
+    layer, hidden = model.layers[0], torch.randn(1, 3, 32)
+    assert isinstance(layer, fused.Layer)
+    linears = (layer.q_proj, layer.k_proj, layer.v_proj)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    apart = fused.projected(hidden, *linears)
+    assert fused.adjacent(*(linear.weight for linear in linears)) is None
+    fused.join(model)
+    assert fused.adjacent(*(linear.weight for linear in linears)) is not None
+    assert fused.adjacent(*(linear.bias for linear in linears)) is not None
+    torch.testing.assert_close(fused.projected(hidden, *linears), apart)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():  # a step of an optimizer is seen
+        layer.k_proj.weight += 1
+    torch.testing.assert_close(
+        fused.projected(hidden, *linears), torch.cat([linear(hidden) for linear in linears], -1)
+    )
+    model.double()  # moves them apart
+    assert fused.adjacent(*(linear.weight for linear in linears)) is None
+
+
+def test_a_hooked_layer_runs_as_it_is(calls: Counter[str]) -> None:
+    it = denoiser("gqa")
+    handle = it.transformer.layers[1].q_proj.register_forward_hook(lambda module, given, out: out * 1.5)  # pyright: ignore
+    try:
+        both(it, cache="dual", tokens=6)
+    finally:
+        handle.remove()
+    assert not LAYER & set(calls)
+
+
+def test_float64_stays_with_torch() -> None:
+    with pytest.warns(RuntimeWarning, match="not float64"):
+        assert Sampler(toys.denoiser(), backend="triton").kernels is backend.TORCH
+
+
+def test_bfloat16_runs(calls: Counter[str]) -> None:
+    """Rounding differs by design (a step's choice may, too), so nothing but the shape of the run is compared."""
+    it = replace(denoiser("gqa"), model=toys.transformer(kv_heads=2, dtype=torch.bfloat16))
+    result = Sampler(it, backend="triton", cache="dual", temperature=1.0).generate(PROMPTS, max_new_tokens=6)
+    assert bool(result.complete.all()) and LAYER | {"head"} <= set(calls)
