@@ -112,8 +112,17 @@ class Engine:
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))
         if bad:
-            found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}
-            raise NotFiniteError(min(found.values()), list(found))
+            self.refuse(state)
+
+    @staticmethod
+    def refuse(state: State) -> None:
+        """Say which rows the model returned no finite statistics for.
+
+        Raises:
+            NotFiniteError: in any case.
+        """
+        found = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}
+        raise NotFiniteError(min(found.values()), list(found))
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
         """Step until every row is done, yielding after each step (the same object)."""

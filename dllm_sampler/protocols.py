@@ -185,6 +185,11 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def static(self) -> bool:
+        """Whether its steps are launches on tensors and nothing else, so that a CUDA graph can repeat them."""
+        return True
+
+    @property
     def opens_ahead(self) -> bool:
         """Whether it may open a block without a forward of its own, which a cache may want for a refresh."""
         return False

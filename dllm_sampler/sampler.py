@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config, layout, prompts
+from dllm_sampler import config, graphs, layout, prompts
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, loading
-from dllm_sampler.models.cfg import guided
+from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins, assemble, check
@@ -46,6 +47,8 @@ class Sampler:
         poll_every: look for finished rows every so many steps (a cache that stores keys looks at each).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
+        cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
+        compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them.
 
     Raises:
         UserError: an unknown name or setting, or a combination that cannot work.
@@ -69,6 +72,8 @@ class Sampler:
         max_steps: int | None = None,
         poll_every: int = 1,
         backend: str = "auto",
+        cuda_graph: bool | str = False,
+        compile: bool = False,
     ):
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -78,6 +83,8 @@ class Sampler:
                 f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in"
                 " dllm_sampler.TransformerDenoiser, a masked LM of transformers by dllm_sampler.models.huggingface.wrap"
             )
+        if compile:
+            denoiser = _compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
         backends.check(backend)
@@ -85,6 +92,10 @@ class Sampler:
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
+        if cuda_graph not in (True, False, "auto"):
+            raise UserError(f'cuda_graph must be true, false or "auto", not {cuda_graph!r}')
+        self.cuda_graph, self._static = cuda_graph, None
+        self._engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
         if tokenizer is not None:
             self.plugins.scheduler.check_tokenizer(tokenizer)
 
@@ -107,6 +118,8 @@ class Sampler:
         max_steps: int | None = None,
         poll_every: int = 1,
         backend: str = "auto",
+        cuda_graph: bool | str = False,
+        compile: bool = False,
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -137,6 +150,8 @@ class Sampler:
             max_steps=max_steps,
             poll_every=poll_every,
             backend=backend,
+            cuda_graph=cuda_graph,
+            compile=compile,
         )
         if isinstance(denoiser, TransformerDenoiser) and sampler.kernels.layer is not None:
             fused.join(denoiser.transformer)
@@ -217,8 +232,20 @@ class Sampler:
         seeds = prompts.seeds(seed, len(rows))
         canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
         bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
-        engine = Engine(self.denoiser, plugins, self.poll_every, self.kernels)
-        return self._run(engine, canvas, bound, stops, every)
+        return self._run(self._engine(plugins), canvas, bound, stops, every)
+
+    def _engine(self, plugins: Plugins) -> Engine:
+        """What runs a generation; one that records steps is kept for the next, which may find them."""
+        if self.cuda_graph is False:
+            return Engine(self.denoiser, plugins, self.poll_every, self.kernels)
+        why = graphs.obstacle(plugins, self.noise, self.denoiser.spec)
+        if why is not None and self.cuda_graph is True:
+            raise UserError(f"cuda_graph=true cannot be: {why}")
+        if why is not None:
+            return Engine(self.denoiser, plugins, self.poll_every, self.kernels)
+        if self._static is None or (self._static.plugins, self._static.kernels) != (plugins, self.kernels):
+            self._static = StaticEngine(self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda)
+        return self._static
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:
         try:
@@ -274,3 +301,16 @@ class Sampler:
 
         tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
         return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result)
+
+
+def _compiled(denoiser: Denoiser) -> Denoiser:
+    """The denoiser on compiled layers, under guidance too.
+
+    Raises:
+        UserError: its layers are not ours.
+    """
+    if isinstance(denoiser, GuidedDenoiser):
+        return replace(denoiser, denoiser=_compiled(denoiser.denoiser))
+    if not isinstance(denoiser, TransformerDenoiser):
+        raise UserError(f"compile=true is for our own Transformer; compile the model inside {type(denoiser).__name__}")
+    return replace(denoiser, compile=True)

@@ -28,6 +28,8 @@ class Options:
     device: str = "auto"
     dtype: str = "auto"
     backend: str = "auto"
+    cuda_graph: bool | str = False
+    compile: bool = False
     compat: bool = False
     chat: bool = False
     prompts_file: str | None = None

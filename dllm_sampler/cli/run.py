@@ -83,6 +83,8 @@ def load(chosen: Settings) -> Sampler:
         max_steps=options.max_steps,
         poll_every=options.poll_every,
         backend=options.backend,
+        cuda_graph=options.cuda_graph,
+        compile=options.compile,
         scheduler=plugins["scheduler"],
         blocks=plugins["blocks"],
         stop=plugins["stop"],

@@ -15,6 +15,7 @@ from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
+from dllm_sampler.models.compiled import CompiledParts
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
@@ -35,6 +36,7 @@ class TransformerDenoiser:
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
     folder: of the checkpoint it was loaded from
     kernels: run the layers wherever they can (`models.fused`); None: the layers' modules. The sampler sets it
+    compile: `torch.compile` the parts of the layers, in place of kernels
 
     Raises:
         UserError: the module is no `Transformer`, or a token lies outside its vocabulary.
@@ -51,6 +53,7 @@ class TransformerDenoiser:
     device: torch.device | None = None
     folder: Path | None = None
     kernels: LayerKernels | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         size = self.transformer.config.vocab_size
@@ -113,7 +116,8 @@ class TransformerDenoiser:
             columns = torch.cat([columns, predictors], 1)
         plan = plan.cache.fork(plan, canvas, candidates, query.tree)
         model = self.transformer
-        drive = fused.drive(self.kernels, model, canvas, query, plan) or partial(_drive, plan)
+        kernels = None if self.compile else self.kernels
+        drive = fused.drive(kernels, model, canvas, query, plan) or partial(_drive, plan, self.compile)
         # Rotary positions count from the row's first token, so that padding changes nothing.
         positions = _repeat(columns - canvas.begin[:, None], candidates)
         hidden = model(
@@ -156,8 +160,8 @@ def spent(canvas: Canvas, query: Query, plan: Plan) -> Spent:
     return Spent(live, plan.cache.rows(plan) * candidates * live)
 
 
-def _drive(plan: Plan, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-    return plan.cache.layer(index, layer, hidden, rope, plan)
+def _drive(plan: Plan, compile: bool, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
+    return plan.cache.layer(index, CompiledParts(layer) if compile else layer, hidden, rope, plan)
 
 
 def _index(columns: Tensor, plan: Plan) -> Tensor:

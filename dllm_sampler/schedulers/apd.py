@@ -97,6 +97,11 @@ class ParallelDecoding(Leftmost):
         """Logits before the guides, and the draw that chose the draft."""
         return frozenset({"raw", "draw"})
 
+    @property
+    def static(self) -> bool:
+        """See `Scheduler.static`. The verifier keeps what it read in a cache of its own."""
+        return False
+
     def init(self, canvas: Canvas) -> Carry:
         """What the verifier has read: nothing."""
         assert self.judge is not None

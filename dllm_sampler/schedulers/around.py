@@ -45,6 +45,11 @@ class Around(Scheduler):
         return type(self).ask is Around.ask and self.inner.plain
 
     @property
+    def static(self) -> bool:
+        """Whether the inner scheduler is."""
+        return self.inner.static
+
+    @property
     def block_length(self) -> int | None:
         """See `Scheduler.block_length`."""
         return self.inner.block_length

@@ -20,7 +20,7 @@ from dllm_sampler.models.transformer import Transformer
 from tests import toys
 
 CPU = torch.device("cpu")
-PROMPTS = toys.PROMPTS[:2]
+PROMPTS = [[5, 11, 3], [16]]
 
 
 @cache
@@ -63,9 +63,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-def both(it: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 10, **plugins: Any) -> None:
+def both(it: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 6, **plugins: Any) -> None:
     """The same tokens, forwards and history on either backend."""
-    plugins = {"blocks": {"name": "fixed", "length": 5}, "stop": "none", **plugins}
+    rule = {"name": "threshold", "threshold": 0.4}
+    plugins = {"scheduler": rule, "blocks": {"name": "fixed", "length": 3}, "stop": "none", **plugins}
     ours, theirs = (
         Sampler(it, backend=name, **plugins).generate(prompts, max_new_tokens=tokens, seed=3)
         for name in ("triton", "torch")
@@ -99,11 +100,10 @@ def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Co
     assert LAYER | {"head"} <= set(calls)
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("layout", ["batch", "tree"])
 @pytest.mark.parametrize(("kind", "cache"), [("gqa", "none"), ("gqa", "dual"), ("causal", "block_causal")])
-def test_drafts(kind: str, cache: str, tree: bool, calls: Counter[str]) -> None:
-    scheduler = {"name": "freedave", "tree": tree}
-    both(denoiser(kind), cache=cache, scheduler=scheduler)
+def test_drafts(kind: str, cache: str, layout: str, calls: Counter[str]) -> None:
+    both(denoiser(kind), cache=cache, scheduler={"name": "freedave", "draft": 2, "layout": layout})
     assert LAYER | {"head"} <= set(calls)
 
 
@@ -128,12 +128,12 @@ def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], call
 
 @pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])
 def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter[str]) -> None:
-    both(denoiser("gqa"), cache=cache, tokens=6)
+    both(denoiser("gqa"), cache=cache)
     assert set(calls) == {"head"}
 
 
 def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
-    both(denoiser("gqa"), scheduler="wino", cache="none", tokens=6)
+    both(denoiser("gqa"), scheduler="wino", cache="none")
     assert not LAYER & set(calls)
 
 
@@ -160,9 +160,7 @@ def test_weights_side_by_side(calls: Counter[str]) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with torch.no_grad():  # a step of an optimizer is seen
         layer.k_proj.weight += 1
-    torch.testing.assert_close(
-        fused.projected(hidden, *linears), torch.cat([linear(hidden) for linear in linears], -1)
-    )
+    torch.testing.assert_close(fused.projected(hidden, *linears), torch.cat([linear(hidden) for linear in linears], -1))
     model.double()  # moves them apart
     assert fused.adjacent(*(linear.weight for linear in linears)) is None
 
@@ -171,7 +169,7 @@ def test_a_hooked_layer_runs_as_it_is(calls: Counter[str]) -> None:
     it = denoiser("gqa")
     handle = it.transformer.layers[1].q_proj.register_forward_hook(lambda module, given, out: out * 1.5)  # pyright: ignore
     try:
-        both(it, cache="dual", tokens=6)
+        both(it, cache="dual")
     finally:
         handle.remove()
     assert not LAYER & set(calls)

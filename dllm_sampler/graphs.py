@@ -1,0 +1,290 @@
+"""Steps in place: a generation's tensors stay where they are, so that a CUDA graph can repeat a step without the host.
+
+A graph is a recording of launches on fixed addresses. So the state lives in buffers, a step's outcome is copied into
+them, and what the host decides in a step (sizes, the flags that a cache keeps as plain numbers) is the key under which
+the step is recorded. The first step of a key runs as always, which also warms up what a recording may not do: compile,
+allocate workspaces. The second is recorded; from then on it is replayed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import layout
+from dllm_sampler.cache.base import Slots
+from dllm_sampler.canvas import Canvas, Sizes
+from dllm_sampler.errors import UserError
+from dllm_sampler.kernels.backend import TORCH, Backend, warn
+from dllm_sampler.loop import Engine, State
+from dllm_sampler.noise import CounterNoise, Noise
+from dllm_sampler.plugins import Plugins
+from dllm_sampler.protocols import Denoiser, ModelSpec
+from dllm_sampler.trace import Recorder
+
+PARTS = ("canvas", "cache", "carry", "bad", "recorder", "ahead", "previous")  # of a `State`, what a step changes
+# Leaves of a state that are no tensors: a recording holds for their values.
+PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
+COLUMNS = 32  # computed and seen columns are rounded up to a multiple of it: fewer sizes, fewer recordings
+Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
+
+
+def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
+    """Why steps of these cannot be recorded; None: they can."""
+    if spec.device.type != "cuda":
+        return f"graphs are CUDA's, and the model is on {spec.device.type}"
+    if plugins.cache.syncs:
+        return f"cache={type(plugins.cache).__name__} reads the device inside a step"
+    if type(noise) is not CounterNoise:
+        return f"{type(noise).__name__} draws on the host"
+    if spec.encoder:
+        return "this model's encoder keeps what it read in an object of its own"
+    if not plugins.scheduler.static:
+        return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+    return None
+
+
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+def cuda(run: Callable[[], None]) -> Callable[[], None]:
+    """Record a function's launches as a CUDA graph; none of them happens before a replay."""
+    graph = torch.cuda.CUDAGraph()
+    # Graphs may share memory: each copies what it made into buffers that belong to none of them.
+    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
+@dataclass
+class Step:
+    """A recorded step: how to repeat it, and the state's objects (not its numbers) after it."""
+
+    replay: Callable[[], None]
+    after: dict[str, Any]
+
+
+class Buffers:
+    """The home of every tensor of a state, by its path in the state, and what was recorded on them."""
+
+    def __init__(self, shape: torch.Size):
+        self.shape = shape  # of the canvas
+        self.homes: dict[Hashable, Any] = {}
+        self.storages: set[int] = set()
+        self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
+        self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
+
+    def settle(self, state: State) -> Hashable:
+        """Move every tensor of `state` to its home; returns what a recording of the next step depends on."""
+        moves: list[tuple[Tensor, Tensor]] = []
+        key: list[Hashable] = []
+
+        def visit(path: str, value: Any) -> Any:
+            if not isinstance(value, Tensor | Slots):
+                key.append((path, value))
+                return value
+            name = (path, value.columns) if isinstance(value, Slots) else (path, value.shape, value.dtype)
+            key.append(name)
+            home = self.homes.get(name)
+            if home is None:
+                return self._house(name, value)
+            if value is not home and isinstance(value, Slots):
+                moves.extend(zip(home.keys + home.values, value.keys + value.values, strict=True))
+            elif value is not home:
+                moves.append((home, value))
+            return home
+
+        for part in PARTS:
+            setattr(state, part, walk(getattr(state, part), visit, part))
+        # What one buffer takes over from another is put aside before any is overwritten.
+        aside = [new.clone() if storage(new) in self.storages else new for _, new in moves]
+        for (home, _), new in zip(moves, aside, strict=True):
+            home.copy_(new)
+        return tuple(key)
+
+    def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
+        if self.complete:
+            raise RuntimeError(f"{name} appeared while its step was recorded")
+        # Fields may share memory, so each gets its own; a slot store is nobody else's, and large.
+        home = value if isinstance(value, Slots) else value.clone(memory_format=torch.contiguous_format)
+        self.storages |= {storage(one) for one in (home.keys + home.values if isinstance(home, Slots) else [home])}
+        self.homes[name] = home
+        return home
+
+
+def storage(tensor: Tensor) -> int:
+    """Address of the memory that a tensor is a view of."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
+    """A copy of a tree of tuples, lists, dicts and objects of ours, in which `visit(path, leaf)` replaces each leaf.
+
+    Leaves are tensors, slot stores and plain values.
+
+    Raises:
+        UserError: there is something else, which may keep what no graph knows of.
+    """
+    if isinstance(value, (Tensor, Slots, *PLAIN)):
+        return visit(path, value)
+    if isinstance(value, tuple | list):
+        items = [walk(item, visit, f"{path}.{i}") for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {name: walk(item, visit, f"{path}.{name}") for name, item in value.items()}
+    if not isinstance(value, Recorder) and (not is_dataclass(value) or isinstance(value, type)):
+        raise UserError(f"cuda_graph: {path} is a {type(value).__name__}, and nobody knows what it keeps")
+    twin = copy.copy(value)
+    for name, item in vars(value).items():
+        object.__setattr__(twin, name, walk(item, visit, f"{path}.{name}"))
+    return twin
+
+
+def copied(state: State) -> dict[str, Any]:
+    """The objects of a state, with the same leaves."""
+    return {part: walk(getattr(state, part), lambda _, leaf: leaf, part) for part in PARTS}
+
+
+def restored(state: State, parts: dict[str, Any]) -> None:
+    """Give a state copies of those objects, so that it may change them."""
+    for part, value in parts.items():
+        setattr(state, part, walk(value, lambda _, leaf: leaf, part))
+
+
+class Flags:
+    """Two flags on their way to the host, which does not wait for them until it reads them."""
+
+    def __init__(self, flags: Tensor):
+        on_gpu = flags.is_cuda
+        self.host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=on_gpu).copy_(flags, non_blocking=True)
+        self.event = torch.cuda.Event() if on_gpu else None
+        if self.event is not None:
+            self.event.record()
+
+    def read(self) -> list[bool]:
+        """Their values."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+@dataclass
+class InPlace(State):
+    """A state and its buffers."""
+
+    buffers: Buffers = field(kw_only=True)
+    flags: Flags | None = None  # done, bad: of the step before
+
+
+class StaticEngine(Engine):
+    """An engine whose steps happen in place, and are recorded and replayed.
+
+    record: what makes a step repeatable, `cuda`; None: each runs as always, in place all the same
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        plugins: Plugins,
+        poll_every: int,
+        kernels: Backend = TORCH,
+        record: Record | None = None,
+    ):
+        super().__init__(denoiser, plugins, poll_every, kernels)
+        self.record = record
+        self.free: Buffers | None = None  # of a generation that is over: one of its shape finds its recordings
+
+    def begin(self, canvas: Canvas) -> InPlace:
+        """See `Engine.begin`. Generations that overlap in time have buffers of their own."""
+        state = super().begin(canvas)
+        free, self.free = self.free, None
+        buffers = free if free is not None and free.shape == canvas.ids.shape else Buffers(canvas.ids.shape)
+        state = InPlace(**{one.name: getattr(state, one.name) for one in fields(state)}, buffers=buffers)
+        buffers.settle(state)
+        return state
+
+    def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
+        """See `Engine.run`."""
+        state = None
+        try:
+            for state in super().run(canvas, max_steps):
+                yield state
+        finally:
+            if isinstance(state, InPlace):
+                self.free = state.buffers
+
+    def step(self, state: State) -> None:
+        """See `Engine.step`."""
+        assert isinstance(state, InPlace)
+        buffers = state.buffers
+        state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
+        key = buffers.settle(state)
+        step = buffers.steps.get(key)
+        if step is None and key in buffers.steps and self.record is not None:
+            step = buffers.steps[key] = self._recorded(state, self.record)
+        if step is None:
+            super().step(state)
+            buffers.settle(state)
+            buffers.steps.setdefault(key, None)
+        else:
+            step.replay()
+            restored(state, step.after)
+
+    def _recorded(self, state: InPlace, record: Record) -> Step | None:
+        before = copied(state)
+
+        def run() -> None:
+            Engine.step(self, state)
+            state.buffers.settle(state)
+
+        state.buffers.complete = True
+        try:
+            return Step(record(run), copied(state))
+        except RuntimeError as error:
+            self.record = None
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            warn(f"a step cannot be recorded as a CUDA graph and runs without one: {why}")
+            return None
+        finally:
+            state.buffers.complete = False
+            restored(state, before)
+
+    def _rounded(self, canvas: Canvas) -> Sizes:
+        """Sizes that are large enough and fewer: a recording is good for one."""
+        sizes, most = canvas.sizes, self.plugins.blocks.lookahead(canvas.length - canvas.origin)
+
+        def up(size: int) -> int:
+            return min(canvas.length, -(-size // COLUMNS) * COLUMNS)
+
+        return replace(
+            sizes,
+            masks=min(most, 1 << max(0, sizes.masks - 1).bit_length()),
+            block=min(most, 1 << max(0, sizes.block - 1).bit_length()),
+            computed=sizes.computed if sizes.whole else up(sizes.computed),
+            reach=None if sizes.reach is None else up(sizes.reach),
+        )
+
+    def poll(self, state: State, step: int, last: bool = False) -> None:
+        """See `Engine.poll`. Where nothing but the end depends on it, the host reads how the step *before* ended.
+
+        So the device has work while the host reads; the price is one forward more, in which all rows rest.
+        """
+        p = self.plugins
+        assert isinstance(state, InPlace)
+        if self.record is None or p.cache.stores or p.scheduler.drafts or last:
+            return super().poll(state, step, last)
+        state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, p.blocks))
+        before, state.flags = state.flags, Flags(torch.stack([state.canvas.done.all(), (state.bad > 0).any()]))
+        if before is not None:
+            state.finished, bad = before.read()
+            if bad:
+                self.refuse(state)
