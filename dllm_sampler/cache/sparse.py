@@ -59,6 +59,11 @@ class SparseCache(DualCache):
         if self.delay < 0:
             raise UserError(f"cache.delay must be a whole number of forwards from 0 on, not {self.delay!r}")
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`. What is kept is chosen by a later forward of the block than the one that opens it."""
+        return False
+
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)
