@@ -99,7 +99,7 @@ class Buffers:
                 return self._house(name, value)
             if value is not home and isinstance(value, Slots):
                 moves.extend(zip(home.keys + home.values, value.keys + value.values, strict=True))
-            elif value is not home:
+            elif isinstance(value, Tensor) and value is not home:
                 moves.append((home, value))
             return home
 

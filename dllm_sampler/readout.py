@@ -51,7 +51,8 @@ def predict(
         found = kernels.head(rows, weight, **rule)
     else:
         found = kernels.readout(denoiser.head(hidden).flatten(0, 2), **rule)
-    return found.readout(query.ids.shape, needs)
+    batch, candidates, width = query.ids.shape
+    return found.readout((batch, candidates, width), needs)
 
 
 def _rule(

@@ -163,9 +163,10 @@ def join(model: Transformer) -> None:
     optimizer that replaces them) a product takes each group at once, see `adjacent`.
     """
     for layer in model.layers:
-        groups = [(layer.q_proj, layer.k_proj, layer.v_proj)] if plain(layer) else []
-        if type(layer.ffn) is SwiGLU:  # pyright: ignore[reportArgumentType]
-            groups.append((layer.ffn.gate_proj, layer.ffn.up_proj))
+        assert isinstance(layer, Layer)
+        groups = [[layer.q_proj, layer.k_proj, layer.v_proj]] if plain(layer) else []
+        if type(layer.ffn) is SwiGLU:
+            groups.append([layer.ffn.gate_proj, layer.ffn.up_proj])
         for linears in groups:
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]

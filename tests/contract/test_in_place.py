@@ -8,6 +8,7 @@ took from the first run, or a tensor that moved, shows as a wrong token.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dllm_sampler import Sampler
+from dllm_sampler import Commits, Result, Sampler, UserError
 from dllm_sampler.cache.base import Slots
-from dllm_sampler.graphs import InPlace, Record, StaticEngine, Step
+from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.graphs import InPlace, Record, StaticEngine, Step, obstacle, walk
+from dllm_sampler.kernels import backend
+from dllm_sampler.loop import Engine
+from dllm_sampler.noise import CounterNoise, ReplayNoise
 from dllm_sampler.plugins import Plugins
+from tests import toys
 from tests.contract.cases import CASES, Case
 
 
@@ -73,20 +79,25 @@ class Taped(StaticEngine):
         return step
 
 
+class Engines:
+    """The engines of the samplers of a test."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, Taped] = {}
+
+    def of(self, sampler: Sampler, plugins: Plugins) -> Taped:
+        if id(sampler) not in self.made:
+            self.made[id(sampler)] = Taped(sampler.denoiser, plugins, sampler.poll_every, record=taped)
+        return self.made[id(sampler)]
+
+
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Taped]:
-    """Samplers step on a tape; the engines, one per sampler and block length."""
-    made: dict[tuple[int, int], Taped] = {}
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """Samplers step on a tape."""
+    found = Engines()
     Taped.replays = 0
-
-    def engine(self: Sampler, plugins: Plugins) -> Taped:
-        found = made.get((id(self), id(plugins)))
-        if found is None:
-            found = made[id(self), id(plugins)] = Taped(self.denoiser, plugins, self.poll_every, record=taped)
-        return found
-
-    monkeypatch.setattr(Sampler, "_engine", engine)
-    return made  # type: ignore[return-value]
+    monkeypatch.setattr(Sampler, "_engine", lambda self, plugins: found.of(self, plugins))
+    return found
 
 
 def records(case: Case) -> bool:
@@ -95,12 +106,135 @@ def records(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if records(case)], ids=lambda case: case.id)
-def test_replayed_steps_are_the_steps(case: Case, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
-    rows = [0, 1, 4]
+def test_replayed_steps_are_the_steps(case: Case, request: pytest.FixtureRequest) -> None:
+    rows = [0, 4]
     expected = case.generate(rows)
-    request.getfixturevalue("recorded")
+    request.getfixturevalue("engines")
     found = case.generate(rows)
-    assert torch.equal(found.tokens, expected.tokens)
-    assert torch.equal(found.nfe, expected.nfe)
-    assert torch.equal(found.trace.step_map, expected.trace.step_map)
-    assert torch.equal(found.trace.rows, expected.trace.rows)
+    same(found, expected)
+
+
+def same(found: Result, expected: Result) -> None:
+    for name in ("ids", "step_map", "nfe", "rows", "end", "logprob"):
+        assert torch.equal(getattr(found.trace, name), getattr(expected.trace, name)), name
+
+
+PLUGINS: list[dict[str, Any]] = [
+    {"cache": "none", "scheduler": {"name": "threshold", "threshold": 0.3}},
+    {"cache": "dual", "temperature": 0.8},
+    {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
+    {"cache": "trailing", "scheduler": "leftright"},
+    {"cache": "periodic_dual", "scheduler": {"name": "budgeted", "threshold": 0.5}},
+]
+
+
+@pytest.mark.parametrize("plugins", PLUGINS, ids=str)
+def test_one_generation_after_another(plugins: dict[str, Any], engines: Engines) -> None:
+    """The second finds the recordings of the first, whatever stands in the buffers, and most of it is replayed."""
+    once = toys.sampler("gqa", **plugins)
+    engine = engines.of(once, once.plugins)
+    first, second = ([[5, 11, 3], [16]], 0), ([[7, 1, 30], [2]], 5)
+    longer = [[4, 4, 28, 13, 33], [12, 6]], 1
+    steps: list[int] = []
+    for prompts, seed in (first, second, second, longer):
+        before = Taped.replays
+        found = once.generate(prompts, max_new_tokens=17, seed=seed)
+        steps.append(Taped.replays - before)
+        plain = Engine(once.denoiser, once.plugins, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sampler, "_engine", lambda self, plugins, plain=plain: plain)
+            expected = once.generate(prompts, max_new_tokens=17, seed=seed)
+        same(found, expected)
+        if len(steps) == 3:  # every step, and one in which all rows rest
+            assert steps[-1] == int(expected.nfe.max()) + (plugins["cache"] == "none")
+    assert engine.free is not None
+
+
+def test_generations_that_overlap(engines: Engines) -> None:
+    it = toys.sampler("llada", cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
+    alone = [it.generate(toys.PROMPTS[i], max_new_tokens=12, seed=i) for i in (0, 0)]
+    streams = [it.stream(toys.PROMPTS[0], max_new_tokens=12, seed=seed) for seed in (0, 0)]
+    last: list[Commits | None] = [None, None]
+    for pair in zip(*streams, strict=True):
+        last = list(pair)
+    for one, expected in zip(last, alone, strict=True):
+        assert one is not None and one.result is not None
+        same(one.result, expected)
+
+
+def test_stop_strings_and_progress(engines: Engines) -> None:
+    """The host changes `done` between two steps, and the next one sees it."""
+    seen: list[int] = []
+    it = toys.sampler("llada", cache="none")
+    found = it.generate(toys.PROMPTS[:2], max_new_tokens=12, progress=lambda step, done, all: seen.append(done))
+    assert seen == sorted(seen) and seen[-1] == 24 and bool(found.complete.all())
+
+
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_a_model_that_is_not_finite(cache: str, engines: Engines) -> None:
+    model = toys.transformer()
+    it = Sampler(toys.wrapped(model), cache=cache, stop="none", blocks={"name": "fixed", "length": 6})
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(NotFiniteError) as caught:
+        it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+    assert caught.value.step == 1 and caught.value.rows == [1, 2]
+
+
+def test_a_step_that_cannot_be_recorded_runs_without() -> None:
+    def fails(run: Callable[[], None]) -> Callable[[], None]:
+        run()  # and what it did to the state's objects must be undone
+        raise RuntimeError("operation not permitted")
+
+    class Failing(Taped):
+        def _recorded(self, state: InPlace, record: Record) -> Step | None:
+            tensors = [home for home in state.buffers.homes.values() if isinstance(home, Tensor)]
+            before = [tensor.clone() for tensor in tensors]
+            step = StaticEngine._recorded(self, state, record)
+            for tensor, old in zip(tensors, before, strict=True):
+                tensor.copy_(old)
+            return step
+
+    it = toys.sampler("llada", scheduler={"name": "klass", "threshold": 0.3, "divergence": 1.0})
+    expected = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+    backend.warn.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Failing(it.denoiser, it.plugins, 1, record=fails)
+        patch.setattr(Sampler, "_engine", lambda self, plugins: engine)
+        with pytest.warns(RuntimeWarning, match="runs without one: operation not permitted"):
+            same(it.generate(toys.PROMPTS[:2], max_new_tokens=12), expected)
+    assert engine.record is None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "the model is on cpu"),
+        ({"cuda_graph": "yes"}, "cuda_graph must be true, false or \"auto\", not 'yes'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        toys.sampler(**{"cuda_graph": True, **options})
+    assert type(toys.sampler(cuda_graph="auto")._engine(toys.sampler().plugins)) is Engine
+
+
+@pytest.mark.parametrize(
+    ("plugins", "noise", "why"),
+    [
+        ({"cache": "elastic"}, None, "ElasticCache reads the device"),
+        ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, None, "ParallelDecoding asks a second model"),
+        ({}, ReplayNoise(0, "llada"), "ReplayNoise draws on the host"),
+    ],
+    ids=["elastic", "apd", "noise"],
+)
+def test_what_is_refused_on_a_gpu(plugins: dict[str, Any], noise: Any, why: str) -> None:
+    it = toys.sampler(noise=noise, **plugins)
+    spec = replace(it.denoiser.spec, device=torch.device("cuda"))
+    assert why in (obstacle(it.plugins, it.noise, spec) or "")
+    assert obstacle(toys.sampler().plugins, CounterNoise(), spec) is None
+
+
+def test_an_unknown_keeper_is_refused() -> None:
+    with pytest.raises(UserError, match=r"carry\.1 is a Generator, and nobody knows what it keeps"):
+        walk((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
