@@ -61,3 +61,22 @@ def test_kernels_without_a_gpu_are_not_reported(
     assert all(row["reference"] and not row["kernel"] and not row["ratios"] for row in found["rows"])
     assert found["about"]["device"].startswith("CPU")
     assert "only their torch references" in capsys.readouterr().out
+
+
+def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "steps.json"
+    bench = import_module("decode_step")
+    assert bench.main(["--smoke", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["kind"] for row in rows} == {"readout", "generate", "window", "refresh"}
+    assert {(row["batch"], row["window"]) for row in rows if row["kind"] == "window"} == {(1, 8), (1, 4), (2, 8)}
+    assert all(row["seconds"] and row["side"] == "torch" for row in rows)
+    assert all(row["floor"] > 0 for row in rows if row["kind"] != "generate")
+    assert next(row["note"] for row in rows if row["plain"]) == "16 tokens, 0 of them differ from the plain loop's"
+    assert "nothing about a GPU was measured" in capsys.readouterr().out
+
+
+def test_a_decoding_step_of_a_large_model_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        import_module("decode_step").main([])

@@ -55,6 +55,13 @@ def test_what_cannot_run_is_said_once(device: torch.device, dtype: torch.dtype, 
         assert select("triton", device, dtype) is TORCH
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float64), ("mps", torch.bfloat16), ("cpu", torch.float32)])
+def test_auto_takes_torch_where_no_kernel_is_meant_to_run(device: str, dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select("auto", torch.device(device), dtype) is TORCH
+
+
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(RuntimeWarning, match="triton is not installed"):

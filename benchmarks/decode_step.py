@@ -1,0 +1,300 @@
+"""How long a decoding step takes, beside the floor that memory and arithmetic set it.
+
+    python benchmarks/decode_step.py                                   # on a GPU: LLaDA-8B's shape, random weights
+    python benchmarks/decode_step.py --sides torch,triton --batch 1 --windows 32 --json steps.json
+    python benchmarks/decode_step.py --smoke                           # tiny, once: does it run?
+
+A row has `--slots` columns, the last `window` of which are one block under the dual cache: the first forward computes
+and stores every slot (`refresh`), each later one the window. A step is timed from its first launch until the host
+knows what came of it; figures are medians over steps and repeats, with the range.
+
+`floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
+            measured in this run. A tenth above it is 1.10.
+`outside`   the share of a step that is not the model: its time without the body and the head, over its time.
+`speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
+            same schedule, same run; in half precision the tokens may differ, and how many do is reported.
+`readout`   a readout of 1024 rows of logits: their bytes over its time, over the bandwidth of the copy.
+
+Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kernels as kernel_bench
+import official_style
+import roofline
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dllm_sampler import layout
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.eval.untrained import llada
+from dllm_sampler.graphs import StaticEngine
+from dllm_sampler.graphs import cuda as record
+from dllm_sampler.kernels.backend import TORCH, select
+from dllm_sampler.loop import Engine
+from dllm_sampler.models import fused
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.sampler import Sampler
+
+SIDES = ("torch", "triton", "graph")
+
+
+@dataclass
+class Row:
+    """What was measured of one configuration; seconds."""
+
+    kind: str  # window, refresh, generate, readout
+    side: str
+    batch: int
+    window: int
+    seconds: list[float] = field(default_factory=list)
+    model: list[float] = field(default_factory=list)  # the model alone
+    plain: list[float] = field(default_factory=list)  # the plain loop
+    floor: float | None = None
+    note: str = ""
+
+
+@dataclass
+class Spy:
+    """The denoiser, remembering what it was asked."""
+
+    inner: Any
+    last: tuple[Canvas, Query, Plan] | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.inner.spec
+
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        self.last = canvas, query, plan
+        return self.inner(canvas, query, plan)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.inner.head(hidden)
+
+    def head_weight(self) -> Tensor | None:
+        return self.inner.head_weight()
+
+
+class Bench:
+    """One model on one device."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.device = torch.device("cuda" if torch.cuda.is_available() and not options.smoke else "cpu")
+        gpu = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if gpu else torch.float32
+        shape = (126464, 4096, 12288, 32, 32) if gpu else (640, 64, 128, 2, 4)
+        self.denoiser: TransformerDenoiser = llada(*shape, str(self.device), self.dtype)
+        self.network = self.denoiser.transformer
+        if gpu:
+            fused.join(self.network)
+        self.clock = kernel_bench.Clock(self.device)
+        self.copied = kernel_bench.bandwidth(self.clock, 2**28 if gpu else 2**22)
+        self.peak = self._peak(8192 if gpu else 256)
+        cache = torch.cuda.get_device_properties(self.device).L2_cache_size if gpu else 0
+        self.limits = roofline.Gpu("measured", self.copied, self.peak, cache)
+
+    def _peak(self, size: int) -> float:
+        """Operations per second of a square matrix product."""
+        a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
+        return 2 * size**3 / min(self.clock(lambda: a @ b) for _ in range(10))
+
+    def now(self, run: Callable[[], object]) -> float:
+        """Seconds of a call on the host's clock, the device's work included."""
+        self._wait()
+        begun = time.perf_counter()
+        run()
+        self._wait()
+        return time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def floor(self, batch: int, window: int, asked: int, side: str) -> float:
+        work = roofline.Work(batch, window, self.options.slots, asked, fused_head=side != "torch")
+        return roofline.floor(self.network.config, self.limits, work)
+
+    def prompts(self, batch: int, length: int) -> Tensor:
+        ids = torch.randint(self.network.config.vocab_size - 2, (batch, length), generator=torch.manual_seed(1))
+        return ids + 2  # neither the end nor the mask
+
+    def sampler(self, window: int, **options: Any) -> Sampler:
+        blocks = {"name": "fixed", "length": window}
+        return Sampler(self.denoiser, scheduler="fixed", blocks=blocks, stop="none", cache="dual", **options)
+
+    def steps(self, side: str, batch: int, window: int) -> list[Row]:
+        """Every forward of one block, several times; the first refreshes."""
+        kernels = TORCH if side == "torch" else select("triton", self.device, self.dtype)
+        sampler, spy = self.sampler(window), Spy(self.denoiser.using(kernels))
+        if side == "graph":
+            engine: Engine = StaticEngine(spy, sampler.plugins, 1, kernels, record)
+        else:
+            engine = Engine(spy, sampler.plugins, 1, kernels)
+        prompts = self.prompts(batch, self.options.slots - window).tolist()
+        # The rows asked about become fewer; the floor is that of half of them.
+        window_row = Row("window", side, batch, window, floor=self.floor(batch, window, max(1, window // 2), side))
+        refresh = Row("refresh", side, batch, window, floor=self.floor(batch, self.options.slots, window, side))
+        for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
+            canvas = layout.canvas(
+                prompts, window, range(batch), spy.spec, sampler.plugins.blocks, sampler.noise, cuts=False
+            )
+            run = iter(engine.run(canvas, window))
+            for step in range(window):
+                row = window_row if step else refresh
+                seconds = self.now(lambda run=run: next(run))
+                if repeat < 2:
+                    continue
+                row.seconds.append(seconds)
+                if side != "graph":  # a replay asks nothing
+                    row.model.append(self.now(lambda: self._alone(spy)))
+            run.close()  # pyright: ignore[reportAttributeAccessIssue]
+        return [window_row, refresh]
+
+    @staticmethod
+    def _alone(spy: Spy) -> None:
+        assert spy.last is not None
+        spy.head(spy.inner(*spy.last)[0])
+
+    def generate(self, side: str) -> Row:
+        """Sampler and plain loop on the same schedule: one token a step, blocks of a window."""
+        options, window = self.options, self.options.windows[0]
+        tokens = min(4 * window, options.slots // 2)
+        row = Row("generate", side, 1, window)
+        chosen = {"torch": {"backend": "torch"}, "triton": {"backend": "triton"}}
+        sampler = self.sampler(window, **chosen.get(side, {"backend": "triton", "cuda_graph": True}))
+        prompts = self.prompts(1, options.slots - tokens)
+        given, found = prompts.to(self.device), {}
+
+        def ours() -> None:
+            found["ours"] = sampler.generate(prompts, max_new_tokens=tokens).tokens
+
+        def plain() -> None:
+            found["plain"] = official_style.generate(self.network, given, tokens, window, tokens, 1, dual=True)[0].cpu()
+
+        for repeat in range(options.repeats + 1):
+            seconds = self.now(ours), self.now(plain)
+            if repeat:
+                row.seconds.append(seconds[0])
+                row.plain.append(seconds[1])
+        differ = int((found["ours"] != found["plain"]).sum())
+        row.note = f"{tokens} tokens, {differ} of them differ from the plain loop's"
+        return row
+
+    def readout(self, side: str) -> Row:
+        """The readout alone, of many rows."""
+        rows, vocab = (1024 if self.device.type == "cuda" else 16), self.network.config.vocab_size
+        logits = torch.randn(rows, vocab, device=self.device, dtype=self.dtype)
+        it = TORCH if side == "torch" else select("triton", self.device, self.dtype)
+        row = Row("readout", side, rows, 1, floor=kernel_bench.size(logits) / self.copied)
+        for repeat in range(self.options.repeats + 1):
+            seconds = self.clock(lambda: it.readout(logits, mask_id=1))
+            if repeat:
+                row.seconds.append(seconds)
+        return row
+
+    def measure(self) -> Iterator[Row]:
+        options = self.options
+        for side in options.sides:
+            if self.device.type == "cpu" and side != "torch":
+                continue
+            yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
+            yield from self._guarded("generate", side, 1, options.windows[0], lambda side=side: [self.generate(side)])
+            wanted = [(1, window) for window in options.windows] + [(b, options.windows[0]) for b in options.batch]
+            for batch, window in dict.fromkeys(wanted):
+                run = lambda side=side, batch=batch, window=window: self.steps(side, batch, window)  # noqa: E731
+                yield from self._guarded("window", side, batch, window, run)
+
+    def _guarded(self, kind: str, side: str, batch: int, window: int, run: Callable[[], list[Row]]) -> list[Row]:
+        """What does not fit into memory is a line that says so."""
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return [Row(kind, side, batch, window, note="out of memory")]
+
+
+def table(rows: list[Row]) -> Table:
+    out = Table(title="medians (lowest to highest)")
+    for name in ("kind", "side", "batch", "window"):
+        out.add_column(name)
+    for name in ("ms", "spread", "floor ms", "over floor", "outside", "speed", ""):
+        out.add_column(name, justify="right")
+    for row in rows:
+        cells = [row.kind, row.side, str(row.batch), str(row.window), *[""] * 6, row.note]
+        if row.seconds:
+            ours = statistics.median(row.seconds)
+            cells[4] = f"{ours * 1e3:.3f}"
+            cells[5] = f"{min(row.seconds) * 1e3:.3f} to {max(row.seconds) * 1e3:.3f}"
+            if row.floor is not None:
+                cells[6], cells[7] = f"{row.floor * 1e3:.3f}", f"{ours / row.floor:.2f}"
+            if row.model:
+                cells[8] = f"{1 - statistics.median(row.model) / ours:.1%}"
+            if row.plain:
+                cells[9] = f"{statistics.median(row.plain) / ours:.2f}"
+        out.add_row(*cells)
+    return out
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+        return found
+
+    def sides(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in SIDES:
+                raise argparse.ArgumentTypeError(f"unknown {name!r}: choose among {', '.join(SIDES)}")
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sides", type=sides, default=list(SIDES), help=", ".join(SIDES))
+    parser.add_argument("--batch", type=numbers, default=[1, 4, 16, 64], help="at the first window")
+    parser.add_argument("--windows", type=numbers, default=[32, 8, 16, 64, 128, 256], help="at batch 1")
+    parser.add_argument("--slots", type=int, default=1024, help="columns of a row (default 1024)")
+    parser.add_argument("--repeats", type=int, default=3, help="blocks measured (default 3)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.batch, options.windows, options.slots, options.repeats = [1, 2], [8, 4], 32, 1
+    if options.slots < 2 * max(options.windows) or min(options.windows) < 2:
+        parser.error("windows should be at least 2 and at most half of --slots")
+    return options
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    if not options.smoke and not torch.cuda.is_available():
+        raise SystemExit("a model of 8 billion parameters needs a GPU: run this on one, or with --smoke")
+    bench, console = Bench(options), Console(width=max(Console().width, 140))
+    about = kernel_bench.circumstances(bench.device, bench.copied) | {"product TFLOP/s": round(bench.peak / 1e12, 3)}
+    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+    rows = list(bench.measure())
+    console.print(table(rows))
+    if bench.device.type == "cpu":
+        console.print("A tiny model on a CPU: nothing about a GPU was measured, and no kernel or graph ran.")
+    if options.json:
+        options.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
