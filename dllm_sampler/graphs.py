@@ -36,6 +36,16 @@ COLUMNS = 32  # computed and seen columns are rounded up to a multiple of it: fe
 Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
 
 
+def check(choice: object) -> None:
+    """Refuse what is no choice of `Sampler(cuda_graph=...)`.
+
+    Raises:
+        UserError: what it may be.
+    """
+    if not isinstance(choice, bool) and choice != "auto":
+        raise UserError(f"cuda_graph must be true, false or auto, not {choice!r}")
+
+
 def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
     """Why steps of these cannot be recorded; None: they can."""
     if spec.device.type != "cuda":

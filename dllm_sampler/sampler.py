@@ -92,9 +92,9 @@ class Sampler:
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
-        if cuda_graph not in (True, False, "auto"):
-            raise UserError(f'cuda_graph must be true, false or "auto", not {cuda_graph!r}')
-        self.cuda_graph, self._static = cuda_graph, None
+        graphs.check(cuda_graph)
+        self.cuda_graph = cuda_graph
+        self._static: StaticEngine | None = None
         self._engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
         if tokenizer is not None:
             self.plugins.scheduler.check_tokenizer(tokenizer)
@@ -134,6 +134,7 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         backends.check(backend)
+        graphs.check(cuda_graph)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         sampler = cls(
             guided(denoiser, scale),

@@ -1,0 +1,99 @@
+"""The sampler on Triton's kernels and on CUDA graphs: the tokens of torch, step by step."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from dllm_sampler import Sampler, UserError
+from dllm_sampler.config import names
+from dllm_sampler.graphs import Step
+from dllm_sampler.models import fused
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Transformer
+from tests import toys
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+def denoiser(kind: str, dtype: torch.dtype) -> TransformerDenoiser:
+    config = replace(toys.transformer(kv_heads=2).config, hidden_size=64, head_dim=16, intermediate_size=128)
+    if kind == "dream":
+        config = replace(config, qkv_bias=True)
+    if kind == "causal":
+        config = replace(config, qk_norm=True, rotary_dim=8)
+    model = Transformer(config)
+    model.init_weights(std=0.5, embedding_std=1.0, generator=torch.Generator().manual_seed(2))
+    model = model.to("cuda", dtype)
+    fused.join(model)
+    it = toys.wrapped(model, shift=kind == "dream")
+    return replace(it, attention="block_causal") if kind == "causal" else it
+
+
+def same(it: Any, first: dict[str, Any], second: dict[str, Any], **plugins: Any) -> Sampler:
+    """The same tokens and history under two sets of options; the sampler of the second."""
+    plugins = {"blocks": {"name": "fixed", "length": 8}, "stop": "none", **plugins}
+    samplers = [Sampler(it, **plugins, **options) for options in (first, second)]
+    for prompts, seed in ((toys.PROMPTS, 0), ([p[::-1] for p in toys.PROMPTS], 9)):  # the second replays
+        one, other = (s.generate(prompts, max_new_tokens=24, seed=seed) for s in samplers)
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.nfe, other.nfe)
+        assert torch.equal(one.trace.step_map, other.trace.step_map)
+    return samplers[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("gqa", "none"),
+        ("gqa", "dual"),
+        ("gqa", "prefix"),
+        ("dream", "dual"),
+        ("causal", "block_causal"),
+        ("gqa", "dkv"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [None, 0.8])
+@pytest.mark.parametrize("graph", [False, True])
+def test_triton_answers_as_torch_does(kind: str, cache: str, temperature: float | None, graph: bool) -> None:
+    it = denoiser(kind, torch.float32)
+    ours = {"backend": "triton", "cuda_graph": graph}
+    same(it, {"backend": "torch"}, ours, cache=cache, temperature=temperature)
+
+
+@pytest.mark.parametrize("layout", ["batch", "tree"])
+@pytest.mark.parametrize("kind", ["gqa", "causal"])
+def test_drafts(kind: str, layout: str) -> None:
+    cache = "block_causal" if kind == "causal" else "dual"
+    scheduler = {"name": "freedave", "layout": layout}
+    same(denoiser(kind, torch.float32), {"backend": "torch"}, {"backend": "triton"}, cache=cache, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("cache", names("cache"))
+@pytest.mark.parametrize("scheduler", names("scheduler"))
+def test_a_graph_repeats_the_step(scheduler: str, cache: str) -> None:
+    kind = "causal" if cache == "block_causal" else "gqa"
+    try:
+        it = same(denoiser(kind, torch.float64), {}, {"cuda_graph": True}, scheduler=scheduler, cache=cache)
+    except UserError as error:
+        pytest.skip(str(error))
+    assert it._static is not None and it._static.free is not None and it._static.record is not None
+    assert any(isinstance(step, Step) for step in it._static.free.steps.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_ends(dtype: torch.dtype) -> None:
+    it = Sampler(denoiser("gqa", dtype), cache="dual", cuda_graph=True, temperature=1.0)
+    assert it.kernels.name == "triton"
+    assert bool(it.generate(toys.PROMPTS, max_new_tokens=24).complete.all())
