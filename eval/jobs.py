@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -21,9 +21,10 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Task
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
+_FIELD = "task."
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
-ELSEWHERE = ("suite", "output", "report", "shards", "shard", "device")
+ELSEWHERE = ("output", "report", "workers", "device")
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,16 @@ class Options:
     compat: bool = False
     chat: bool = False
     threads: int | None = None
-    suite: str | None = None
     output: str = "outputs/eval"
     oracle: bool = True
     report: str | None = None
-    shards: int = 1
-    shard: int | None = None
+    workers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "threads", "shards"):
+        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "threads", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
-        if self.shard is not None and not 0 <= self.shard < self.shards:
-            raise UserError(f"shard should be between 0 and shards - 1 = {self.shards - 1}, not {self.shard}")
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,24 @@ def job(words: Sequence[str]) -> Job:
     return made
 
 
+def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
+    """The job with other fields of its task: composing takes Hydra much longer, and changes nothing else."""
+    found = []
+    for combination in words:
+        overrides = [parse(word) for word in combination]
+        fields = {str(one.get_key_element()).removeprefix(_FIELD): one.value() for one in overrides}
+        kept = [word for word in first.words if not word.startswith(_FIELD)]
+        made = replace(first, task={**first.task, **fields}, words=(*kept, *combination))
+        _ = made.built_task
+        found.append(made)
+    return found
+
+
+def of_hydra(word: str) -> bool:
+    """Whether a word sets how Hydra runs, not what."""
+    return word.lstrip("+~").startswith(("hydra/", "hydra."))
+
+
 def jobs(words: Sequence[str]) -> list[Job]:
     """All configurations that the words describe, each once, in order.
 
@@ -138,18 +153,22 @@ def jobs(words: Sequence[str]) -> list[Job]:
         UserError: as `job`, or an unknown suite.
     """
     found: dict[str, Job] = {}
-    for line in lines(words):
-        for combination in product(*map(values, line)):
-            made = job(combination)
-            found.setdefault(made.name, made)
+    for line in lines([word for word in words if not of_hydra(word)]):
+        of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]
+        others = [word for word in line if word not in of_task]
+        fields = list(product(*map(values, of_task)))
+        for combination in product(*map(values, others)):
+            first = job([*combination, *fields[0]])
+            found |= {made.name: made for made in (first, *variants(first, fields[1:])) if made.name not in found}
     return list(found.values())
 
 
 def lines(words: Sequence[str]) -> list[list[str]]:
     """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise."""
-    named = [word.partition("=")[2] for word in words if word.startswith("suite=") and word != "suite=null"]
+    named = [word.partition("=")[2] for word in words if word.startswith("suite=")]
+    words = [word for word in words if not word.startswith("suite=")]
     if not named:
-        return [list(words)]
+        return [words]
     if named[-1] not in choices("suite"):
         raise unknown("suite", named[-1], choices("suite"))
     suite = _suite(named[-1])

@@ -20,14 +20,14 @@ class Measure:
     of: Callable[[Sequence[Record]], float | None]
 
 
-def summary(records: Sequence[Record], score: str) -> dict[str, float | None]:
+def summary(records: Sequence[Record], score: str | Callable[[Record], float]) -> dict[str, float | None]:
     """Every measure of a run by name, and the 95 % intervals of score and tokens per forward.
 
     Args:
         records: its samples, at least one.
-        score: the grade that counts.
+        score: the name of the grade that counts, or what reads it.
     """
-    scores = [record.scores[score] for record in records]
+    scores = [record.scores[score] if isinstance(score, str) else score(record) for record in records]
     low, high = interval(scores)
     slow, fast = bootstrap([record.answer for record in records], [record.nfe for record in records])
     found: dict[str, float | None] = {

@@ -28,7 +28,8 @@ from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.stops import PrefixStop
 
-Progress = Callable[[int], None]  # called with the number of samples just done
+Begin = Callable[[Job], None]
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,31 @@ class Share:
     rank: int = 0
     world: int = 1
 
+    def has(self, job: int, batch: int) -> bool:
+        """Whether a batch of a job is for this process; the first batches of all jobs are not for the same one."""
+        return (job + batch) % self.world == self.rank
 
-def run(job: Job, share: Share, device: str, progress: Progress) -> str | None:
-    """Do what is missing of a job's share of samples.
+
+def run_all(jobs: Sequence[Job], share: Share, device: str, begin: Begin, progress: Progress) -> dict[str, str]:
+    """Do what is missing of the jobs; returns why some cannot run, by name.
+
+    Args:
+        jobs: in their order; neighbours of the same model share it.
+        share: the part of them that is for this process.
+        device: where the model lives.
+        begin: called with each job before its samples.
+        progress: called with the number of samples that were just done.
+    """
+    refused = {}
+    for number, job in enumerate(jobs):
+        begin(job)
+        if reason := run(job, number, share, device, progress):
+            refused[job.name] = reason
+    return refused
+
+
+def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> str | None:
+    """Do what is missing of a job's share of samples; `order` is its place among the jobs.
 
     Returns:
         Why the configuration cannot run; None if it can.
@@ -61,7 +84,7 @@ def run(job: Job, share: Share, device: str, progress: Progress) -> str | None:
         for number, first in enumerate(range(0, len(samples), size)):
             batch = samples[first : first + size]
             missing = [sample for sample in batch if sample.index not in done]
-            if number % share.world == share.rank and missing:
+            if missing and share.has(order, number):
                 wanted = {sample.index for sample in missing}
                 folder.add(record for record in runner.answer(batch) if record.index in wanted)
                 progress(len(missing))
