@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dllm_sampler import config
 from dllm_sampler._version import __version__
-from dllm_sampler.cli.compose import choices
+from dllm_sampler.cli.compose import choices, entry
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job, jobs
@@ -36,8 +35,8 @@ a run that was cut off goes on where it was. dllm-report makes a page of it.
 ENDING = """\
 Groups and options are those of dllm-sample --help, and task, suite, batch_size ...
 (conf/eval.yaml). Flags: -h, --help   --version   -m, --multirun (is always on)
-Exit status: 0; 1 where a configuration could not run; 2 after a mistake in the
-input (one sentence on stderr); 130 after Ctrl-C.
+What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
+input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 """
 
 
@@ -58,8 +57,7 @@ def _run(words: list[str]) -> int:
         print(USAGE)
         for group in ("task", "suite"):
             for name in choices(group):
-                about = config.entry(group, name).about if name in config.names(group) else "of ./conf"
-                print(f"  {group}={name}: {about}")
+                print(f"  {group}={name}: {entry(group, name).about}")
         print(f"\n{ENDING}", end="")
         return 0
     if "--version" in words:
@@ -72,6 +70,8 @@ def _run(words: list[str]) -> int:
     found = jobs(words)
     report = found[0].options.report
     refused = launch(words, found, Console(stderr=True))
+    if len(refused) == len(found):
+        raise UserError(next(iter(refused.values())))
     share = accelerated()
     if share is None or share.rank == 0:
         show(found, refused, Console())
@@ -79,7 +79,7 @@ def _run(words: list[str]) -> int:
             from dllm_sampler.eval.report.command import write  # matplotlib takes a while to import
 
             print(write([job.folder for job in found], report), file=sys.stderr)
-    return int(bool(refused))
+    return 0
 
 
 def show(found: Sequence[Job], refused: dict[str, str], console: Console) -> None:

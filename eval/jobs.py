@@ -12,12 +12,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import LOCAL, App, choices, composition, parse, parts
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
@@ -169,8 +168,6 @@ def lines(words: Sequence[str]) -> list[list[str]]:
     words = [word for word in words if not word.startswith("suite=")]
     if not named:
         return [words]
-    if named[-1] not in choices("suite"):
-        raise unknown("suite", named[-1], choices("suite"))
     suite = _suite(named[-1])
     given = {_key(word) for word in words}
     found = []
@@ -205,11 +202,8 @@ def values(word: str) -> list[str]:
 
 def _suite(name: str) -> dict[str, list[Any]]:
     """A file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
-    local = LOCAL / "suite" / f"{name}.yaml"
-    found = yaml.safe_load(local.read_text(encoding="utf-8")) if local.is_file() else None
-    suite = config.entry("suite", name).settings if found is None else found
-    fits = isinstance(suite, dict) and set(suite) <= {"common", "sweeps"} and suite.get("sweeps")
-    if not fits:
+    suite = entry("suite", name).settings
+    if not set(suite) <= {"common", "sweeps"} or not suite.get("sweeps"):
         raise UserError(f"suite={name} should have `sweeps`, a list of lists of words, and may have `common` ones")
     return suite
 

@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
@@ -101,6 +102,23 @@ def choices(group: str) -> list[str]:
     packaged = config.names(group)
     local = sorted(file.stem for file in (LOCAL / group).glob("*.yaml"))
     return packaged + [name for name in local if name not in packaged]
+
+
+def entry(group: str, name: str) -> config.Entry:
+    """The YAML of a choice: the user's own, else the packaged one.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    local = LOCAL / group / f"{name}.yaml"
+    if name in choices(group) and local.is_file():
+        try:
+            return config.described(name, local.read_text(encoding="utf-8"))
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+            raise UserError(f"{local} cannot be read: {_first_line(error)}") from error
+    if name not in config.names(group):
+        raise unknown(group, name, choices(group))
+    return config.entry(group, name)
 
 
 class LocalFirst(SearchPathPlugin):
