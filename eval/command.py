@@ -13,11 +13,11 @@ from rich.text import Text
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import choices, entry
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job, jobs
 from dllm_sampler.eval.launch import accelerated, launch
-from dllm_sampler.eval.measures import summary
+from dllm_sampler.eval.report.data import load
 
+LONG = 40  # runs; a table of more says nothing
 USAGE = """\
 Run samplers on tasks: every combination of the values that the words give.
 
@@ -83,30 +83,31 @@ def _run(words: list[str]) -> int:
 
 
 def show(found: Sequence[Job], refused: dict[str, str], console: Console) -> None:
-    """The figures of all runs, and why some have none."""
+    """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
+    comparison = load([job.folder for job in found])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("task", "configuration", "score", "tokens/forward", "forwards", "tokens/s", "oracle's share"):
-        table.add_column(title, justify="left" if title in ("task", "configuration") else "right")
-    for job in found:
-        about = RunFolder(job.folder).about()
-        if job.name in refused or about is None:
-            continue
-        figures = summary(RunFolder(job.folder).records(), job.built_task.score)
+    table.add_column("configuration", overflow="fold")
+    for title in ("task", "score", "tokens/forward", "forwards", "tokens/s", "oracle's share"):
+        table.add_column(title, justify="left" if title == "task" else "right")
+    each = comparison.figures["all tasks"]
+    if len(found) <= LONG:
+        rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
+    else:
+        rows = [(label, "all", figures) for label, figures in each.items()]
+    for label, task, figures in rows:
         share = figures["oracle_share"]
         table.add_row(
-            Text(" ".join(word.partition("=")[2] for word in job.words if word.startswith("task")) or "mini"),
-            Text(" ".join(word for word in job.words if not word.startswith(("task", "output=", "report=", "suite=")))),
+            Text(label),
+            Text(task),
             f"{100 * (figures['score'] or 0):.1f}",
             f"{figures['answer_tokens_per_forward']:.2f}",
             f"{figures['nfe']:.1f}",
             f"{figures['tokens_per_second']:.0f}",
             "" if share is None else f"{100 * share:.0f} %",
         )
-    if table.row_count:
-        console.print(table)
-    for job in found:
-        if job.name in refused:
-            console.print(Text(f"cannot run {' '.join(job.words)}: {refused[job.name]}"), soft_wrap=True)
+    console.print(table)
+    for label, reason in comparison.refused:
+        console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
     console.print(Text(f"{len(found) - len(refused)} runs in {found[0].options.output}"), soft_wrap=True)
 
 

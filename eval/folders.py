@@ -132,10 +132,14 @@ class RunFolder:
                 return False
             if not self.complete:
                 write(self.path / SAMPLES, "".join(_dump(line) for _, line in sorted(lines.items())))
-            for part in self.path.glob(PART):
-                part.unlink(missing_ok=True)
-        self.part = None
+            self.tidy()
         return True
+
+    def tidy(self) -> None:
+        """Remove the parts of a complete run: a process may have been ended before it could."""
+        for part in self.path.glob(PART):
+            part.unlink(missing_ok=True)
+        self.part = None
 
     def _lines(self) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}

@@ -70,6 +70,7 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
     """
     folder = RunFolder(job.folder)
     if folder.complete:
+        folder.tidy()
         return None
     folder.begin(job, device)
     samples = job.built_task.samples()

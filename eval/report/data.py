@@ -203,8 +203,10 @@ def _method_labels(runs: Sequence[Run]) -> list[tuple[str, str]]:
             key.rpartition(":")[2]: value for key, value in own.items() if len(known[key]) > 1 and value is not None
         }
         kinds = {key: value for key, value in varied.items() if isinstance(value, str | bool | list)}
+        # "threshold 0.9", not "threshold threshold=0.9"
         label, family = (
-            " ".join([*words, *(f"{key}={_say(value)}" for key, value in told.items())]) for told in (varied, kinds)
+            " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in told.items())])
+            for told in (varied, kinds)
         )
         found.append((label, family))
     return found

@@ -49,12 +49,12 @@ function say(value) {
 }
 
 // Charts: x on a log scale, the score in %.
-function frame(svg, width, height, xs, title) {
+function frame(svg, width, height, xs, title, least = 0) {
   svg.replaceChildren();
   const left = 52, right = 24, top = 14, bottom = 44, known = xs.filter(x => x > 0);
   const low = Math.log2(Math.min(...known)) - 0.4, high = Math.log2(Math.max(...known)) + 0.6;
-  const place = (x, y) => [left + (width - left - right) * (Math.log2(x) - low) / (high - low), height - bottom - (height - top - bottom) * y];
-  for (let y = 0; y <= 100; y += 20) {
+  const place = (x, y) => [left + (width - left - right) * (Math.log2(x) - low) / (high - low), height - bottom - (height - top - bottom) * (Math.max(y, least) - least) / (1 - least)];
+  for (let y = 100 * least; y <= 100; y += least > 0.4 ? 10 : 20) {
     const [, at] = place(known[0], y / 100);
     element("line", { x1: left, x2: width - right, y1: at, y2: at, class: "grid" }, null, svg);
     element("text", { x: left - 8, y: at + 4, "text-anchor": "end", class: "dim" }, y, svg);
@@ -83,6 +83,7 @@ function dot(svg, place, name, one, rate, kind) {
   const [x, y] = place(one[rate], one.score);
   const made = element("circle", { cx: x, cy: y, r: 5, class: kind, tabindex: 0 }, null, svg);
   if (Number(name) === state.method) made.classList.add("chosen");
+  if (place(one[rate], one.score)[1] === place(one[rate], 0)[1] && one.score > 0) made.classList.add("under");
   element("title", {}, `${data.methods[name].label}: ${percent(one.score)} % [${percent(one.score_low)}, ${percent(one.score_high)}], ${say(one[rate])} ${data.rates[rate]}`, made);
   made.onclick = () => choose(Number(name));
   made.onkeydown = event => { if (event.key === "Enter") choose(Number(name)); };
@@ -105,7 +106,9 @@ function chart() {
   svg.replaceChildren();
   if (!names.length) { element("text", { x: 40, y: 40 }, "no configuration was run on all of these tasks", svg); return; }
   const star = rate === "answer_tokens_per_forward" ? view.oracle : null;
-  const place = frame(svg, 960, 470, [...names.map(name => figures[name][rate]), ...(star ? [star[0]] : [])], data.rates[rate]);
+  // What is much worse than the front lies on the lower edge, so that the front has room.
+  const least = Math.max(0, Math.floor(5 * (Math.min(...[...edge].map(name => figures[name].score)) - 0.1)) / 5);
+  const place = frame(svg, 960, 470, [...names.map(name => figures[name][rate]), ...(star ? [star[0]] : [])], data.rates[rate], least);
   lines(svg, place, figures, rate, "");
   const front = [...edge].sort((a, b) => figures[a][rate] - figures[b][rate]);
   let path = "", before = null;

@@ -44,7 +44,7 @@ def pictures(found: Comparison) -> dict[str, bytes]:
 def pareto(found: Comparison) -> bytes:
     """Score against tokens per forward and tokens per second, with the front and the oracle."""
     figure = _figure(15, 6.5)
-    axes = figure.subplots(1, 2, sharey=True)
+    axes = figure.subplots(1, 2)
     todo = []
     for place, rate in zip(axes, ("answer_tokens_per_forward", "tokens_per_second"), strict=True):
         whole, best = found.figures["all tasks"], found.front("all tasks", rate)
@@ -58,8 +58,11 @@ def pareto(found: Comparison) -> bytes:
             star = Point(ORACLE, (oracle[0], 100 * oracle[1]))
             place.plot(*star.point, "*", color=BOUND, markersize=12, zorder=3, label="oracle: one per step, reproduced")
             points.append(star)
+        least = max(-2.0, min(point.point[1] for point in points if point.method in best) - 12)
+        below = sum(point.point[1] < least for point in points)
+        place.set_ylim(least, 103)
         _log(place, [point.point[0] for point in points])
-        place.set_xlabel(TITLES[rate])
+        place.set_xlabel(TITLES[rate] + (f" (much worse, not shown: {below})" if below else ""))
         place.legend(loc="lower left", frameon=False)
         todo.append((place, [one for one in points if one.method in best or one.method == ORACLE], best, points))
     axes[0].set_ylabel("score, %")
