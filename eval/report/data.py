@@ -127,8 +127,8 @@ class Comparison:
         if self.reference is None:
             return None
         figures = self.figures[view].get(self.reference.label)
-        rate = figures and figures["oracle_tokens_per_forward"]
-        return (rate, _number(figures["score"])) if figures and rate is not None else None
+        rate = None if figures is None else figures["oracle_tokens_per_forward"]
+        return None if figures is None or rate is None else (rate, _number(figures["score"]))
 
     @cached_property
     def families(self) -> dict[str, list[Method]]:

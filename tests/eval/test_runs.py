@@ -108,7 +108,7 @@ def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
     """SIGKILL, again and again, until it gets through: the files of one run that nobody disturbed."""
     words = [sys.executable, "-m", "dllm_sampler.eval", *SMALL, f"output={tmp_path}"]
-    rng, kills = random.Random(0), 0
+    rng, kills, code = random.Random(0), 0, None
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for _ in range(40):
         process = subprocess.Popen(
@@ -118,12 +118,12 @@ def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
         deadline = time.monotonic() + 100
         while process.poll() is None and _samples(tmp_path) < seen + patience and time.monotonic() < deadline:
             time.sleep(0.002)
-        if process.poll() is not None:
+        if (code := process.poll()) is not None:
             break
         process.send_signal(signal.SIGKILL)
         process.wait()
         kills += 1
-    assert process.returncode == 0 and kills >= 2
+    assert code == 0 and kills >= 2
     assert content(tmp_path) == content(whole)
     assert not list(tmp_path.glob("*/part-*"))
     for folder in whole.iterdir():
