@@ -173,7 +173,9 @@ def lines(words: Sequence[str]) -> list[list[str]]:
     found = []
     for sweep in suite["sweeps"]:
         line = {_key(word): word for word in [*suite.get("common", []), *sweep]}
-        found.append([*(word for key, word in line.items() if key not in given), *words])
+        # another task or scheduler has other fields
+        kept = [word for key, word in line.items() if key not in given and key.partition(".")[0] not in given]
+        found.append([*kept, *words])
     return found
 
 

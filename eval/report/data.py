@@ -170,10 +170,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
     labels = _method_labels(runs)
     methods: dict[str, tuple[str, dict[str, Run]]] = {}
     tasks: dict[str, str | None] = {}
-    refused = []
+    refused: dict[tuple[str, str], list[str]] = {}
     for run, task, (label, family) in zip(runs, task_labels, labels, strict=True):
         if run.about["refused"] is not None:
-            refused.append((f"{label} ({task})", run.about["refused"]))
+            refused.setdefault((label, run.about["refused"]), []).append(task)
         elif run.records:
             tasks.setdefault(task, run.about["dependency"])
             methods.setdefault(label, (family, {}))[1][task] = run
@@ -181,7 +181,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     return Comparison(
         [Method(label, family, found) for label, (family, found) in methods.items()],
         dict(sorted(tasks.items(), key=lambda item: (item[1] == "high", item[0]))),
-        refused,
+        [(f"{label} ({_few(named)})", reason) for (label, reason), named in refused.items()],
         sum(run.missing for run in runs if run.about["refused"] is None),
         list(places.values()),
     )
@@ -250,6 +250,10 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         return " ".join([one["name"]] * (len(names) > 1 or not told) + told)
 
     return [label(one) for one in settings]
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{len(names)} tasks"
 
 
 def _say(value: Any) -> str:

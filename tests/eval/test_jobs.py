@@ -63,6 +63,8 @@ def test_a_suite_of_ones_own_and_words_that_overrule_it(tmp_path: Path, monkeypa
     assert [one.choices["scheduler"] for one in jobs(["suite=mine"])] == ["threshold", "threshold", "wino"]
     assert {one.task["count"] for one in jobs(["suite=mine"])} == {3}
     assert {one.task["count"] for one in jobs(["suite=mine", "task.count=7"])} == {7}
+    other = jobs(["suite=mine", "task=mini", "scheduler=factor"])
+    assert [(one.choices["scheduler"], one.task["count"]) for one in other] == [("factor", 100)], "with its own fields"
 
 
 def test_ones_own_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
