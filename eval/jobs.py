@@ -88,8 +88,8 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Everything that makes this run another one than others, as JSON allows it."""
         options = {name: value for name, value in asdict(self.options).items() if name not in ELSEWHERE}
-        options["max_new_tokens"] = self.max_new_tokens
-        whole = {"task": self.task, "model": self.model, **self.plugins, **options}
+        task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
+        whole = {"task": task, "model": self.model, **self.plugins, **options}
         return json.loads(json.dumps(whole))
 
     @property

@@ -11,6 +11,7 @@ for (const part of location.hash.slice(1).split("&")) {
 }
 if (!(state.view in data.views)) state.view = "all tasks";
 if (!(state.rate in data.rates)) state.rate = Object.keys(data.rates)[0];
+if (!Object.keys(data.views[state.view].figures).length) state.view = Object.keys(data.views).find(name => Object.keys(data.views[name].figures).length);
 if (!data.methods[state.method]) state.method = first();
 
 function first() {
@@ -137,8 +138,9 @@ function chart() {
 
 function groups() {
   const low = data.views["low dependency"], high = data.views["high dependency"];
-  find("dependency").hidden = !low || !high;
-  if (!low || !high) return;
+  const none = !low || !high || !Object.keys(low.figures).length || !Object.keys(high.figures).length;
+  find("dependency").hidden = none;
+  if (none) return;
   const rate = "canvas_tokens_per_forward", svg = find("groups");
   const all = [...Object.values(low.figures), ...Object.values(high.figures)];
   const place = frame(svg, 960, 420, all.map(one => one[rate]), data.rates[rate]);

@@ -36,7 +36,7 @@ def pictures(found: Comparison) -> dict[str, bytes]:
     drawn = {}
     if found.figures["all tasks"]:
         drawn |= {"front": pareto(found), "tasks": tasks(found)}
-    if {"low dependency", "high dependency"} <= set(found.views):
+    if all(found.figures.get(f"{level} dependency") for level in ("low", "high")):
         drawn["dependency"] = dependency(found)
     return drawn
 

@@ -11,9 +11,10 @@ import pytest
 
 from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report import command, headline
+from dllm_sampler.eval.report.data import Comparison, compare
 from dllm_sampler.eval.report.page import page
 from dllm_sampler.eval.report.pictures import pictures
-from tests.eval.made import comparison
+from tests.eval.made import comparison, record, run
 
 NASTY = (
     "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> @DATA@ & \u2028"
@@ -76,6 +77,17 @@ def test_family_rows() -> None:
     assert row["best setting per sample: score"] == 100
 
 
+def apart() -> Comparison:
+    """Two configurations, each on a task of its own."""
+    return compare([run([record()], "fixed"), run([record()], "wino", "shuffle")])
+
+
+def test_tasks_that_nothing_ran_all_of() -> None:
+    assert headline.sentences(apart()) == ["No method was run on all tasks; the tasks are shown one by one."]
+    assert pictures(apart()) == {}
+    assert "Not on all tasks, so only under its own: wino." in page(apart(), "Apart", 1)
+
+
 def test_no_external_address() -> None:
     text = page(comparison(), "A title", 2)
     for tag, attributes in Elements(text).tags:
@@ -101,13 +113,13 @@ def test_pictures() -> None:
     assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in drawn.values())
 
 
-@pytest.mark.parametrize("nasty", ["a b c", NASTY])
-def test_in_a_browser(tmp_path: Path, nasty: str) -> None:
+@pytest.mark.parametrize("nasty", ["a b c", NASTY, None])
+def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
         pytest.skip("no Chromium is installed")
     file = tmp_path / "report.html"
-    write_file(file, page(comparison(nasty), "Compared", 2))
+    write_file(file, page(comparison(nasty) if nasty else apart(), "Compared", 2))
     flags = [
         "--headless",
         "--no-sandbox",
@@ -124,6 +136,9 @@ def test_in_a_browser(tmp_path: Path, nasty: str) -> None:
     assert 'data-ready="yes"' in dom, "the script ran to its end"
     assert "<title>Compared</title>" in dom
     tags = Elements(dom).tags
+    if nasty is None:
+        assert sum(tag == "circle" for tag, _ in tags) == 1, "the first task that something ran"
+        return
     circles = [attributes for tag, attributes in tags if tag == "circle"]
     assert len(circles) == 3 + 2 * 3, "a point for each configuration, and for each group of tasks"
     assert sum("chosen" in (attributes.get("class") or "") for attributes in circles) == 3
