@@ -78,8 +78,8 @@ def test_family_rows() -> None:
 
 
 def apart() -> Comparison:
-    """Two configurations, each on a task of its own."""
-    return compare([run([record()], "fixed"), run([record()], "wino", "shuffle")])
+    """Two configurations on different tasks: none has all of low dependency."""
+    return compare([run([record()], "fixed"), run([record()], "fixed", "shuffle"), run([record()], "wino", "sort")])
 
 
 def test_tasks_that_nothing_ran_all_of() -> None:
@@ -137,7 +137,7 @@ def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     assert "<title>Compared</title>" in dom
     tags = Elements(dom).tags
     if nasty is None:
-        assert sum(tag == "circle" for tag, _ in tags) == 1, "the first task that something ran"
+        assert sum(tag == "circle" for tag, _ in tags) == 1, "the first group that something ran all of"
         return
     circles = [attributes for tag, attributes in tags if tag == "circle"]
     assert len(circles) == 3 + 2 * 3, "a point for each configuration, and for each group of tasks"
