@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dllm_sampler.protocols import Denoiser
 
@@ -52,6 +52,11 @@ class Task:
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Measures of one answer by name; `score` among them."""
         raise NotImplementedError
+
+    @property
+    def dependency(self) -> Literal["low", "high"] | None:
+        """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""
+        return None
 
     def denoiser(self) -> Denoiser | None:
         """The model of a test bed, whose truth is known; None: the task is for any model."""
