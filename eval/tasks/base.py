@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dllm_sampler.protocols import Denoiser
 
@@ -35,12 +35,17 @@ class Answer:
 class Task:
     """Samples and their grading. A subclass is a dataclass whose fields are its YAML in `conf/task/`.
 
+    `name` and `max_new_tokens` may be properties where fields decide. dependency: how much the tokens of a right answer
+    depend on one another given the prompt: `none` where there is one right answer (C(Y|X) = 0 in ParallelBench's terms,
+    arXiv 2510.04767), `high` where there are several.
+
     count: samples; seed: of their generation, so that the same fields are the same samples on every machine
     """
 
     name: ClassVar[str]
     score: ClassVar[str] = "score"  # the measure (0 to 1, higher is better) that reports show first
     max_new_tokens: ClassVar[int] = 32
+    dependency: ClassVar[Literal["none", "high"]] = "none"
 
     count: int = 100
     seed: int = 0
