@@ -31,8 +31,8 @@ class WaitingLine(Drawn):
 
     Args:
         items: lengths of the lists; sample i has the i-th of them, over and over.
-        template: the user's message in words of your own, with `{queue}` and, where the operation has them, `{word}` and
-            `{index}`; None: ours.
+        template: the user's message in words of your own, with `{queue}` and, where the operation has them, `{word}`
+            and `{index}`; None: ours.
     """
 
     task: ClassVar[str]
@@ -103,7 +103,8 @@ class WaitingLine(Drawn):
     def _case(self, rng: Random, n: int) -> tuple[dict[str, Any], list[str]]:
         # No two of a list share a surname, so that sorting by it has one right answer.
         people = [
-            f"{given} {last}" for given, last in zip(rng.choices(GIVEN, k=n + 1), rng.sample(SURNAMES, n + 1), strict=True)
+            f"{given} {last}"
+            for given, last in zip(rng.choices(GIVEN, k=n + 1), rng.sample(SURNAMES, n + 1), strict=True)
         ]
         queue, word = people[:n], people[n]
         index = rng.randrange(self.places(n))
