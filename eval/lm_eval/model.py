@@ -205,7 +205,8 @@ def _alike(requests: list[Instance], members: list[int]) -> list[tuple[dict[str,
     """Members of a batch by what they want."""
     groups: list[tuple[dict[str, Any], list[int]]] = []
     for i in members:
-        kwargs = dict(requests[i].args[1])
+        arguments: tuple[Any, ...] = requests[i].args
+        kwargs = dict(arguments[1])
         same = next((group for wanted, group in groups if wanted == kwargs), None)
         if same is None:
             groups.append((kwargs, [i]))

@@ -71,25 +71,28 @@ def parse(given: Mapping[str, Any]) -> Settings:
     rest = {key: value for key, value in given.items() if value is not None}
     if "pretrained" not in rest:
         raise UserError("model_args need the model, as in pretrained=mini or pretrained=GSAI-ML/LLaDA-8B-Base")
-    chosen = {group: {"name": str(rest.pop(group))} for group in PLUGINS if group in rest}
-    named = {group: chosen.get(group, {"name": default}) for group, default in _defaults().items()}
+    chosen: dict[str, dict[str, Any]] = {group: {"name": str(rest.pop(group))} for group in PLUGINS if group in rest}
+    named: dict[str, dict[str, Any]] = {
+        group: chosen.get(group, {"name": default}) for group, default in _defaults().items()
+    }
     if "block_length" in rest:
         rest["blocks.length"] = rest.pop("block_length")
-    taken: dict[str, dict[str, Any]] = {"own": {}, "shortcuts": {}, "model": {}}
+    own: dict[str, Any] = {}
+    shortcuts: dict[str, Any] = {}
+    model: dict[str, Any] = {}
     for key, value in rest.items():
         if key in OWN:
-            taken["own"][key] = value
+            own[key] = value
         elif key in SHORTCUTS:
-            taken["shortcuts"][key] = _number(key, SHORTCUTS[key], value)
+            shortcuts[key] = _number(key, SHORTCUTS[key], value)
         elif key in MODEL:
-            taken["model"][key] = _number(key, float, value) if key == "cfg_scale" else value
+            model[key] = _number(key, float, value) if key == "cfg_scale" else value
         else:
             group, name = _place(key, named)
             known = config.entry(group, named[group]["name"]).settings[name]
             named[group][name] = float(value) if isinstance(known, float) and type(value) is int else value
             chosen[group] = named[group]
-    own = config.check("model_args", Settings, taken.pop("own"))
-    return Settings(**own, plugins=chosen, **taken)
+    return Settings(**config.check("model_args", Settings, own), plugins=chosen, shortcuts=shortcuts, model=model)
 
 
 def _defaults() -> dict[str, str]:

@@ -35,9 +35,7 @@ class Answer:
 class Task:
     """Samples and their grading. A subclass is a dataclass whose fields are its YAML in `conf/task/`.
 
-    `name` and `max_new_tokens` may be properties where fields decide. dependency: how much the tokens of a right answer
-    depend on one another given the prompt: `none` where there is one right answer (C(Y|X) = 0 in ParallelBench's terms,
-    arXiv 2510.04767), `high` where there are several.
+    `name` and `max_new_tokens` may be properties, where fields decide.
 
     count: samples; seed: of their generation, so that the same fields are the same samples on every machine
     """
@@ -45,7 +43,6 @@ class Task:
     name: ClassVar[str]
     score: ClassVar[str] = "score"  # the measure (0 to 1, higher is better) that reports show first
     max_new_tokens: ClassVar[int] = 32
-    dependency: ClassVar[Literal["none", "high"]] = "none"
 
     count: int = 100
     seed: int = 0
@@ -57,6 +54,11 @@ class Task:
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Measures of one answer by name; `score` among them."""
         raise NotImplementedError
+
+    @property
+    def dependency(self) -> Literal["low", "high"] | None:
+        """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""
+        return None
 
     def denoiser(self) -> Denoiser | None:
         """The model of a test bed, whose truth is known; None: the task is for any model."""

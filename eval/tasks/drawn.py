@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Sample, Task
@@ -16,6 +16,13 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 @dataclass
 class Drawn(Task):
     """Sample i comes from (name, seed, i) alone."""
+
+    many: ClassVar[bool] = False  # several answers are right: C(Y|X) > 0
+
+    @property
+    def dependency(self) -> Literal["low", "high"]:
+        """See `Task.dependency`."""
+        return "high" if self.many else "low"
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -3,68 +3,66 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import log2
-from random import Random
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from dllm_sampler.errors import unknown
-from dllm_sampler.eval.tasks.base import Answer, Sample
-from dllm_sampler.eval.tasks.drawn import Drawn, Prompt
-from dllm_sampler.training.tasks import TASKS, draw_example
+from dllm_sampler.eval.exact_match import CANVAS, held_out_prompts
+from dllm_sampler.eval.tasks.base import Answer, Sample, Task
+from dllm_sampler.training.tasks import TASKS
+from dllm_sampler.training.tokenizer import OTHERS
 
 # Several answers are right. The steps of a sum determine one another, but its C(Y|X) is 0: the prompt determines all.
 MANY = ("shuffle", "insert randomly", "remove randomly", "replace randomly", "latin")
 
 
 @dataclass
-class Mini(Drawn):
-    """One operation of `mini`.
+class Mini(Task):
+    """Prompts that training never saw; every right answer counts.
 
     Args:
-        operation: its name, as in the model's card.
+        operation: a name of `dllm_sampler.training.tasks.TASKS`.
     """
 
-    operation: str = "shuffle"
+    name: ClassVar[str] = "mini"
+    score: ClassVar[str] = "exact_match"
+    max_new_tokens: ClassVar[int] = CANVAS
+
+    operation: str = "copy"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.operation not in TASKS:
-            raise unknown("operation of mini", self.operation, TASKS)
+            raise unknown("task.operation", self.operation, TASKS)
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By the operation."""
-        return f"mini_{self.operation.replace(' ', '_')}"
+    def dependency(self) -> Literal["low", "high"]:
+        """See `Task.dependency`: whether several answers are right."""
+        return "high" if self.operation in MANY else "low"
 
-    @property
-    def dependency(self) -> Literal["none", "high"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By the number of right answers."""
-        return "high" if self.operation in MANY else "none"
-
-    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """A held-out prompt; `c_bits` is C(Y|X) in bits of the law its training answers are drawn from."""
-        prompt, _ = draw_example(TASKS[self.operation].draw, rng, held=True)
-        return prompt, {"prompt": prompt, "c_bits": c_bits(self.operation, prompt)}
+    def samples(self) -> Sequence[Sample]:
+        """The card's prompts. The fact `c_bits` is C(Y|X) in bits of the law that training answers are drawn from."""
+        prompts = held_out_prompts(TASKS[self.operation], self.count, self.seed)
+        return [Sample(i, prompt, {"c_bits": c_bits(self.operation, prompt)}) for i, prompt in enumerate(prompts)]
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: the answer is right; what is wrong with a list where there is one."""
-        prompt = str(sample.facts["prompt"])
+        """`exact_match`, and what is wrong with a list, each 0 or 1."""
+        prompt = sample.prompt
+        assert isinstance(prompt, str)
         right = TASKS[self.operation].check(prompt, answer.text)
-        found = {"score": float(right)}
-        if ": " in prompt and self.operation not in ("arithmetic", "latin", "json", "brackets"):
-            items, _, extra = prompt.partition(": ")[2].partition("; ")
-            known, names = Counter([*items.split(", "), *([extra] if extra else [])]), answer.text.split(", ")
-            counts = Counter(names)
-            lost = sum((known - counts).values()) - self.operation.startswith(("remove", "replace"))
-            found |= {
-                "error_duplicate": float(any(count > known[name] > 0 for name, count in counts.items())),
-                "error_missing": float(not right and lost > 0),
-                "error_unknown": float(any(name not in known for name in names)),
-            }
-        return found | {"error_truncated": float(not right and len(answer.ids) >= self.max_new_tokens)}
+        found = {"exact_match": float(right), "error_truncated": float(not right and len(answer.ids) >= CANVAS)}
+        if self.operation in OTHERS:
+            return found
+        items, _, extra = prompt.partition(": ")[2].partition("; ")
+        known, counts = Counter([*items.split(", "), *([extra] * bool(extra))]), Counter(answer.text.split(", "))
+        lost = (known - counts).total() - self.operation.startswith(("remove", "replace"))
+        return found | {
+            "error_duplicate": float(any(count > known[name] > 0 for name, count in counts.items())),
+            "error_missing": float(not right and lost > 0),
+            "error_unknown": float(any(name not in known for name in counts)),
+        }
 
 
 def c_bits(operation: str, prompt: str) -> float:

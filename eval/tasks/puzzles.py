@@ -30,7 +30,7 @@ class LatinSquare(Drawn):
 
     name = "latin_square"
     max_new_tokens = 64
-    dependency = "high"
+    many = True
 
     side: int = 4
     compat: bool = False

@@ -162,7 +162,7 @@ class Sort(WaitingLine):
 class Shuffle(WaitingLine):
     """Any other order."""
 
-    name, law, dependency = "shuffle", "shuffle_not_identity", "high"
+    name, law, many = "shuffle", "shuffle_not_identity", True
     task = "To be fair to everyone, put the people in a random order. It must not be the order they have now."
 
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
@@ -194,7 +194,7 @@ class ReplaceIndex(WaitingLine):
 class ReplaceRandom(ReplaceIndex):
     """A new person in anybody's place."""
 
-    name, law, dependency = "replace_random", "replace_random", "high"
+    name, law, many = "replace_random", "replace_random", True
     task = "{word} takes the place of one person. Pick that person at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
@@ -228,7 +228,7 @@ class InsertIndex(WaitingLine):
 class InsertRandom(InsertIndex):
     """A new person anywhere."""
 
-    name, law, dependency = "insert_random", "insert_random", "high"
+    name, law, many = "insert_random", "insert_random", True
     task = "{word} joins the queue. Pick the position at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
@@ -253,7 +253,7 @@ class RemoveIndex(WaitingLine):
 class RemoveRandom(RemoveIndex):
     """Without anybody."""
 
-    name, law, dependency = "remove_random", "remove_random", "high"
+    name, law, many = "remove_random", "remove_random", True
     task = "One person leaves. Pick that person at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:

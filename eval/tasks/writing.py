@@ -26,7 +26,7 @@ class Writing(Drawn):
     """
 
     max_new_tokens = 64
-    dependency = "high"
+    many = True
 
     grammar: str | None = None
 

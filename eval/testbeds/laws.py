@@ -61,10 +61,10 @@ class Listed:
         """N."""
         return len(self.outcomes[0])
 
-    @cached_property
+    @property
     def symbols(self) -> int:
         """S."""
-        return 1 + max(map(max, self.outcomes))
+        return 1 + int(self.table.max())
 
     @cached_property
     def table(self) -> Tensor:

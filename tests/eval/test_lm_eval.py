@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from math import log
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,9 +120,8 @@ def test_settings_find_their_plugin() -> None:
         parse({"pretrained": "mini", "scheduler": "threshold", "blocks": "adablock", "threshold": 0.9})
 
 
-class Request:
-    def __init__(self, *args: Any):
-        self.args = args
+def request(*args: Any) -> Any:
+    return SimpleNamespace(args=args)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def model() -> Any:
 def test_answers_do_not_depend_on_batches(model: Any) -> None:
     prompts = ["shuffle: Ada, Ben, Cal, Dan", "shuffle: Eve, Ada", "insert randomly: Ada, Ben; Cal", "copy: Zoe"]
     requests = [
-        Request(prompt, {"until": [", "] if i == 1 else [], "max_gen_toks": 32}) for i, prompt in enumerate(prompts)
+        request(prompt, {"until": [", "] if i == 1 else [], "max_gen_toks": 32}) for i, prompt in enumerate(prompts)
     ]
     alone = SamplerLM.create_from_arg_string("pretrained=mini,temperature=1", {"batch_size": 1})
     found = model.generate_until(requests, disable_tqdm=True)
@@ -142,7 +142,7 @@ def test_answers_do_not_depend_on_batches(model: Any) -> None:
 
 def test_greedy_and_likelihood(model: Any) -> None:
     pairs = [("reverse: Ada, Ben, Cal", "Cal, Ben, Ada"), ("reverse: Ada, Ben, Cal", "Ada, Ben, Cal")]
-    (right, yes), (wrong, no) = model.loglikelihood([Request(*pair) for pair in pairs], disable_tqdm=True)
+    (right, yes), (wrong, no) = model.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
     assert (yes, no) == (True, False)
     assert right > wrong + 5
     assert right > -1
@@ -154,7 +154,7 @@ def test_rolling_scores_each_token_once(model: Any, monkeypatch: pytest.MonkeyPa
     assert len(ids) > 2 * size
     seen: list[tuple[list[int], list[int]]] = []
     monkeypatch.setattr(model, "_likelihood", lambda prompt, answer: seen.append((prompt, answer)) or -1.0)
-    assert model.loglikelihood_rolling([Request(text)], disable_tqdm=True) == [-len(seen)]
+    assert model.loglikelihood_rolling([request(text)], disable_tqdm=True) == [-len(seen)]
     assert [token for _, answer in seen for token in answer] == ids
     assert all(len(prompt) + len(answer) <= size for prompt, answer in seen)
     assert seen[0][0] == [model.sampler.denoiser.spec.eos_id]
