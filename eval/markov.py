@@ -123,7 +123,7 @@ def run(
 
 
 def draw(points: Sequence[Point]) -> bytes:
-    """A PNG file: KL of transitions and the gap in log-likelihood against forwards; the noise of exact samples in grey."""
+    """A PNG file: KL of transitions and the gap in log-likelihood against forwards; exact samples' noise in grey."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

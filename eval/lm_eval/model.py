@@ -187,7 +187,8 @@ class SamplerLM(LM):
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
 
     def _special(self, text: str) -> list[int]:
-        return list(self.tokenizer(text)["input_ids"]) if text else []  # pyright: ignore
+        ids = list(self.tokenizer(text)["input_ids"]) if text else []  # pyright: ignore
+        return [self._first(), *ids] if self.settings.add_bos and ids[:1] != [self._first()] else ids
 
     def _first(self) -> int:
         """What stands before a text that nothing stands before."""

@@ -27,6 +27,7 @@ class Settings:
     mc_batch_size: masks per forward; None: as `batch_size`
     check_greedy: whether a likelihood also says if one token per step, greedily, would give that text (a forward for
         each of its tokens); without, the answer is no, and metrics that count it (LAMBADA's accuracy) are void
+    add_bos: begin prompts with the tokenizer's first-token mark where it does not do so itself (Dream's base model)
     plugins, shortcuts, model: for `Sampler.from_pretrained`
     """
 
@@ -37,6 +38,7 @@ class Settings:
     mc_num: int = 128
     mc_batch_size: int | None = None
     check_greedy: bool = True
+    add_bos: bool = False
     dtype: str | None = None
     device: str = "auto"
     plugins: Mapping[str, dict[str, Any]] = field(default_factory=dict)

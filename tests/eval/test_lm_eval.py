@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("lm_eval")
 
-from dllm_sampler import UserError
+from lm_eval.config.evaluate_config import EvaluatorConfig
+
+from dllm_sampler import UserError, config
 from dllm_sampler.eval.lm_eval.__main__ import main
 from dllm_sampler.eval.lm_eval.likelihood import check, log_likelihood, masks
 from dllm_sampler.eval.lm_eval.model import SamplerLM
@@ -168,6 +173,13 @@ def test_chat_template_adds_no_second_mark(model: Any) -> None:
     model.templated = False
 
 
+def test_first_mark(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, first = model._encode("copy: Ada", 32), model._first()
+    monkeypatch.setattr(model, "settings", replace(model.settings, add_bos=True))
+    assert model._encode("copy: Ada", 32) == [first, *plain]
+    assert model._pair("copy: Ada", "Ada")[0] == [first, *plain]
+
+
 def test_masks_have_every_size_equally_often() -> None:
     sizes = masks(7, 70, seed=3).sum(1)
     assert sizes.bincount().tolist() == [0] + [10] * 7
@@ -212,3 +224,14 @@ def test_likelihood_of_one_token_needs_one_mask() -> None:
 def test_what_has_no_such_likelihood_is_refused() -> None:
     with pytest.raises(UserError, match="block-causal"):
         check(toys.denoiser("causal").spec)
+
+
+@pytest.mark.parametrize("name", sorted(file.name[:-5] for file in (files("dllm_sampler.conf") / "lm_eval").iterdir()))
+def test_settings_of_papers_are_read(name: str) -> None:
+    given = yaml.safe_load((files("dllm_sampler.conf") / f"lm_eval/{name}.yaml").read_text())
+    found = parse({**given["model_args"], "batch_size": given.get("batch_size", 1)})
+    assert given["model"] == "dllm_sampler"
+    assert found.pretrained in config.names("model")
+    for group, plugin in found.plugins.items():
+        config.build(group, plugin)
+    EvaluatorConfig(**given)

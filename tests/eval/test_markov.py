@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler, UserError, config
+from dllm_sampler.eval import markov
 from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import UNKNOWN
@@ -94,3 +97,35 @@ def test_refuses_what_is_no_chain() -> None:
         MarkovChain(((0.5, 0.4), (0.5, 0.5)), 3)
     with pytest.raises(UserError, match="as many as its states"):
         MarkovChain(((0.5, 0.5),), 3)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--rows", "40", "--length", "6", "--states", "3"]
+    assert markov.main(["--output", str(tmp_path / "out"), *size, "--only", "threshold", "random_order", "wino"]) == 0
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert {point["scheduler"] for point in data["points"]} == {"threshold", "random_order"}
+    assert [point["settings"]["steps"] for point in data["points"] if "steps" in point["settings"]] == [1, 2, 4]
+    assert "wino" in data["refused"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "wino: not measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--output", "x", "--only", "treshold"], "did you mean 'threshold'"),
+        (["--output", "/nowhere/x"], "no folder /nowhere"),
+        (["--output", "x", "--states", "1"], "at least 2"),
+        ([], "--output"),
+    ],
+)
+def test_command_refuses(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert markov.main(given) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_knobs_are_fields() -> None:
+    """Every scheduler is in the picture, under names that exist."""
+    for name, settings in markov.plans(16):
+        assert set(settings) <= set(config.entry("scheduler", name).settings)
+    assert {name for name, _ in markov.plans(16)} == set(config.names("scheduler"))
