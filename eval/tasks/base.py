@@ -35,6 +35,8 @@ class Answer:
 class Task:
     """Samples and their grading. A subclass is a dataclass whose fields are its YAML in `conf/task/`.
 
+    `name` and `max_new_tokens` may be properties, where fields decide.
+
     count: samples; seed: of their generation, so that the same fields are the same samples on every machine
     """
 
