@@ -116,7 +116,7 @@ def dependency(found: Comparison) -> bytes:
     axes.set_xlabel(TITLES["canvas_tokens_per_forward"])
     axes.set_ylabel("score, %")
     axes.set_ylim(-3, 103)
-    axes.legend(fontsize=7, frameon=False, loc="lower left")
+    axes.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=2)
     return _png(figure)
 
 
