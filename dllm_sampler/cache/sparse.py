@@ -59,11 +59,6 @@ class SparseCache(DualCache):
         if self.delay < 0:
             raise UserError(f"cache.delay must be a whole number of forwards from 0 on, not {self.delay!r}")
 
-    @property
-    def steady(self) -> bool:
-        """See `Cache.steady`. What is kept is chosen by a later forward of the block than the one that opens it."""
-        return False
-
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)
@@ -75,6 +70,11 @@ class SparseCache(DualCache):
     def buffers(self, canvas: Canvas) -> Slots:
         """Slots for what is kept; what is fresh needs none."""
         return Slots(self.spec, len(canvas.ids), int(self.keep * canvas.length))
+
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`: what is kept is chosen `delay` forwards into the block."""
+        return False
 
     def due(self, canvas: Canvas) -> Tensor:
         """See `Cache.due`."""
