@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllm_sampler import layout
 from dllm_sampler.cache.base import Slots
 from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.errors import UserError
-from dllm_sampler.kernels.backend import TORCH, Backend, warn
+from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Denoiser, ModelSpec
 from dllm_sampler.trace import Recorder
 
-PARTS = ("canvas", "cache", "carry", "bad", "recorder", "ahead", "previous")  # of a `State`, what a step changes
+PARTS = ("canvas", "cache", "carry", "bad", "recorder", "ahead", "previous", "measured")  # of a state: a step's work
 # Leaves of a state that are no tensors: a recording holds for their values.
 PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
 COLUMNS = 32  # computed and seen columns are rounded up to a multiple of it: fewer sizes, fewer recordings
@@ -62,17 +62,37 @@ def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
 
 
 @cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _resources(device: int) -> tuple[Any, torch.cuda.Stream]:
+    """What the recordings on one GPU share: a pool of memory, and the stream they are made on."""
+    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
 
 def cuda(run: Callable[[], None]) -> Callable[[], None]:
-    """Record a function's launches as a CUDA graph; none of them happens before a replay."""
+    """Record a function's launches on the current GPU as a CUDA graph; none of them happens before a replay."""
     graph = torch.cuda.CUDAGraph()
     # Graphs may share memory: each copies what it made into buffers that belong to none of them.
-    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+    pool, stream = _resources(torch.cuda.current_device())
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         run()
     return graph.replay
+
+
+def model(denoiser: object) -> tuple[Hashable, ...]:
+    """What a recording takes for granted of the model: where its weights lie, its mode, autocast."""
+    found: list[Hashable] = []
+    for value in getattr(denoiser, "__dict__", {}).values():
+        if isinstance(value, nn.Module):
+            kind = next((weight.device.type for weight in value.parameters()), "cpu")
+            found += [value.training, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+            found += [_address(weight) for weight in (*value.parameters(), *value.buffers())]
+        elif hasattr(value, "spec"):  # a denoiser inside this one
+            found += model(value)
+    return tuple(found)
+
+
+def _address(tensor: Tensor) -> Hashable:
+    parts = getattr(tensor.data, "__tensor_flatten__", None)  # sharded or quantised: several tensors
+    return tensor.data_ptr() if parts is None else tuple(_address(getattr(tensor.data, name)) for name in parts()[0])
 
 
 @dataclass
@@ -84,10 +104,13 @@ class Step:
 
 
 class Buffers:
-    """The home of every tensor of a state, by its path in the state, and what was recorded on them."""
+    """The home of every tensor of a state, by its path in the state, and what was recorded on them.
 
-    def __init__(self, shape: torch.Size):
-        self.shape = shape  # of the canvas
+    fits: what the recordings hold for
+    """
+
+    def __init__(self, fits: Hashable):
+        self.fits = fits
         self.homes: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
@@ -170,17 +193,18 @@ def restored(state: State, parts: dict[str, Any]) -> None:
         setattr(state, part, walk(value, lambda _, leaf: leaf, part))
 
 
-class Flags:
-    """Two flags on their way to the host, which does not wait for them until it reads them."""
+class Late:
+    """Numbers on their way to the host, which does not wait for them until it reads them."""
 
-    def __init__(self, flags: Tensor):
-        on_gpu = flags.is_cuda
-        self.host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=on_gpu).copy_(flags, non_blocking=True)
+    def __init__(self, numbers: Tensor):
+        on_gpu = numbers.is_cuda
+        self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
+        self.host.copy_(numbers, non_blocking=True)
         self.event = torch.cuda.Event() if on_gpu else None
         if self.event is not None:
             self.event.record()
 
-    def read(self) -> list[bool]:
+    def read(self) -> list[int]:
         """Their values."""
         if self.event is not None:
             self.event.synchronize()
@@ -192,13 +216,15 @@ class InPlace(State):
     """A state and its buffers."""
 
     buffers: Buffers = field(kw_only=True)
-    flags: Flags | None = None  # done, bad: of the step before
+    measured: Tensor | None = None  # see `layout.measure`: part of the step, and so of its recording
+    late: Late | None = None  # what was measured after the step before
 
 
 class StaticEngine(Engine):
     """An engine whose steps happen in place, and are recorded and replayed.
 
     record: what makes a step repeatable, `cuda`; None: each runs as always, in place all the same
+    must: refuse a plug-in whose state no recording knows of; else its generations run as always, with a warning
     """
 
     def __init__(
@@ -208,18 +234,26 @@ class StaticEngine(Engine):
         poll_every: int,
         kernels: Backend = TORCH,
         record: Record | None = None,
+        must: bool = True,
     ):
         super().__init__(denoiser, plugins, poll_every, kernels)
-        self.record = record
-        self.free: Buffers | None = None  # of a generation that is over: one of its shape finds its recordings
+        self.record, self.must = record, must
+        self.free: Buffers | None = None  # of a generation that is over: one like it finds its recordings
 
-    def begin(self, canvas: Canvas) -> InPlace:
+    def begin(self, canvas: Canvas) -> State:
         """See `Engine.begin`. Generations that overlap in time have buffers of their own."""
-        state = super().begin(canvas)
-        free, self.free = self.free, None
-        buffers = free if free is not None and free.shape == canvas.ids.shape else Buffers(canvas.ids.shape)
-        state = InPlace(**{one.name: getattr(state, one.name) for one in fields(state)}, buffers=buffers)
-        buffers.settle(state)
+        plain = super().begin(canvas)
+        (free, self.free), fits = (self.free, None), (canvas.ids.shape, canvas.ids.device, model(self.denoiser))
+        buffers = free if free is not None and free.fits == fits else Buffers(fits)
+        state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
+        state.measured = super().measure(state)
+        try:
+            buffers.settle(state)
+        except UserError as error:
+            if self.must:
+                raise
+            warn(f"steps run without CUDA graphs: {error}")
+            return plain
         return state
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
@@ -234,7 +268,8 @@ class StaticEngine(Engine):
 
     def step(self, state: State) -> None:
         """See `Engine.step`."""
-        assert isinstance(state, InPlace)
+        if not isinstance(state, InPlace):
+            return super().step(state)
         buffers = state.buffers
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
         key = buffers.settle(state)
@@ -242,27 +277,33 @@ class StaticEngine(Engine):
         if step is None and key in buffers.steps and self.record is not None:
             step = buffers.steps[key] = self._recorded(state, self.record)
         if step is None:
-            super().step(state)
-            buffers.settle(state)
+            self._measured(state)
             buffers.steps.setdefault(key, None)
         else:
             step.replay()
             restored(state, step.after)
 
+    def _measured(self, state: InPlace) -> None:
+        """A step, what the host will want to know of it, and all of that at home."""
+        super().step(state)
+        state.measured = super().measure(state)
+        state.buffers.settle(state)
+
+    def measure(self, state: State) -> Tensor:
+        """See `Engine.measure`. It is there already."""
+        return state.measured if isinstance(state, InPlace) and state.measured is not None else super().measure(state)
+
     def _recorded(self, state: InPlace, record: Record) -> Step | None:
         before = copied(state)
-
-        def run() -> None:
-            Engine.step(self, state)
-            state.buffers.settle(state)
-
         state.buffers.complete = True
         try:
-            return Step(record(run), copied(state))
+            return Step(record(lambda: self._measured(state)), copied(state))
         except RuntimeError as error:
             self.record = None
-            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            warn(f"a step cannot be recorded as a CUDA graph and runs without one: {why}")
+            cause: BaseException = error
+            while isinstance(cause.__context__, RuntimeError):  # ending a recording that failed fails too
+                cause = cause.__context__
+            warn(f"a step cannot be recorded as a CUDA graph and runs without one: {first_line(cause)}")
             return None
         finally:
             state.buffers.complete = False
@@ -289,12 +330,12 @@ class StaticEngine(Engine):
         So the device has work while the host reads; the price is one forward more, in which all rows rest.
         """
         p = self.plugins
-        assert isinstance(state, InPlace)
-        if self.record is None or p.cache.stores or p.scheduler.drafts or last:
+        waits = self.record is None or p.cache.stores or p.scheduler.drafts or last
+        if waits or not isinstance(state, InPlace):
             return super().poll(state, step, last)
         state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, p.blocks))
-        before, state.flags = state.flags, Flags(torch.stack([state.canvas.done.all(), (state.bad > 0).any()]))
+        before, state.late = state.late, Late(self.measure(state))
         if before is not None:
-            state.finished, bad = before.read()
+            _, state.finished, bad = layout.read(state.canvas, before.read(), p.scheduler.horizon is not None)
             if bad:
                 self.refuse(state)

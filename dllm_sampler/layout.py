@@ -76,13 +76,14 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     return Sizes(masks=width, block=width, computed=canvas.length, whole=False, all_open=False)
 
 
-def poll(
+def measure(
     canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None, limit: Tensor | None = None
-) -> tuple[Sizes, bool, bool]:
-    """Read the device: the sizes of the next step, whether every row is done, whether any row is `bad [B]`.
+) -> Tensor:
+    """`[7|9] int64` what the host wants to know between two steps, for `read`.
 
-    `count [B]` is how many columns the cache will compute (None: all), `ahead [B, L+1]` what the scheduler will ask
-    (None: the noise of the block), `limit [B]` the first column it will hide (None: none).
+    `bad [B]` is not 0 for a row without finite statistics, `count [B]` is how many columns the cache will compute
+    (None: all), `ahead [B, L+1]` what the scheduler will ask (None: the noise of the block), `limit [B]` the first
+    column it will hide (None: none).
     """
     live = ~canvas.done
     masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
@@ -98,7 +99,15 @@ def poll(
     ]
     if count is not None:
         values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
-    masks, block, some_open, all_open, finished, any_bad, reach, *of_cache = torch.stack(values).tolist()
+    return torch.stack(values)
+
+
+def read(canvas: Canvas, measured: list[int], hides: bool) -> tuple[Sizes, bool, bool]:
+    """The sizes of the next step, whether every row is done, whether any row is bad: what `measure` found.
+
+    hides: the scheduler has a horizon
+    """
+    masks, block, some_open, all_open, finished, any_bad, reach, *of_cache = measured
     computed, whole = of_cache or (canvas.length, True)
     sizes = Sizes(
         masks,
@@ -107,6 +116,6 @@ def poll(
         bool(whole),
         bool(some_open),
         bool(all_open),
-        reach=None if limit is None else max(reach, 1),
+        reach=max(reach, 1) if hides else None,
     )
     return sizes, bool(finished), bool(any_bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -105,14 +106,19 @@ class Engine:
             sizes = layout.widest(state.canvas, self.plugins.blocks)
             state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
             return
-        limit = state.canvas.ahead(self.plugins.scheduler.horizon)
-        count = state.cache.count(state.canvas, limit)
-        sizes, state.finished, bad = layout.poll(state.canvas, state.bad, count, state.ahead, limit)
+        measured = self.measure(state).tolist()
+        sizes, state.finished, bad = layout.read(state.canvas, measured, self.plugins.scheduler.horizon is not None)
         # The device has caught up with the host here, so the clock tells how long the step took.
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))
         if bad:
             self.refuse(state)
+
+    def measure(self, state: State) -> Tensor:
+        """See `layout.measure`."""
+        limit = state.canvas.ahead(self.plugins.scheduler.horizon)
+        count = state.cache.count(state.canvas, limit)
+        return layout.measure(state.canvas, state.bad, count, state.ahead, limit)
 
     @staticmethod
     def refuse(state: State) -> None:
@@ -126,10 +132,11 @@ class Engine:
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
         """Step until every row is done, yielding after each step (the same object)."""
+        device = canvas.ids.device
         state = self.begin(canvas)
         for step in range(1, max_steps + 1):
             # not inference_mode: its tensors could not be used by autograd later
-            with torch.no_grad():
+            with torch.no_grad(), _current(device):
                 state.begun = perf_counter()
                 self.step(state)
                 try:
@@ -140,3 +147,8 @@ class Engine:
             yield state
             if state.finished:
                 return
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: Triton's launches and CUDA graphs go there, wherever their tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

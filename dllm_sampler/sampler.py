@@ -245,7 +245,8 @@ class Sampler:
         if why is not None:
             return Engine(self.denoiser, plugins, self.poll_every, self.kernels)
         if self._static is None or (self._static.plugins, self._static.kernels) != (plugins, self.kernels):
-            self._static = StaticEngine(self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda)
+            must = self.cuda_graph is True
+            self._static = StaticEngine(self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must)
         return self._static
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:

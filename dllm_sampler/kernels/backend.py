@@ -95,7 +95,24 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if torch.version.hip is None and capability < CAPABILITY:
         has, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         return f"the GPU has compute capability {has}, they need {needed}"
+    return driver()
+
+
+@cache
+def driver() -> str | None:
+    """Why Triton finds no GPU or cannot launch anything on it; None: it can."""
+    from triton.runtime import driver as runtime
+
+    try:
+        runtime.active.get_current_target()
+    except Exception as error:  # it builds a module in C first: without a compiler or headers anything is raised
+        return f"triton's driver does not start: {first_line(error)}"
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, or what it is."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @cache
@@ -136,8 +153,7 @@ def guarded(fused: Function, plain: Function) -> Function:
                 return fused(*args, **kwargs)
             except TritonError as error:
                 failed = True
-                why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-                warn(f"the Triton kernel {fused.__name__} cannot run, torch takes its place: {why}")
+                warn(f"the Triton kernel {fused.__name__} cannot run, torch takes its place: {first_line(error)}")
         return plain(*args, **kwargs)
 
     return cast(Function, call)

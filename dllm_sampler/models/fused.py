@@ -28,7 +28,7 @@ def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, quer
     """What runs the layers of a forward under `plan` (forked, for candidates) on kernels; None: their modules must."""
     cache = plan.cache
     default = type(cache).layer is Cache.layer and type(cache).store is Cache.store
-    if kernels is None or not default or plan.visible is None or query.blind or torch.is_grad_enabled():
+    if kernels is None or not default or plan.visible is None or query.blind:
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
@@ -125,7 +125,9 @@ class Fused:
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
         """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
-        if type(ffn) is not SwiGLU or any(type(one) is not nn.Linear or hooked(one) for one in ffn.children()):
+        if type(ffn) is not SwiGLU or any(hooked(one) for one in ffn.modules()):
+            return ffn(normed)
+        if any(type(one) is not nn.Linear for one in ffn.children()):
             return ffn(normed)
         weight = adjacent(ffn.gate_proj.weight, ffn.up_proj.weight)
         if weight is None:

@@ -150,6 +150,24 @@ def test_one_generation_after_another(plugins: dict[str, Any], engines: Engines)
     assert engine.free is not None
 
 
+def test_recordings_hold_for_weights_where_they_are(engines: Engines) -> None:
+    """New values are seen, new addresses make new recordings."""
+    model = toys.transformer(kv_heads=2)
+    it = Sampler(toys.wrapped(model), cache="dual")
+    engine, weight = engines.of(it, it.plugins), model.layers[0].get_parameter("q_proj.weight")
+    buffers = []
+    for change in (lambda: None, lambda: weight.mul_(2), lambda: setattr(weight, "data", weight.data / 3)):
+        with torch.no_grad():
+            change()
+        found = [it.generate(toys.PROMPTS[:2], max_new_tokens=9) for _ in range(2)][-1]
+        buffers.append(engine.free)
+        plain = Engine(it.denoiser, it.plugins, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sampler, "_engine", lambda self, plugins, plain=plain: plain)
+            same(found, it.generate(toys.PROMPTS[:2], max_new_tokens=9))
+    assert buffers[0] is buffers[1] is not buffers[2]
+
+
 def test_generations_that_overlap(engines: Engines) -> None:
     it = toys.sampler("llada", cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
     alone = [it.generate(toys.PROMPTS[i], max_new_tokens=12, seed=i) for i in (0, 0)]
@@ -210,7 +228,7 @@ def test_a_step_that_cannot_be_recorded_runs_without() -> None:
     ("options", "why"),
     [
         ({}, "the model is on cpu"),
-        ({"cuda_graph": "yes"}, "cuda_graph must be true, false or \"auto\", not 'yes'"),
+        ({"cuda_graph": "yes"}, "cuda_graph must be true, false or auto, not 'yes'"),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], why: str) -> None:
@@ -235,6 +253,29 @@ def test_what_is_refused_on_a_gpu(plugins: dict[str, Any], noise: Any, why: str)
     assert obstacle(toys.sampler().plugins, CounterNoise(), spec) is None
 
 
-def test_an_unknown_keeper_is_refused() -> None:
+def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = toys.sampler("llada")
+    expected = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+    init = type(it.plugins.scheduler).init
+    monkeypatch.setattr(
+        type(it.plugins.scheduler), "init", lambda self, canvas: (init(self, canvas), torch.Generator())
+    )
+    tell = type(it.plugins.scheduler).tell
+
+    def told(self: Any, canvas: Any, query: Any, seen: Any, carry: Any) -> Any:
+        edit, rest = tell(self, canvas, query, seen, carry[0])
+        return edit, (rest, carry[1])
+
+    monkeypatch.setattr(type(it.plugins.scheduler), "tell", told)
+    for must in (True, False):
+        engine = Taped(it.denoiser, it.plugins, 1, record=taped, must=must)
+        monkeypatch.setattr(Sampler, "_engine", lambda self, plugins, engine=engine: engine)
+        if must:
+            with pytest.raises(UserError, match=r"carry\.1 is a Generator"):
+                it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+        else:
+            backend.warn.cache_clear()
+            with pytest.warns(RuntimeWarning, match="steps run without CUDA graphs.*Generator"):
+                same(it.generate(toys.PROMPTS[:2], max_new_tokens=12), expected)
     with pytest.raises(UserError, match=r"carry\.1 is a Generator, and nobody knows what it keeps"):
         walk((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")

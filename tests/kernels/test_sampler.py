@@ -165,14 +165,17 @@ def test_weights_side_by_side(calls: Counter[str]) -> None:
     assert fused.adjacent(*(linear.weight for linear in linears)) is None
 
 
-def test_a_hooked_layer_runs_as_it_is(calls: Counter[str]) -> None:
+@pytest.mark.parametrize(("part", "left"), [("q_proj", set()), ("ffn", LAYER - {"swiglu"})])
+def test_a_hooked_layer_runs_as_it_is(part: str, left: set[str], calls: Counter[str]) -> None:
     it = denoiser("gqa")
-    handle = it.transformer.layers[1].q_proj.register_forward_hook(lambda module, given, out: out * 1.5)  # pyright: ignore
+    modules = [getattr(layer, part) for layer in it.transformer.layers]
+    handles = [module.register_forward_hook(lambda module, given, out: out * 1.5) for module in modules]
     try:
         both(it, cache="dual")
     finally:
-        handle.remove()
-    assert not LAYER & set(calls)
+        for handle in handles:
+            handle.remove()
+    assert LAYER & set(calls) == left
 
 
 def test_float64_stays_with_torch() -> None:

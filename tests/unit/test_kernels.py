@@ -55,7 +55,9 @@ def test_what_cannot_run_is_said_once(device: torch.device, dtype: torch.dtype, 
         assert select("triton", device, dtype) is TORCH
 
 
-@pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float64), ("mps", torch.bfloat16), ("cpu", torch.float32)])
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cuda", torch.float64), ("mps", torch.bfloat16), ("cpu", torch.float32)]
+)
 def test_auto_takes_torch_where_no_kernel_is_meant_to_run(device: str, dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -75,8 +77,24 @@ def test_an_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "7.5" in str(backend.obstacle(torch.device("cuda"), torch.float16))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "driver", lambda: None)
     assert backend.obstacle(torch.device("cuda"), torch.float16) is None
     assert select("auto", torch.device("cuda"), torch.float16).name == "triton"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter needs no driver")
+def test_a_driver_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no C compiler, and here, where triton finds no GPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    backend.driver.cache_clear()
+    runtime = importlib.import_module("triton.runtime.driver")
+    failing = types.SimpleNamespace(get_current_target=lambda: (_ for _ in ()).throw(RuntimeError("no C compiler\n")))
+    monkeypatch.setattr(runtime.driver, "_active", failing)
+    with pytest.warns(RuntimeWarning, match="driver does not start: no C compiler$"):
+        assert select("auto", torch.device("cuda"), torch.float16) is TORCH
+    backend.driver.cache_clear()
 
 
 def test_an_unknown_backend() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.models import compiled
+from dllm_sampler.models.transformer import Layer
 from tests import toys
 
 
@@ -60,8 +61,9 @@ def test_dynamo_takes_a_part_whole() -> None:
         graphs.append(graph)
         return graph.forward
 
-    part = torch.compile(type(model.layers[0]).mlp, backend=count, fullgraph=True)
+    part = torch.compile(Layer.mlp, backend=count, fullgraph=True)
     hidden = torch.randn(1, 3, 32, dtype=torch.float64)
     for layer in model.layers:
-        torch.testing.assert_close(part(layer, hidden), layer.mlp(hidden))  # pyright: ignore[reportCallIssue]
+        assert isinstance(layer, Layer)
+        torch.testing.assert_close(part(layer, hidden), layer.mlp(hidden))
     assert len(graphs) == 1
