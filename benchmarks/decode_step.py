@@ -10,7 +10,8 @@ knows what came of it; figures are medians over steps and repeats, with the rang
 
 `floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
             measured in this run. A tenth above it is 1.10.
-`outside`   the share of a step that is not the model: its time without the body and the head, over its time.
+`outside`   the share of a step that is not the model: its time without the body and the head, over its time. Beside
+            `graph` the model alone is a graph too.
 `speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
             same schedule, same run; in half precision the tokens may differ, and how many do is reported.
 `readout`   a readout of 1024 rows of logits: their bytes over its time, over the bandwidth of the copy.
@@ -26,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,14 @@ class Spy:
         return self.inner.spec
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        self.last = canvas, query, plan
+        # What a recording works on is gone when it is replayed.
+        if not (canvas.ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.last = canvas, query, plan
         return self.inner(canvas, query, plan)
+
+    def again(self, given: tuple[Canvas, Query, Plan]) -> None:
+        """The model alone, on what it was asked."""
+        self.inner.head(self.inner(*given)[0])
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.inner.head(hidden)
@@ -149,26 +157,23 @@ class Bench:
         # The rows asked about become fewer; the floor is that of half of them.
         window_row = Row("window", side, batch, window, floor=self.floor(batch, window, max(1, window // 2), side))
         refresh = Row("refresh", side, batch, window, floor=self.floor(batch, self.options.slots, window, side))
+        alone: dict[int, Callable[[], None]] = {}  # by step; others replay one before them
         for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
             canvas = layout.canvas(
                 prompts, window, range(batch), spy.spec, sampler.plugins.blocks, sampler.noise, cuts=False
             )
             run = iter(engine.run(canvas, window))
             for step in range(window):
-                row = window_row if step else refresh
+                row, spy.last = window_row if step else refresh, None
                 seconds = self.now(lambda run=run: next(run))
-                if repeat < 2:
-                    continue
-                row.seconds.append(seconds)
-                if side != "graph":  # a replay asks nothing
-                    row.model.append(self.now(lambda: self._alone(spy)))
+                if spy.last is not None:  # a replay asks nothing
+                    again = partial(spy.again, spy.last)
+                    alone[step] = record(again) if side == "graph" else again
+                if repeat > 1:
+                    row.seconds.append(seconds)
+                    row.model.append(self.now(alone[max(one for one in alone if one <= step)]))
             run.close()  # pyright: ignore[reportAttributeAccessIssue]
         return [window_row, refresh]
-
-    @staticmethod
-    def _alone(spy: Spy) -> None:
-        assert spy.last is not None
-        spy.head(spy.inner(*spy.last)[0])
 
     def generate(self, side: str) -> Row:
         """Sampler and plain loop on the same schedule: one token a step, blocks of a window."""
@@ -186,9 +191,9 @@ class Bench:
         def plain() -> None:
             found["plain"] = official_style.generate(self.network, given, tokens, window, tokens, 1, dual=True)[0].cpu()
 
-        for repeat in range(options.repeats + 1):
+        for repeat in range(options.repeats + 2):  # two to warm up: compile, then record
             seconds = self.now(ours), self.now(plain)
-            if repeat:
+            if repeat > 1:
                 row.seconds.append(seconds[0])
                 row.plain.append(seconds[1])
         differ = int((found["ours"] != found["plain"]).sum())
@@ -245,7 +250,8 @@ def table(rows: list[Row]) -> Table:
             if row.model:
                 cells[8] = f"{1 - statistics.median(row.model) / ours:.1%}"
             if row.plain:
-                cells[9] = f"{statistics.median(row.plain) / ours:.2f}"
+                ratios = [theirs / own for theirs, own in zip(row.plain, row.seconds, strict=True)]
+                cells[9] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         out.add_row(*cells)
     return out
 

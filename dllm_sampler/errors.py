@@ -9,6 +9,10 @@ class UserError(ValueError):
     """A mistake in the user's input; the message is one sentence: what is wrong, where, and what would be right."""
 
 
+class FallbackWarning(RuntimeWarning):
+    """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
+
+
 def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
     """The error for a word that is none of the choices: it names the nearest ones and lists them all."""
     known = list(choices)

@@ -10,7 +10,7 @@ from rich.console import Console
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.arguments import split
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import FallbackWarning, UserError
 
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
@@ -21,9 +21,12 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: the command line without the program's name; None: that of the process.
     """
-    warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
     try:
-        return _run(sys.argv[1:] if words is None else words)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
+            warnings.simplefilter("always", FallbackWarning)
+            warnings.showwarning = lambda message, *_: print(f"dllm-sample: {message}", file=sys.stderr)
+            return _run(sys.argv[1:] if words is None else words)
     except UserError as error:
         print(f"dllm-sample: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR

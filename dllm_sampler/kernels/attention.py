@@ -385,7 +385,8 @@ def _configuration(
     types = {"positions": "*i64", "begin": "*i64", "limit": "*i64", "overwritten": "*u8", "mask": "*u8", "tree": "*u8"}
     types |= {"peaks": "*fp32", "totals": "*fp32", "scale": "fp32", "out": "*fp32" if "split" in given else f"*{dtype}"}
     types |= dict.fromkeys(("q", "k", "v", "keys", "values"), f"*{dtype}")
-    constants = shape | {"G": group, "HKV": kv_heads, "DH": size, "STORED": True}
+    constants = shape | {"G": group, "HKV": kv_heads, "DH": size, "STORED": "alone" not in given}
+    constants |= dict.fromkeys(("keys", "values", "overwritten") if "alone" in given else ())
     constants |= {argument: None for argument, what in optional.items() if what not in given}
     signature = {a: "constexpr" if a in constants else types.get(a, "i32") for a in attention_kernel.arg_names}
     name = f"attention {name} {dtype} Dh={size} rows={shape['BLOCK_M']} {' '.join(given)}".strip()
@@ -393,13 +394,15 @@ def _configuration(
 
 
 _MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4, 8), "LLaDA2-mini": (128, 4, 4)}
-_GIVEN = [  # decoding, block-causal decoding, drafts, a forward that stores for itself, a cache's own mask
+_GIVEN = [  # decoding, block-causal decoding, drafts, one that stores, a cache's own mask; without a cache, and its drafts
     ("range",),
     ("range", "split"),
     ("range", "grid", "split"),
     ("range", "fresh", "tree", "grid", "split"),
     ("range", "fresh"),
     ("mask", "split"),
+    ("range", "fresh", "alone"),
+    ("range", "fresh", "tree", "grid", "alone"),
 ]
 
 

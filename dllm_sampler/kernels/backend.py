@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.kernels import reference
 from dllm_sampler.kernels.statistics import Statistics
 
@@ -74,7 +74,7 @@ def check(backend: object) -> None:
         UserError: what it may be.
     """
     if backend not in get_args(Choice):
-        raise UserError(f"backend must be {', '.join(get_args(Choice))}, not {backend!r}")
+        raise UserError(f"backend must be auto, triton or torch, not {backend!r}")
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -118,7 +118,7 @@ def first_line(error: BaseException) -> str:
 @cache
 def warn(sentence: str) -> None:
     """Warn once per process."""
-    warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+    warnings.warn(sentence, FallbackWarning, stacklevel=3)
 
 
 @cache

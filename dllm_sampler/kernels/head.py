@@ -192,6 +192,7 @@ CONFIGURATIONS = [
     _configuration("bf16", 16, 126464, 4096, "draw current KL"),
     _configuration("bf16", 64, 126464, 4096, "greedy KL"),
     _configuration("bf16", 64, 126464, 4096, "greedy top"),
+    _configuration("fp16", 16, 126464, 4096, "draw"),
     _configuration("fp32", 16, 126464, 4096, "greedy"),
     _configuration("fp32", 64, 126464, 4096, "draw"),
 ]

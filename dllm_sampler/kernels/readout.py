@@ -202,6 +202,7 @@ CONFIGURATIONS = [
     _configuration("bf16", 126464, "greedy whole"),
     _configuration("bf16", 126464, "greedy KL"),
     _configuration("bf16", 126464, "draw current KL top"),
+    _configuration("fp16", 126464, "draw"),
     _configuration("fp32", 126464, "greedy"),
     _configuration("fp32", 262144, "draw current KL top whole"),
 ]

@@ -7,7 +7,7 @@ took from the first run, or a tensor that moved, shows as a wrong token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -105,7 +105,17 @@ def records(case: Case) -> bool:
     return not plugins.cache.syncs and plugins.scheduler.static
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if records(case)], ids=lambda case: case.id)
+def recorded() -> Iterator[Any]:
+    """All cases that can be; slow are those whose scheduler and cache others before them have."""
+    met: set[str] = set()
+    for case in CASES:
+        if records(case):
+            own = {f"scheduler {case.scheduler['name']}", f"cache {case.cache}", f"toy {case.toy}"}
+            yield pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow)
+            met |= own
+
+
+@pytest.mark.parametrize("case", recorded())
 def test_replayed_steps_are_the_steps(case: Case, request: pytest.FixtureRequest) -> None:
     rows = [0, 4]
     expected = case.generate(rows)

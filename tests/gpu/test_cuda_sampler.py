@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.config import names
 from dllm_sampler.graphs import Step
+from dllm_sampler.loop import Engine
 from dllm_sampler.models import fused
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
@@ -97,3 +98,40 @@ def test_half_precision_ends(dtype: torch.dtype) -> None:
     it = Sampler(denoiser("gqa", dtype), cache="dual", cuda_graph=True, temperature=1.0)
     assert it.kernels.name == "triton"
     assert bool(it.generate(toys.PROMPTS, max_new_tokens=24).complete.all())
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "block_causal"])
+def test_a_step_on_kernels_never_synchronises(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+
+    def strict(self: Engine, state: Any) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(self, state)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Engine, "step", strict)
+    it = Sampler(denoiser("causal" if cache == "block_causal" else "gqa", torch.bfloat16), cache=cache, temperature=1.0)
+    assert it.kernels.name == "triton"
+    it.generate(toys.PROMPTS, max_new_tokens=16)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_gpu_that_is_not_the_current_one(graph: bool) -> None:
+    it = denoiser("gqa", torch.float32)
+    there = replace(it, model=it.transformer.to("cuda:1"))
+    same(there, {"backend": "torch"}, {"backend": "triton", "cuda_graph": graph}, cache="dual")
+
+
+def test_a_recording_does_not_outlive_its_weights() -> None:
+    it = denoiser("gqa", torch.float64)
+    sampler = Sampler(it, cache="dual", cuda_graph=True, blocks={"name": "fixed", "length": 8})
+    for _ in range(3):
+        sampler.generate(toys.PROMPTS, max_new_tokens=16)
+    for weight in it.transformer.parameters():
+        weight.data = weight.data * 1.1
+    plain = Sampler(it, cache="dual", blocks={"name": "fixed", "length": 8})
+    found, expected = (one.generate(toys.PROMPTS, max_new_tokens=16) for one in (sampler, plain))
+    assert torch.equal(found.tokens, expected.tokens)

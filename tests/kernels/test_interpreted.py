@@ -9,15 +9,30 @@ import pytest
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
-FILES = sorted(path.name for path in HERE.glob("test_*.py") if path.name != Path(__file__).name)
+FILES = {path.name for path in HERE.glob("test_*.py")} - {Path(__file__).name}
+LONG = {"test_sampler.py", "test_attention.py"}
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process")
-@pytest.mark.parametrize("name", FILES)
-def test_interpreted(name: str) -> None:
+def interpreted(names: set[str], marked: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", f"--confcutdir={HERE}"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, str(HERE / name)], env=environment, cwd=HERE.parents[1], capture_output=True, text=True, timeout=300
+        [*command, "-m", marked, *(str(HERE / name) for name in sorted(names))],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("names", [FILES - LONG, FILES & LONG], ids=["short", "long"])  # a worker each
+def test_interpreted(names: set[str]) -> None:
+    interpreted(names, "not slow")
+
+
+@pytest.mark.slow
+def test_what_takes_longer() -> None:
+    interpreted({"test_sampler.py"}, "slow")

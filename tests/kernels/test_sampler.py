@@ -77,22 +77,27 @@ def both(it: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 6, **plugins
     torch.testing.assert_close(ours.trace.logprob, theirs.trace.logprob, rtol=1e-3, atol=1e-4)
 
 
+def slow(*values: Any) -> Any:
+    """A cell of the long sweep."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 LAYER = {"attention", "norm", "qkv_rope", "swiglu"}
 
 
 @pytest.mark.parametrize(
     ("kind", "cache", "temperature"),
     [
-        ("llada", "none", None),
         ("llada", "dual", 0.8),
         ("gqa", "prefix", None),
         ("dream", "dual", None),
-        ("dream", "prefix", 0.8),
         ("dream", "none", None),
-        ("qwen3", "vicinity", None),
         ("qwen3", "dkv", None),
         ("causal", "block_causal", 0.8),
-        ("causal", "none", None),
+        slow("llada", "none", None),
+        slow("dream", "prefix", 0.8),
+        slow("qwen3", "vicinity", None),
+        slow("causal", "none", None),
     ],
 )
 def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Counter[str]) -> None:
@@ -100,8 +105,17 @@ def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Co
     assert LAYER | {"head"} <= set(calls)
 
 
-@pytest.mark.parametrize("layout", ["batch", "tree"])
-@pytest.mark.parametrize(("kind", "cache"), [("gqa", "none"), ("gqa", "dual"), ("causal", "block_causal")])
+@pytest.mark.parametrize(
+    ("kind", "cache", "layout"),
+    [
+        ("gqa", "none", "tree"),
+        ("gqa", "dual", "batch"),
+        ("causal", "block_causal", "tree"),
+        slow("gqa", "none", "batch"),
+        slow("gqa", "dual", "tree"),
+        slow("causal", "block_causal", "batch"),
+    ],
+)
 def test_drafts(kind: str, cache: str, layout: str, calls: Counter[str]) -> None:
     both(denoiser(kind), cache=cache, scheduler={"name": "freedave", "draft": 2, "layout": layout})
     assert LAYER | {"head"} <= set(calls)
@@ -122,7 +136,7 @@ def test_guidance_reads_stored_logits(calls: Counter[str]) -> None:
     ids=["top_p", "klass", "end_tokens"],
 )
 def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], calls: Counter[str]) -> None:
-    both(denoiser("llada"), **plugins)
+    both(denoiser("llada"), tokens=3, **plugins)
     assert set(calls) >= LAYER and not {"head", "readout"} & set(calls)
 
 
@@ -140,7 +154,7 @@ def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
 @pytest.mark.parametrize("needs", ["entropy", "margin", "fixed"])
 def test_schedulers_that_want_more(needs: str, calls: Counter[str]) -> None:
     scheduler = {"name": "fixed", "score": needs} if needs != "fixed" else "fixed"
-    both(denoiser("gqa"), scheduler=scheduler, cache="dual", guide={"name": "temperature", "measured": True})
+    both(denoiser("gqa"), tokens=3, scheduler=scheduler, cache="dual", guide={"name": "temperature", "measured": True})
     assert "head" in calls
 
 
@@ -186,5 +200,5 @@ def test_float64_stays_with_torch() -> None:
 def test_bfloat16_runs(calls: Counter[str]) -> None:
     """Rounding differs by design (a step's choice may, too), so nothing but the shape of the run is compared."""
     it = replace(denoiser("gqa"), model=toys.transformer(kv_heads=2, dtype=torch.bfloat16))
-    result = Sampler(it, backend="triton", cache="dual", temperature=1.0).generate(PROMPTS, max_new_tokens=6)
+    result = Sampler(it, backend="triton", cache="dual", temperature=1.0).generate(PROMPTS, max_new_tokens=3)
     assert bool(result.complete.all()) and LAYER | {"head"} <= set(calls)

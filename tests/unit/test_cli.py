@@ -14,6 +14,7 @@ from dllm_sampler.cli import main
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.options import Options
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.kernels import backend
 
 
 class Terminal(io.StringIO):
@@ -43,6 +44,22 @@ def test_answers_and_figures(words: list[str], capsys: pytest.CaptureFixture[str
     assert err.startswith("2 samples, ")
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "nothing is littered"
+
+
+def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot run is replaced and said, or refused."""
+    pytest.importorskip("triton")
+    backend.warn.cache_clear()
+    assert main([*words, "copy: Ada", "backend=triton", "cuda_graph=auto"]) == 0
+    warning, figures = capsys.readouterr().err.splitlines()
+    assert warning.startswith("dllm-sample: Triton kernels cannot run here, torch takes their place: ")
+    assert figures.startswith("1 sample, ")
+    assert main([*words, "copy: Ada", "cuda_graph=true"]) == 2
+    assert capsys.readouterr().err == (
+        "dllm-sample: cuda_graph=true cannot be: graphs are CUDA's, and the model is on cpu\n"
+    )
+    assert main([*words, "copy: Ada", "backend=cuda"]) == 2
+    assert capsys.readouterr().err == "dllm-sample: backend must be auto, triton or torch, not 'cuda'\n"
 
 
 def test_output_file(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

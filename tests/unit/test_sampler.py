@@ -265,8 +265,8 @@ def make(**plugins: Any) -> Sampler:
         ({"max_steps": 0}, r"max_steps must be a whole number of at least 1, not 0"),
         ({"max_steps": 2.5}, r"max_steps must be a whole number of at least 1, not 2.5"),
         ({"poll_every": -1}, r"poll_every must be a whole number of at least 1, not -1"),
-        ({"backend": "cuda"}, r"backend must be auto, triton, torch, not 'cuda'"),
-        ({"backend": None}, r"backend must be auto, triton, torch, not None"),
+        ({"backend": "cuda"}, r"backend must be auto, triton or torch, not 'cuda'"),
+        ({"backend": None}, r"backend must be auto, triton or torch, not None"),
         ({"cuda_graph": True}, r"cuda_graph=true cannot be: graphs are CUDA's, and the model is on cpu"),
     ],
 )
