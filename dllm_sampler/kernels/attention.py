@@ -394,7 +394,7 @@ def _configuration(
 
 
 _MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4, 8), "LLaDA2-mini": (128, 4, 4)}
-_GIVEN = [  # decoding, block-causal decoding, drafts, one that stores, a cache's own mask; without a cache, and its drafts
+_GIVEN = [  # decoding, block-causal, drafts, one that stores, a cache's own mask; without a cache, and drafts then
     ("range",),
     ("range", "split"),
     ("range", "grid", "split"),

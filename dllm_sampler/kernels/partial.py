@@ -252,8 +252,8 @@ def outputs(out: Statistics) -> tuple[Any, ...]:
 
 
 def padded(top: int) -> int:
-    """Length of a list of `top` in a kernel; 0: none."""
-    return triton.next_power_of_2(top) if top else 0
+    """Length of a list of `top` in a kernel; 0: none. Triton 3.7's `topk` knows no list of one."""
+    return max(2, triton.next_power_of_2(top)) if top else 0
 
 
 def finishing(parts: int, draw: bool, top: int) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def recorded() -> Iterator[Any]:
             met |= own
 
 
-@pytest.mark.parametrize("case", recorded())
+@pytest.mark.parametrize("case", list(recorded()))
 def test_replayed_steps_are_the_steps(case: Case, request: pytest.FixtureRequest) -> None:
     rows = [0, 4]
     expected = case.generate(rows)

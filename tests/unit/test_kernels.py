@@ -7,9 +7,10 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_kernel_that_does_not_launch_is_replaced_for_good() -> None:
 
 
 def command(
-    tmp_path: Path, *arguments: str, timeout: float = 300, **environment: str
+    tmp_path: Path, *arguments: str, timeout: float = 300, environment: Mapping[str, str] = MappingProxyType({})
 ) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -169,7 +170,7 @@ def test_mistakes_are_one_sentence(
     tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], sentence: str
 ) -> None:
     pytest.importorskip("triton")
-    run = command(tmp_path, *arguments, **environment)
+    run = command(tmp_path, *arguments, environment=environment)
     assert run.returncode == 2
     assert sentence in run.stderr and run.stderr.count("\n") == 1
 
