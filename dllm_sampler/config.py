@@ -190,6 +190,9 @@ def _one(group: str, spec: object) -> Any:
         raise UserError(f"{owner}: what _target_ names cannot be had ({reason})") from error
     if not inspect.isclass(cls):
         raise UserError(f"{owner}: _target_ should name a class, and {target} is none")
+    for key, value in nested.items():
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
     return cls(**check(owner, cls, nested))
 
 

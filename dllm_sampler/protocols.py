@@ -170,6 +170,11 @@ class Scheduler(PlugIn):
         return False
 
     @property
+    def by_confidence(self) -> bool:
+        """Whether what it commits hangs on `readout.confidence`, so that a factor on it is felt."""
+        return True
+
+    @property
     def plans(self) -> bool:
         """Whether it knows before a forward which positions the forward will commit, and says so in `ahead`."""
         return False

@@ -1,5 +1,6 @@
 """When a row ends: the end-of-text policies (their rules stand side by side in docs/architecture.md)."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
@@ -154,6 +155,15 @@ class Prophet(Stop):
     mid: float = 5.0
     late: float = 2.5
     steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("length", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"stop.{name} must be a whole number from 1 on, not {value!r}")
+        for name in ("early", "mid", "late"):
+            if math.isnan(getattr(self, name)):
+                raise UserError(f"stop.{name} must be a number, not nan: infinity never fires")
 
     @property
     def needs(self) -> frozenset[str]:

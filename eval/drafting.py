@@ -246,7 +246,10 @@ def content(options: argparse.Namespace, chosen: Sequence[Subject], found: Seque
         )
         parts.append(cost(options.model, spread[: options.timed], base, cache, device))
     if device == "cpu":
-        parts.append("There was no GPU: how long a step takes there by the number of branches was not measured.")
+        parts.append(
+            "There was no GPU: how long a step of a large model takes there by the number of branches was not measured"
+            " (`python benchmarks/branches.py --model llada-8b`)."
+        )
     return "\n\n".join(parts)
 
 

@@ -83,11 +83,11 @@ def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
 
 
 @cache
-def denoiser(kind: str = "llada") -> Denoiser:
+def denoiser(kind: str = "llada", device: str = "cpu") -> Denoiser:
     """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal)."""
     if kind == "causal":
-        return replace(wrapped(causal_transformer()), attention="block_causal")
-    model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4), shift=kind == "dream")
+        return replace(wrapped(causal_transformer().to(device)), attention="block_causal")
+    model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4).to(device), shift=kind == "dream")
     return guided(model, 1.5) if kind == "cfg" else model
 
 
@@ -120,8 +120,8 @@ def verifier(seed: int = 3, vocab: int = VOCAB) -> Any:
 TOYS = ("llada", "gqa", "dream", "cfg")  # those that every cache but `block_causal` serves
 
 
-def sampler(kind: str = "llada", **plugins: Any) -> Sampler:
-    return Sampler(denoiser(kind), **{"blocks": {"name": "fixed", "length": 6}, "stop": "none", **plugins})
+def sampler(kind: str = "llada", device: str = "cpu", **plugins: Any) -> Sampler:
+    return Sampler(denoiser(kind, device), **{"blocks": {"name": "fixed", "length": 6}, "stop": "none", **plugins})
 
 
 @dataclass

@@ -121,13 +121,14 @@ class ElasticCache(Cache):
     def plan(self, canvas: Canvas, query: Query) -> Plan:
         """See `Cache.plan`."""
         plan, seen = super().plan(canvas, query), visible(canvas, query)
-        width = self.window if self.block_caching else canvas.length - canvas.origin
+        noise = canvas.length - canvas.origin
+        width = min(self.window, noise) if self.block_caching else noise
         chosen = torch.ones_like(seen) if plan.contiguous else self.computes(canvas) & seen
         return ElasticPlan(
             **vars(plan),
             chosen=chosen,
             watched=select.columns(self.forwarded(canvas) & seen, width),
-            tracked=select.columns(self.tracked & seen, self.track * self.spec.num_layers),
+            tracked=select.columns(self.tracked & seen, min(self.track * self.spec.num_layers, canvas.length)),
             known=seen & ~canvas.masked,
             live=~canvas.done,
             columns=seen.sum(1),

@@ -84,7 +84,7 @@ class Verifier:
         own: Any = loading.load_tokenizer(self.folder)
         if own is None:
             raise UserError(
-                f"scheduler.verifier: {self.folder} has no tokenizer files, and its tokens must be the model's: put its"
+                f"{self.name}: {self.folder} has no tokenizer files, and its tokens must be the model's: put its"
                 " tokenizer there"
             )
         added, theirs = own.get_added_vocab(), tokenizer.get_vocab()

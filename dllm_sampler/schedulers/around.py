@@ -1,12 +1,13 @@
 """What a scheduler around another scheduler hands on."""
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Carry, Guide, ModelSpec, Scheduler
+from dllm_sampler.protocols import Blocks, Carry, Guide, ModelSpec, Scheduler
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,12 @@ class Around(Scheduler):
     def bind(self, spec: ModelSpec) -> Self:
         """Bind the inner scheduler."""
         return replace(self, inner=self.inner.bind(spec))
+
+    def beside(self, blocks: Blocks, draws: bool) -> Self:
+        """See `Scheduler.beside`."""
+        told = copy(self)  # with what `bind` took
+        object.__setattr__(told, "inner", self.inner.beside(blocks, draws))
+        return told
 
     @property
     def whole(self) -> bool:
@@ -38,6 +45,21 @@ class Around(Scheduler):
     def revises(self) -> bool:
         """See `Scheduler.revises`."""
         return self.inner.revises
+
+    @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`."""
+        return self.inner.by_confidence
+
+    @property
+    def drafts(self) -> bool:
+        """See `Scheduler.drafts`."""
+        return self.inner.drafts
+
+    @property
+    def opens_ahead(self) -> bool:
+        """See `Scheduler.opens_ahead`."""
+        return self.inner.opens_ahead
 
     @property
     def plain(self) -> bool:
@@ -79,6 +101,10 @@ class Around(Scheduler):
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The inner scheduler's query, as wide as it wants it."""
         return self.inner.ask(canvas, canvas.sizes.block if self.inner.asks == "window" else width, carry)
+
+    def pace(self, canvas: Canvas, seconds: float) -> int | None:
+        """See `Scheduler.pace`."""
+        return self.inner.pace(canvas, seconds)
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`."""

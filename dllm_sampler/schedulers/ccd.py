@@ -50,6 +50,11 @@ class Coherent(Scheduler):
             raise UserError(f"scheduler.late must be a share between 0 and 1, not {self.late!r}")
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by the mean distribution."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """The score's statistic."""
         return score_needs(self.score)

@@ -52,13 +52,18 @@ class CoherentMarginal(Scheduler):
         return bound
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by entropy."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """Whole distributions."""
         return frozenset({"probabilities", "entropy"})
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B, (depth-1) buffer]` and predictions `[B, (depth-1) buffer, V]`, newest first; the schedule."""
-        shape = (canvas.start.shape[0], (self.depth - 1) * self.buffer)
+        shape = (canvas.start.shape[0], (self.depth - 1) * self._size(canvas))
         columns = torch.full(shape, canvas.length, device=canvas.ids.device)
         one = torch.ones_like(canvas.start)
         return columns, torch.zeros(*shape, self.vocab, device=columns.device), (one, one)
@@ -67,11 +72,12 @@ class CoherentMarginal(Scheduler):
         """See `Scheduler.tell`."""
         assert readout.probabilities is not None and readout.entropy is not None
         score, eligible = -readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
+        buffer = self._size(canvas)
         # Places 0 to buffer - 1 hold the lowest entropies; one more takes the rest.
-        place = rank(score, eligible).masked_fill(~eligible, self.buffer).clamp(max=self.buffer)
+        place = rank(score, eligible).masked_fill(~eligible, buffer).clamp(max=buffer)
         order = torch.arange(place.numel(), device=place.device).view_as(place)  # rows of [B * Q, V]
-        index = order[:, :1].repeat(1, self.buffer + 1).scatter(1, place, order)[:, : self.buffer]
-        there = torch.arange(self.buffer, device=place.device) < eligible.sum(1)[:, None]  # [B, buffer]
+        index = order[:, :1].repeat(1, buffer + 1).scatter(1, place, order)[:, :buffer]
+        there = torch.arange(buffer, device=place.device) < eligible.sum(1)[:, None]  # [B, buffer]
         columns = query.positions.flatten()[index].masked_fill(~there, canvas.length)
         rows = readout.probabilities.flatten(0, 2).index_select(0, index.flatten())
         now = rows.view(*index.shape, self.vocab).to(carry[1].dtype)  # [B, buffer, V]
@@ -91,6 +97,10 @@ class CoherentMarginal(Scheduler):
             chosen = top(-marginal, marginal < torch.inf, share)
             missing = share - chosen.sum(1)
         commit = chosen | top(score, eligible & ~chosen, missing)
-        kept = (self.depth - 1) * self.buffer
+        kept = (self.depth - 1) * buffer
         history = torch.cat([columns, old], 1)[:, :kept], torch.cat([now, then], 1)[:, :kept]
         return Edit(readout.token[:, 0], commit & eligible), (*history, plan)
+
+    def _size(self, canvas: Canvas) -> int:
+        """Positions kept per step: no more than there can be."""
+        return min(self.buffer, canvas.length - canvas.origin)

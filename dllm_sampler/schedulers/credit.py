@@ -35,9 +35,9 @@ class Credit(DInferThreshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "gamma"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"scheduler.{name} must be a number from 0 on, not {getattr(self, name)!r}")
+        for name in ("alpha", "gamma"):  # a power of alpha must stay finite
+            if not 0 <= getattr(self, name) <= 64:
+                raise UserError(f"scheduler.{name} must be a number from 0 to 64, not {getattr(self, name)!r}")
         if not 0 <= self.decay <= 1:
             raise UserError(f"scheduler.decay must lie between 0 and 1, not {self.decay!r}")
         if not isinstance(self.memory, int) or isinstance(self.memory, bool) or self.memory < 1:

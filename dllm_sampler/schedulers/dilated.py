@@ -28,6 +28,11 @@ class Dilated(Scheduler):
         check_count("base", self.base, 2)
         check_number("skip", self.skip)
 
+    @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: the order is given, confidences may only delay it."""
+        return self.skip > 0
+
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         level = (canvas.age + 1).clamp(max=40).double()  # [B]

@@ -26,6 +26,11 @@ class EntropyThreshold(Scheduler):
             raise UserError(f"scheduler.entropy must be a number of nats, not {self.entropy!r}")
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by entropy."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """Entropy."""
         return frozenset({"entropy"})

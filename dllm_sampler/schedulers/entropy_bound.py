@@ -29,6 +29,11 @@ class EntropyBound(Scheduler):
             raise UserError(f"scheduler.gamma must be a number of nats from 0 on, not {self.gamma!r}")
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by entropy."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """Entropy."""
         return frozenset({"entropy"})

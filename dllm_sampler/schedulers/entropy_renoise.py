@@ -75,6 +75,11 @@ class EntropyRenoise(Scheduler):
         return (*given, LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps))
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by entropy."""
+        return False
+
+    @property
     def needs(self) -> frozenset[str]:
         """Entropies, and logits for the best tokens."""
         return frozenset({"entropy", "logits", "logsumexp"})

@@ -44,6 +44,17 @@ class Eoser(Around):
             )
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
+        inner = type(self.inner).__name__
+        if self.inner.drafts:
+            raise UserError(
+                f"scheduler=Eoser cannot change what {inner} has drafted: put it inside, as in"
+                " scheduler=freedave scheduler.inner=eoser"
+            )
+        if not self.inner.by_confidence:
+            raise UserError(
+                f"scheduler=Eoser scales confidences, and {inner} with these settings does not look at them: use"
+                " another scheduler inside, fixed or threshold say"
+            )
 
     def bind(self, spec: ModelSpec) -> Self:
         """Take the end token."""

@@ -53,6 +53,11 @@ class FixedSteps(Scheduler):
             raise UserError(f"scheduler.alg_temp must be at least 0, not {self.alg_temp!r}")
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`."""
+        return self.score == "confidence"
+
+    @property
     def needs(self) -> frozenset[str]:
         """The score's statistic."""
         return score_needs(self.score)

@@ -76,7 +76,12 @@ class Klass(FixedSteps):
         precise = torch.promote_types(self.model.dtype, torch.float32)
         nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
         zero = torch.zeros_like(nowhere, dtype=precise)[..., None]
-        return super().init(canvas), nowhere, zero.repeat(1, 1, self.model.vocab_size), zero.repeat(1, 1, self.history)
+        return (
+            super().init(canvas),
+            nowhere,
+            zero.repeat(1, 1, self.model.vocab_size),
+            zero.double().repeat(1, 1, self.history),
+        )
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The block's masks; under `compat` all of them."""
@@ -92,7 +97,8 @@ class Klass(FixedSteps):
         at = query.positions.contiguous()
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
         row = last + torch.arange(0, asked.numel(), asked.shape[1], device=last.device)[:, None]
-        move = divergence(now.flatten(0, 1), then.flatten(0, 1), row.flatten()).clamp(min=0).view_as(last)
+        precise = self.compat or self.take == "steadiest"
+        move = divergence(now.flatten(0, 1), then.flatten(0, 1), row.flatten(), precise).clamp(min=0).view_as(last)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
         past = past.masked_fill((canvas.age == 0)[:, None, None] & (not self.compat), torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]

@@ -40,6 +40,11 @@ class Leftmost(Scheduler):
         return self.max_lookahead
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by place."""
+        return False
+
+    @property
     def exact(self) -> bool:
         """A mask that is passed over would break the order."""
         return True

@@ -33,6 +33,11 @@ class Origin(Scheduler):
         check_eps(self.eps)
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by chance."""
+        return False
+
+    @property
     def exact(self) -> bool:
         """See `Scheduler.exact`."""
         return True

@@ -32,7 +32,8 @@ class Pace:
         """Take down the last step's time and choose the branches of the next one."""
         sizes = canvas.sizes
         batch, columns = canvas.ids.shape
-        table = self.tables.setdefault((batch, columns, sizes.block), {1: []})
+        # Prompts of nearly one length share a table: their forwards differ less than the slack.
+        table = self.tables.setdefault((batch, columns.bit_length(), sizes.block), {1: []})
         now = sizes.branches
         # A forward that opens a block is wider, and one with few masks left takes fewer branches than it may.
         if now in table and not sizes.opens and sizes.masks >= now:

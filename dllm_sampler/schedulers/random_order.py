@@ -29,6 +29,11 @@ class RandomOrder(Scheduler):
         check_steps(self.steps)
 
     @property
+    def by_confidence(self) -> bool:
+        """See `Scheduler.by_confidence`: by chance."""
+        return False
+
+    @property
     def exact(self) -> bool:
         """See `Scheduler.exact`."""
         return True

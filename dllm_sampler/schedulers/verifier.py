@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Self, get_args
 
 import torch
@@ -64,8 +64,9 @@ class Verifier(Around):
         layout: `batch`: candidates are rows of a larger batch, each with a copy of the cached keys; `tree`: they lie
             side by side on the sequence axis, share the cached keys, and a mask keeps them apart. Equal results.
         eager: guess over the end of the block, into the next one, and open that without a forward of its own where
-            the guess was right (one block ends per forward at most); needs blocks that are not sized on opening, and a
-            cache that opening a block does not refresh.
+            the guess was right (one block ends per forward at most; a stop may then leave other tokens behind the
+            end token). It needs blocks that are not sized on opening, and a cache that opening a block does not
+            refresh.
     """
 
     layout: Layout = "batch"
@@ -123,11 +124,9 @@ class Verifier(Around):
                 f"scheduler.eager opens a block ahead of time, and blocks={type(blocks).__name__} sizes it on the"
                 " forward that opens it: use blocks=fixed, or eager=false"
             )
-        told = replace(self, inner=self.inner.beside(blocks, draws))
-        kept = {one.name: getattr(self, one.name) for one in fields(self) if not one.init}
-        lookahead = blocks.lookahead(2**16) if self.eager else 0
-        for name, value in {**kept, "lookahead": lookahead, "draws": draws}.items():
-            object.__setattr__(told, name, value)
+        told = super().beside(blocks, draws)
+        object.__setattr__(told, "lookahead", blocks.lookahead(2**16) if self.eager else 0)
+        object.__setattr__(told, "draws", draws)
         return told
 
     def branches(self, most: int) -> list[Branch]:

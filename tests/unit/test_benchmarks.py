@@ -80,3 +80,13 @@ def test_a_decoding_step_of_a_large_model_needs_a_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):
         import_module("decode_step").main([])
+
+
+def test_branches_are_timed_in_both_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "branches.json"
+    options = ["--model", "smoke", "--branches", "1,4", "--repeats", "1", "--json", str(file)]
+    assert import_module("branches").main(options) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["branches"], row["layout"]) for row in rows] == [(1, "batch"), (4, "batch"), (4, "tree")]
+    assert rows[0]["positions"] < rows[1]["positions"] and all(row["seconds"] for row in rows)
+    assert "over one branch" in capsys.readouterr().out

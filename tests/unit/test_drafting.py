@@ -17,6 +17,7 @@ from dllm_sampler.protocols import Plan, Spent
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.pace import Pace
 from dllm_sampler.schedulers.ssd import SelfSpeculative
+from dllm_sampler.schedulers.stored import StorePass
 from tests import toys
 
 TOKENS, BLOCK = 18, 6
@@ -199,6 +200,7 @@ REFUSED: dict[str, tuple[Settings, str]] = {
     "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "cannot look ahead for Wino"),
     "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "cannot look ahead for SlowFast"),
     "twice": ({"scheduler": {"name": "ssd", "inner": "freedave"}}, "drafts already"),
+    "outside": ({"scheduler": {"name": "eoser", "inner": "freedave"}}, "put it inside"),
     "cache": ({"cache": "periodic_dual"}, "use cache=dual, prefix or none"),
     "stop": ({"stop": "prophet"}, "use stop=prefix, block or none"),
     "cut": ({"stop": "truncate"}, "use stop=prefix, block or none"),
@@ -238,6 +240,24 @@ def test_the_pace_grows_while_branches_are_free() -> None:
     assert settle({1: 1.0, 2: 1.0, 4: 1.1, 8: 1.2})[-1] == 8
     assert settle({1: 1.0, 2: 1.1, 4: 2.0, 8: 4.0})[-1] == 2
     assert settle({1: 1.0, 2: 1.9})[-1] == 1
+
+
+def test_the_pace_is_taken_behind_a_store_pass_too() -> None:
+    cache, scheduler = {"name": "block_causal", "store_pass": "separate"}, {"name": "freedave", "draft": "auto"}
+    sampler = toys.sampler("causal", cache=cache, scheduler=scheduler)
+    sampler.generate(toys.PROMPTS, max_new_tokens=12)
+    around = sampler.plugins.scheduler
+    assert isinstance(around, StorePass) and isinstance(around.inner, FreeDave)
+    assert around.inner.measured.tables
+
+
+def test_prompts_of_nearly_one_length_share_their_times() -> None:
+    sampler = toys.sampler(scheduler={"name": "freedave", "draft": "auto"})
+    for length in range(20, 28):
+        sampler.generate([[5] * length], max_new_tokens=12)
+    drafter = sampler.plugins.scheduler
+    assert isinstance(drafter, FreeDave)
+    assert len(drafter.measured.tables) == 1
 
 
 def test_auto_changes_no_token() -> None:

@@ -1,0 +1,139 @@
+"""How long a step takes by the number of branches that a drafting scheduler computes in it.
+
+    python benchmarks/branches.py                          # llada-8b's shape where there is a GPU, else llada-157m's
+    python benchmarks/branches.py --model llada-8b --branches 1,2,4,8,16,32 --json branches.json
+
+One prompt, random weights, blocks of 32 under the dual cache; FreeDave around one token per step. The time of a step is
+that between two results of `Sampler.stream`, so it ends when the host knows the tokens; the median over the steps of a
+generation leaves out those that open a block. Depths take turns within a repeat, and figures are medians over repeats
+with the range. `free`: at most `--slack` times the step of one branch. `accepted`: tokens per forward, which says
+nothing of a trained model, whose drafts are better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from step_overhead import circumstances
+from subjects import Subject, subject
+
+from dllm_sampler.sampler import Sampler
+
+
+@dataclass
+class Row:
+    """One depth in one layout; seconds of a step, one per repeat."""
+
+    branches: int
+    layout: str
+    positions: float = 0.0  # computed per forward
+    accepted: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+
+
+def sampler(it: Subject, branches: int, layout: str) -> Sampler:
+    """FreeDave around one token per step; one branch is that alone."""
+    return Sampler(
+        it.denoiser,
+        scheduler={"name": "freedave", "inner": "fixed", "draft": branches, "layout": layout},
+        blocks={"name": "fixed", "length": it.block},
+        stop="none",
+        cache="dual",
+    )
+
+
+def step_seconds(one: Sampler, it: Subject) -> float:
+    """Median time of a step of one generation."""
+    seconds, begun = [], time.perf_counter()
+    for _ in one.stream(it.prompts(1), max_new_tokens=it.new_tokens):
+        now = time.perf_counter()
+        seconds.append(now - begun)
+        begun = now
+    return statistics.median(seconds)
+
+
+def measure(it: Subject, branches: Sequence[int], repeats: int) -> list[Row]:
+    """Every depth and layout in turns, after a first generation of each."""
+    rows = [Row(n, layout) for n in branches for layout in (("batch", "tree") if n > 1 else ("batch",))]
+    samplers = [sampler(it, row.branches, row.layout) for row in rows]
+    shown = track(range(repeats + 1), "branches", console=Console(stderr=True), transient=True)
+    for repeat in shown:
+        for row, one in zip(rows, samplers, strict=True):
+            if repeat:
+                row.seconds.append(step_seconds(one, it))
+                continue
+            result = one.generate(it.prompts(1), max_new_tokens=it.new_tokens)  # also warms up
+            forwards = int(result.nfe)
+            row.positions, row.accepted = int(result.trace.rows) / forwards, it.new_tokens / forwards
+    return rows
+
+
+def table(rows: Sequence[Row], slack: float) -> Table:
+    """Medians and ranges, and what is free."""
+    shown = Table(title="median (lowest to highest) of the repeats")
+    for head in ("branches", "layout", "positions per forward", "ms per step", "over one branch", "free", "accepted"):
+        shown.add_column(head, justify="left" if head == "layout" else "right")
+    alone = rows[0].seconds
+    for row in rows:
+        ratios = [a / b for a, b in zip(row.seconds, alone, strict=True)]
+        ratio = statistics.median(ratios)
+        shown.add_row(
+            str(row.branches),
+            row.layout,
+            f"{row.positions:.0f}",
+            f"{1000 * statistics.median(row.seconds):.2f}",
+            f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            "yes" if ratio <= slack else "no",
+            f"{row.accepted:.2f}",
+        )
+    return shown
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+
+    def numbers(text: str) -> list[int]:
+        found = [int(word) for word in text.split(",")]
+        if found[0] != 1 or min(found) < 1:
+            raise argparse.ArgumentTypeError("a list of whole numbers that begins with 1, which all are set against")
+        return found
+
+    best = "llada-8b" if torch.cuda.is_available() else "llada-157m"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=best, help=f"mini, llada-157m, llada-8b (needs a GPU), smoke ({best})")
+    parser.add_argument("--branches", type=numbers, default=[1, 2, 4, 8, 16], help="depths (1,2,4,8,16)")
+    parser.add_argument("--repeats", type=int, default=5, help="generations per depth that are timed (5)")
+    parser.add_argument("--slack", type=float, default=1.25, help="what counts as free (1.25)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = arguments(argv)
+    torch.set_num_threads(options.threads)
+    rows = measure(subject(options.model), options.branches, options.repeats)
+    about = {**circumstances("wall"), "model": options.model}
+    console = Console(width=120)
+    for name, value in about.items():
+        console.print(f"{name}: {value}", highlight=False)
+    console.print(table(rows, options.slack))
+    if options.json:
+        found = {"about": about, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
