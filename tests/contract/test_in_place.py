@@ -110,7 +110,7 @@ def recorded() -> Iterator[Any]:
     met: set[str] = set()
     for case in CASES:
         if records(case):
-            own = {f"scheduler {case.scheduler['name']}", f"cache {case.cache}", f"toy {case.toy}"}
+            own = {f"scheduler {case.scheduler['name']}", f"cache {case.cache['name']}", f"toy {case.toy}"}
             yield pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow)
             met |= own
 

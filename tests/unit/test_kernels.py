@@ -139,7 +139,7 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
     document.write_text("<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
     names = ("head bf16 V=126464 few rows greedy", "commit count fp32 Q=32")
     only = [f"--only={name}" for name in names]
-    run = command(tmp_path, *only, "--json", str(report), "--docs", str(document))
+    run = command(tmp_path, *only, "--json", str(report), "--docs", str(document), "--processes", "1")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(report.read_text())["kernels"]
     assert len(found) == 4 * 2
@@ -157,22 +157,29 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_an_interpreter_cannot_compile(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    run = command(tmp_path, environment={"TRITON_INTERPRET": "1"})
+    assert run.returncode == 2
+    assert "TRITON_INTERPRET is set" in run.stderr and run.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 @pytest.mark.parametrize(
-    ("arguments", "environment", "sentence"),
+    ("arguments", "sentence"),
     [
-        ((), {"TRITON_INTERPRET": "1"}, "TRITON_INTERPRET is set"),
-        (("--target", "sm_9"), {}, "did you mean 'sm_90'"),
-        (("--only", "nothing"), {}, "no kernel's name contains nothing"),
-        (("--docs", "nowhere.md"), {}, "nowhere.md cannot be read"),
+        (("--target", "sm_9"), "did you mean 'sm_90'"),
+        (("--only", "nothing"), "no kernel's name contains nothing"),
+        (("--docs", "nowhere.md"), "nowhere.md cannot be read"),
     ],
 )
 def test_mistakes_are_one_sentence(
-    tmp_path: Path, arguments: tuple[str, ...], environment: dict[str, str], sentence: str
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    run = command(tmp_path, *arguments, environment=environment)
-    assert run.returncode == 2
-    assert sentence in run.stderr and run.stderr.count("\n") == 1
+    assert importlib.import_module("dllm_sampler.kernels.compile").main(arguments) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
