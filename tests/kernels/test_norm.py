@@ -31,7 +31,8 @@ def test_rounds_where_the_network_does(add):
     got, residual = norm(hidden, module.weight.detach(), 1e-5, delta if add else None)
     assert torch.equal(residual, hidden + delta if add else hidden)
     apart = (got.view(torch.int16).int() - want.view(torch.int16).int()).abs()
-    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01  # the order of the sum
+    # The order of the sum moves few norms by one place, which the weight's product may make two.
+    assert apart.max() <= 2 and (apart > 0).float().mean() < 0.01
 
 
 def test_norms_each_head_of_a_view():
