@@ -16,6 +16,7 @@ Without a GPU there is no figure for a kernel: then only the references are time
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import statistics
@@ -31,7 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 import dllm_sampler
-from dllm_sampler.kernels.backend import TORCH, Backend, select
+from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
 from dllm_sampler.kernels.statistics import Then
 
 Call = Callable[[Backend], Any]
@@ -115,6 +116,41 @@ def commits(device: torch.device, rows: int, width: int) -> Iterator[Case]:
         yield Case(f"commit {rows} x {width} {what}", run, moved)
 
 
+def layers(
+    device: torch.device, dtype: torch.dtype, rows: int, window: int, slots: int, heads: int, kv_heads: int, head: int
+) -> Iterator[Case]:
+    """The parts of a layer, for the last `window` columns of rows of `slots`; the feed-forward is thrice the stream."""
+    if importlib.util.find_spec("triton") is None:  # their references stand beside them
+        return
+    from dllm_sampler.kernels import attention, norm, rope, swiglu
+
+    plain = LayerKernels(
+        attention.attention_reference, norm.norm_reference, rope.qkv_rope_reference, swiglu.swiglu_reference
+    )
+
+    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    width = heads * head
+    hidden, delta, weight = normal(rows, window, width), normal(rows, window, width), normal(width)
+    fused, gate = normal(rows, window, (heads + 2 * kv_heads) * head), normal(rows, window, 6 * width)
+    cos, sin = (normal(rows, 1, window, head, dtype=torch.float32) for _ in range(2))
+    q, keys, values = normal(rows, window, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
+    at = torch.arange(slots - window, slots, device=device).expand(rows, -1).contiguous()
+    runs: dict[str, tuple[Callable[[LayerKernels], Any], int]] = {
+        "attention": (lambda its: its.attention(q, None, None, (keys, values), at), size(q, q, keys, values)),
+        "norm": (lambda its: its.norm(hidden, weight, 1e-5, delta), 4 * size(hidden)),
+        "qkv_rope": (
+            lambda its: its.qkv_rope(fused, cos, sin, heads, kv_heads, slots=(keys, values), positions=at, fresh=False),
+            size(fused, fused, cos, sin),
+        ),
+        "swiglu": (lambda its: its.swiglu(gate), size(gate) * 3 // 2),
+    }
+    for name, (run, moved) in runs.items():
+        shape = f"{rows} x {window} of {slots}, heads {heads}/{kv_heads} of {head}"
+        yield Case(f"{name} {shape}", lambda it, run=run: run(it.layer or plain), moved)
+
+
 def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
     """On a GPU the sizes of LLaDA-8B and Dream-7B, on a CPU and for a smoke run small ones."""
     if smoke or device.type == "cpu":
@@ -123,6 +159,7 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield from readouts(device, dtype, rows, vocab)
         yield from heads(device, dtype, rows, vocab, 64 if smoke else 512)
         yield from commits(device, 4, 32)
+        yield from layers(device, dtype, 2, 8, 64 if smoke else 512, 4, 2, 64)
         return
     for rows in (1, 32, 2048):
         yield from readouts(device, torch.bfloat16, rows, 126464)
@@ -131,6 +168,9 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield from heads(device, torch.bfloat16, rows, 152064, 3584)
     for width in (32, 1024):
         yield from commits(device, 8, width)
+    for rows, window in ((1, 8), (1, 32), (1, 256), (1, 1024), (16, 32)):
+        yield from layers(device, torch.bfloat16, rows, window, 1024, 32, 32, 128)
+        yield from layers(device, torch.bfloat16, rows, window, 1024, 28, 4, 128)
 
 
 class Clock:
