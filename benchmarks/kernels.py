@@ -134,7 +134,8 @@ def layers(
     width = heads * head
     hidden, delta, weight = normal(rows, window, width), normal(rows, window, width), normal(width)
     fused, gate = normal(rows, window, (heads + 2 * kv_heads) * head), normal(rows, window, 6 * width)
-    cos, sin = (normal(rows, 1, window, head, dtype=torch.float32) for _ in range(2))
+    angles = normal(rows, 1, window, head // 2, dtype=torch.float32)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
     q, keys, values = normal(rows, window, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
     at = torch.arange(slots - window, slots, device=device).expand(rows, -1).contiguous()
     runs: dict[str, tuple[Callable[[LayerKernels], Any], int]] = {
