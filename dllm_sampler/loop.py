@@ -36,16 +36,22 @@ class State:
 class Engine:
     """Runs steps for one set of plug-ins; holds no state of a generation."""
 
-    def __init__(self, denoiser: Denoiser, plugins: Plugins, poll_every: int):
+    def __init__(self, denoiser: Denoiser, plugins: Plugins, poll_every: int, entropy: bool = False, samples: int = 1):
         self.denoiser, self.plugins, self.poll_every = denoiser, plugins, poll_every
+        self.entropy, self.samples = entropy, samples  # samples: so many consecutive rows have the same prompt
 
     def begin(self, canvas: Canvas) -> State:
         """The state before the first step."""
-        p = self.plugins
-        cache = p.cache.init(canvas, self.denoiser.spec)
+        p, spec = self.plugins, self.denoiser.spec
+        cache = p.cache.init(canvas, spec)
         bad = torch.zeros_like(canvas.step)
-        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas))
+        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas, spec.dtype, self.entropy))
         self._look_ahead(state)
+        if self.samples > 1:
+            rows = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
+            if rows is not None:
+                state.canvas = replace(canvas, rows=canvas.rows + rows)
+                self.poll(state, 0)
         return state
 
     def step(self, state: State) -> None:
@@ -59,7 +65,7 @@ class Engine:
         watched = p.stop.positions(canvas)
         if watched is not None:
             query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
-        needs = p.needs
+        needs = p.needs | {"entropy"} if self.entropy else p.needs
         if spec.self_conditioning:
             needs |= {"logits"}
             query = replace(query, previous=state.previous)
@@ -115,7 +121,8 @@ class Engine:
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
         """Step until every row is done, yielding after each step (the same object)."""
-        state = self.begin(canvas)
+        with torch.no_grad():
+            state = self.begin(canvas)
         for step in range(1, max_steps + 1):
             # not inference_mode: its tensors could not be used by autograd later
             with torch.no_grad():

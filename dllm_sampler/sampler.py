@@ -41,6 +41,7 @@ class Sampler:
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
         max_steps: give up after so many steps; None: the scheduler's own bound.
         poll_every: look for finished rows every so many steps (a cache that stores keys looks at each).
+        entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
         UserError: an unknown name or setting, or a combination that cannot work.
@@ -63,6 +64,7 @@ class Sampler:
         compat: bool = False,
         max_steps: int | None = None,
         poll_every: int = 1,
+        entropy: bool = False,
     ):
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -74,7 +76,7 @@ class Sampler:
             )
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
-        self.max_steps, self.poll_every = max_steps, poll_every
+        self.max_steps, self.poll_every, self.entropy = max_steps, poll_every, entropy
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
@@ -99,6 +101,7 @@ class Sampler:
         compat: bool = False,
         max_steps: int | None = None,
         poll_every: int = 1,
+        entropy: bool = False,
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -127,6 +130,7 @@ class Sampler:
             compat=compat,
             max_steps=max_steps,
             poll_every=poll_every,
+            entropy=entropy,
         )
 
     @property
@@ -143,6 +147,7 @@ class Sampler:
         seed: int | Sequence[int] = 0,
         stop_strings: str | Sequence[str] = (),
         progress: Progress | None = None,
+        samples: int = 1,
     ) -> Result:
         """Answer a batch of prompts; each row comes out as if it were alone.
 
@@ -154,13 +159,17 @@ class Sampler:
             seed: row i samples with seed + i, or with its own number of a sequence.
             stop_strings: text at which an answer ends, or several; not part of it.
             progress: called after each step with (step, tokens committed, tokens wanted); reads the device.
+            samples: answers per prompt, side by side in the result: all of the first prompt, then of the second. With
+                the exact cache of a block-causal model the prompt is computed once for all of them (the positions
+                count for the first, the pass for none); elsewhere a prompt's keys depend on its answer.
 
         Raises:
             UserError: a bad prompt or argument.
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
         last: Commits | None = None
-        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, int(progress is not None)):
+        every = int(progress is not None)
+        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, samples):
             if progress is not None:
                 progress(last.step, int((~last.masked).sum()), last.masked.numel())
         assert last is not None and last.result is not None
@@ -190,15 +199,19 @@ class Sampler:
         seed: int | Sequence[int],
         stop_strings: str | Sequence[str],
         every: int,
+        samples: int = 1,
     ) -> Iterator[Commits]:
         """Check the arguments and start the loop; one in `every` steps is transferred, with 0 only the last."""
         plugins, spec = self._plugins(block_length), self.denoiser.spec
         stops = prompts.stop_strings(stop_strings, self.tokenizer)
-        rows = prompts.encode(given, self.tokenizer, spec, new_tokens)
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+            raise UserError(f"samples must be a whole number of at least 1, not {samples!r}")
+        rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
         seeds = prompts.seeds(seed, len(rows))
         canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
         bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
-        return self._run(Engine(self.denoiser, plugins, self.poll_every), canvas, bound, stops, every)
+        engine = Engine(self.denoiser, plugins, self.poll_every, self.entropy, samples)
+        return self._run(engine, canvas, bound, stops, every)
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:
         try:
