@@ -127,7 +127,7 @@ class Trace:
     def state(self, step: int | Tensor) -> Tensor:
         """`[B, L]` the canvas that each row's forward number `step` saw; one number, or `[B]`.
 
-        Nothing was stored for it: what was committed at `step` or later is noise. Exact for rows that are not `revised`.
+        Nothing was stored for it: what was committed at `step` or later is noise. Exact for rows not `revised`.
         """
         noise = self.pad_id if self.mask_id is None else self.mask_id
         generated = torch.arange(self.ids.shape[1]) >= self.origin
