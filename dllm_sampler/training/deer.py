@@ -27,7 +27,7 @@ from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint
 from dllm_sampler.training.export import export
-from dllm_sampler.training.mini import _interrupts
+from dllm_sampler.training.progress import interrupts
 from dllm_sampler.training.tasks import LESSONS, draw_example
 from dllm_sampler.training.tokenizer import EOS, build_tokenizer, vocabulary
 
@@ -200,7 +200,7 @@ class DeerTrainer:
         state: dict[str, Any] = {"step": 0}
         if (folder / checkpoint.FILE).exists():
             state = checkpoint.load(folder, network, optimizer)
-        with _interrupts() as interrupted, self._bar(folder.name, steps, state["step"]) as bar:
+        with interrupts() as interrupted, self._bar(folder.name, steps, state["step"]) as bar:
             total, count, begun = 0.0, 0, time.perf_counter()
             for step in range(state["step"], steps):
                 for group in optimizer.param_groups:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training import checkpoint
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
-from dllm_sampler.training.progress import bar
+from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.tokenizer import MASK, build_tokenizer
 
 # A resumed run may change these; anything else would make it another run.
@@ -81,7 +78,7 @@ class MiniTrainer:
         folder.mkdir(parents=True, exist_ok=True)
         self._build()
         state = self._resume(folder)
-        with self._progress(state) as progress, _interrupts() as interrupted:
+        with self._progress(state) as progress, interrupts() as interrupted:
             for batch in self._batches(state):
                 self._step(batch, state)
                 if state["step"] % 20 == 0:
@@ -175,23 +172,3 @@ def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
 def _line(state: Mapping[str, Any], steps: int) -> str:
     loss = state["loss_sum"] / state["loss_steps"] if state["loss_steps"] else math.nan
     return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {state['tokens']:,}  seconds {state['seconds']:.0f}"
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event, so that a step is never cut in half; a second one works as usual."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handle(*_: object) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, previous)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -1,8 +1,8 @@
 """The probability of what a sampler did, under the weights of now and with a gradient.
 
-A trajectory is a sequence of transitions: forward s saw the state X^s and committed the tokens U_s. Its log-probability,
-the order of positions taken as given, is the sum over s and over i in U_s of log p(x_i | X^s) (CJ-GRPO, arXiv 2509.23924).
-States come from the trace's step map; any number of them, of any rows, are packed into one forward.
+A trajectory is a sequence of transitions: forward s saw the state X^s and committed the tokens U_s. Its
+log-probability, the order of positions taken as given, is the sum over s and over i in U_s of log p(x_i | X^s)
+(CJ-GRPO, arXiv 2509.23924). States come from the trace's step map; those of many rows and steps share a forward.
 
 Letters: B rows of the trace, L its columns, T forwards' rows ("items"), n items of a chunk, Q tokens asked in an item.
 """
@@ -250,6 +250,6 @@ def check(sampler: Sampler) -> None:
             )
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
         raise UserError(
-            "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder, uniform"
-            " diffusion or compat"
+            "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder,"
+            " uniform diffusion or compat"
         )
