@@ -147,11 +147,15 @@ class FineTuner:
             following = next(losses, None)
             # Gradients of all processes are averaged once, with the last.
             with self.accelerator.no_sync(self.wrapped) if following else nullcontext():
-                with self.accelerator.autocast():
+                with self.autocast():
                     loss = one()
                 self.accelerator.backward(loss)
             total, one = total + float(loss.detach()), following
         return total
+
+    def autocast(self) -> torch.autocast:
+        """What every forward runs under, a rollout's too; bfloat16 has the range of float32, so no loss is scaled."""
+        return torch.autocast(self.denoiser.spec.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -221,7 +225,7 @@ class FineTuner:
         right, nfe, tokens = 0, 0, 0
         for first in range(0, len(examples), 32):
             some = examples[first : first + 32]
-            with self.accelerator.autocast():
+            with self.autocast():
                 result = sampler.generate([prompt for _, prompt, _ in some], max_new_tokens=self.new_tokens)
             assert result.texts is not None
             right += sum(solved(*each, text) for each, text in zip(some, result.texts, strict=True))
@@ -233,7 +237,7 @@ class FineTuner:
     def _load(self) -> None:
         """Model, adapters, optimizer."""
         device = as_device(self.device)
-        self.accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=self.precision)
+        self.accelerator = Accelerator(cpu=device.type == "cpu")
         if self.accelerator.distributed_type not in (
             DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU,
         ):  # fmt: skip

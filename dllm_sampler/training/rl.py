@@ -135,10 +135,8 @@ class PolicyTrainer(FineTuner):
 
     def _sample(self, prompts: list[str], number: int) -> Result:
         seed = Random(f"{self.seed}/rollout/{number}/{self.accelerator.process_index}").getrandbits(48)
-        with self.accelerator.autocast():
-            return self.rollouts.generate(
-                prompts, max_new_tokens=self.new_tokens, samples=self.group, seed=seed
-            )  # fmt: skip
+        with self.autocast():
+            return self.rollouts.generate(prompts, max_new_tokens=self.new_tokens, samples=self.group, seed=seed)
 
     def _told(self, number: int, scores: rewards.Scores, advantage: Tensor, result: Result) -> dict[str, float]:
         """Figures of the log, and sentences where something is wrong."""
@@ -176,7 +174,7 @@ class PolicyTrainer(FineTuner):
     def _score_all(self, network: nn.Module, views: list[Trajectories]) -> list[Tensor]:
         """Log-probabilities of each view under `network`, once where the views are the same."""
         alike = self.likelihood == "trajectory" and self.transitions is None
-        with self.accelerator.autocast():
+        with self.autocast():
             found = [view.log_probabilities(network, self.batch_tokens) for view in (views[:1] if alike else views)]
         return found * len(views) if alike else found
 
