@@ -100,13 +100,21 @@ def _run(words: list[str]) -> int:
 
 
 def _compose(words: Sequence[str]) -> dict[str, Any]:
+    overrides = [part for word in words for part in _replacing(word)]
     try:
         with initialize_config_module("dllm_sampler.conf", job_name="dllm-train", version_base="1.3"):
-            settings = OmegaConf.to_container(compose("train", overrides=list(words)).train, resolve=True)
+            settings = OmegaConf.to_container(compose("train", overrides=overrides).train, resolve=True)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(str(error).partition("\n")[0].rstrip(".")) from None
     assert isinstance(settings, dict)
     return {str(key): value for key, value in settings.items()}
+
+
+def _replacing(word: str) -> list[str]:
+    """`train.FIELD={...}` means these settings and no others, where Hydra would merge them into the defaults."""
+    if _FIELD.match(word) and word.partition("=")[2].startswith("{"):
+        return [f"~{word.partition('=')[0]}", f"+{word}"]
+    return [word]
 
 
 def _known(name: str, settings: Mapping[str, Any], path: list[str]) -> None:

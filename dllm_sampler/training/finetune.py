@@ -278,14 +278,17 @@ class FineTuner:
         """How many steps are done."""
         mine = {key: value for key, value in asdict(self).items() if key not in self.free}
         self._settings = json.loads(json.dumps(mine))
+        main = self.accelerator.is_main_process
         if not (self.folder / checkpoint.FILE).exists():
-            (self.folder / LOG).unlink(missing_ok=True)
+            if main:
+                (self.folder / LOG).unlink(missing_ok=True)
             return 0
         state = checkpoint.load(self.folder, self.network, self.optimizer, self.others())
         checkpoint.check_same(self.folder, state["config"], mine)
-        lines = (self.folder / LOG).read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state["step"]]
-        (self.folder / LOG).write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        if main:  # steps behind the saved one are made again
+            lines = (self.folder / LOG).read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state["step"]]
+            (self.folder / LOG).write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         return state["step"]
 
     def _save(self, done: int) -> None:

@@ -34,7 +34,20 @@ def partly(prompts: list[str], completions: list[str], answer: list[str], **_: A
     return [sum(map(str.__eq__, text, right)) / max(len(text), len(right), 1) for text, right in pairs]
 
 
-REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly}
+def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Share of the eight rows and columns of a 4x4 latin square that hold 1 to 4 once each; 0 where a given differs."""
+
+    def score(puzzle: str, text: str) -> float:
+        rows = text.split(", ")
+        same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
+        if not same or [len(row) for row in rows] != [4] * 4:
+            return 0.0
+        return sum(sorted(line) == list("1234") for line in [*rows, *zip(*rows, strict=True)]) / 8
+
+    return [score(prompt.partition(": ")[2], text) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines}
 
 
 def find(name: str) -> Reward:
