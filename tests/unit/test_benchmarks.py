@@ -48,3 +48,10 @@ def test_different_tokens_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(official, "generate", other)
     with pytest.raises(SystemExit, match="sides differ in"):
         bench.main(["--smoke", "--kinds", "speed"])
+
+
+def test_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_module("recording").main(["--models", "smoke", "--batch", "1", "--steps", "2", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "bytes per column: 20, with the entropy 24" in printed
+    assert "smoke, batch 1, trace and entropy" in printed
