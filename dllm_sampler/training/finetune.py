@@ -254,7 +254,7 @@ class FineTuner:
         if start.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise UserError(f"train.model={self.model} does not have mini's tokenizer, which the tasks are written in")
         self.network = denoiser.transformer.float().eval()
-        self.adapter = None
+        self.adapter, self._board = None, None
         if self.lora is not None:
             from peft import LoraConfig, LoraModel
 
@@ -313,11 +313,13 @@ class FineTuner:
         if "right" in plain:
             self.say("  ".join(f"{key} {value:.4g}" for key, value in plain.items()))
         if self.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            if self._board is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            with SummaryWriter(str(self.folder / "tensorboard")) as writer:
-                for key in plain.keys() - {"step"}:
-                    writer.add_scalar(key, plain[key], int(plain["step"]))
+                self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=int(plain["step"]))
+            for key in plain.keys() - {"step"}:
+                self._board.add_scalar(key, plain[key], int(plain["step"]))
+            self._board.flush()
 
     def _share(self, step: int) -> float:
         rising = min((step + 1) / max(self.warmup, 1), 1.0)

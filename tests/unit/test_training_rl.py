@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from importlib.util import find_spec
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,6 @@ def test_rewards_that_fail_say_so(reward: Any, message: str, unscored: int) -> N
     scores = judge(reward, lambda **_: [1.0] * 3)
     assert int(scores.total.isnan().sum()) == unscored
     assert len(scores.troubles) == 1
-    import re
-
     assert re.search(message, scores.troubles[0])
 
 
@@ -210,7 +210,10 @@ def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pyte
 def test_adapters_alone_learn(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     lora: dict[str, float] = {"r": 2, "alpha": 4, "dropout": 0.1}
-    trainer("cjgrpo", tmp_path / "lora", lora=lora, reference_every=0, learning_rate=1e-2, precision="bf16").run()
+    board = find_spec("tensorboard") is not None
+    changes: dict[str, Any] = {"learning_rate": 1e-2, "precision": "bf16", "tensorboard": board}
+    trainer("cjgrpo", tmp_path / "lora", lora=lora, reference_every=0, **changes).run()
+    assert board == any(tmp_path.glob("lora/tensorboard/events*"))
     before, after = (load_file(Path(one) / "model.safetensors") for one in (mini(), tmp_path / "lora"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,12 @@ def test_wrapped_modules_sample_and_score_as_they_are() -> None:
     for module in (nn.parallel.DistributedDataParallel(toys.transformer()), sharded):
         for one, two in zip(expected, run(module), strict=True):
             torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-10)
+
+
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Short, and it runs."""
+    folder = Path(__file__).parents[2] / "examples"
+    assert len((folder / "rollouts.py").read_text().splitlines()) < 60
+    monkeypatch.syspath_prepend(folder)
+    assert 0 < import_module("rollouts").main(["--steps", "2", "--group", "2"]) <= 1
+    assert capsys.readouterr().out.startswith("step 1  reward 0.")
