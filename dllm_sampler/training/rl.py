@@ -116,15 +116,17 @@ class PolicyTrainer(FineTuner):
         if moot and self.accelerator.num_processes == 1:  # others would wait for this one's gradients
             return {**figures, "loss": 0.0}
         views = [self._view(result, number, update) for update in range(self.updates)]
-        old = self._score_all(self.network, views)
-        reference = old if self.beta else None
+        # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
+        old = self._score_all(self.network, views) if self.updates > 1 else None
+        reference = None
         if self.beta:
             with self.without_adapters() if self.adapter is not None else nullcontext():
                 reference = self._score_all(self._reference or self.network, views)
         losses, norms, sums = [], [], {"clipped": 0.0, "kl": 0.0}
         for update, view in enumerate(views):
             weight = view.weight * (there / there.sum().clamp(min=1))[:, None]
-            goal = Goal(advantage, weight, old[update], None if reference is None else reference[update])
+            then = None if old is None else old[update]
+            goal = Goal(advantage, weight, then, None if reference is None else reference[update])
             parts = self._parts(view, goal, sums)
             loss, norm = self.update(partial(self.backward, parts), f"step {number}/{update}")
             losses, norms = [*losses, loss], [*norms, norm]
@@ -197,7 +199,7 @@ class Goal:
 
     advantage: Tensor  # [N]
     weight: Tensor  # [N, L] sums to 1
-    old: Tensor  # [N, L] log-probability under the policy that sampled
+    old: Tensor | None  # [N, L] log-probability under the policy that sampled; None: under the present one
     reference: Tensor | None  # [N, L] under the reference
 
     def loss(self, chunk: Chunk, logprob: Tensor, epsilon: float, beta: float) -> tuple[Tensor, Mapping[str, float]]:
@@ -208,7 +210,7 @@ class Goal:
             return torch.where(chunk.there, found, 0).to(logprob)
 
         weight, advantage = at(self.weight), self.advantage[chunk.row][:, None].to(logprob)
-        ratio = (logprob - at(self.old)).exp()
+        ratio = (logprob - (logprob.detach() if self.old is None else at(self.old))).exp()
         bounded = ratio.clamp(1 - epsilon, 1 + epsilon)
         each = -torch.minimum(ratio * advantage, bounded * advantage)
         figures = {"clipped": float((weight * (bounded * advantage < ratio * advantage)).sum())}

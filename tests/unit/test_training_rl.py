@@ -116,6 +116,8 @@ def test_first_update_is_reinforce(view: Trajectories) -> None:
     advantage = torch.randn(6, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     model = toys.transformer()
     _, found, figures = gradient(model, view, goal_of(view, advantage), 10**6, 0.0)
+    _, fresh, _ = gradient(model, view, replace(goal_of(view, advantage), old=None), 10**6, 0.0)
+    torch.testing.assert_close(found, fresh, atol=1e-11, rtol=0)
     model.zero_grad()
     loss = torch.zeros((), dtype=torch.double)
     for row, steps in enumerate(view.trace.steps(b) for b in range(6)):
