@@ -61,7 +61,7 @@ class BlockCausalCache(Cache):
         )
         cache = template.init(one, self.spec)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
-        plan = cache.part(one, query, cache.computes(one))
+        plan = cache.plan(one, query)
         _, spent = denoiser(one, query, plan)
         assert self.slots is not None and cache.slots is not None
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):

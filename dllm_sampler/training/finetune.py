@@ -134,7 +134,7 @@ class FineTuner:
         with torch.random.fork_rng(devices=self._cuda()):
             torch.manual_seed(Random(f"{self.seed}/{seed}").getrandbits(62))  # of dropout
             loss = backward()
-        norm = float(self.accelerator.clip_grad_norm_(self._learning(), self.clip))
+        norm = float(nn.utils.clip_grad_norm_(self._learning(), self.clip))
         if math.isfinite(norm):
             self.optimizer.step()
         self.network.eval()

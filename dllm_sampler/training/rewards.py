@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,7 +48,14 @@ def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     return [score(prompt.partition(": ")[2], text) for prompt, text in zip(prompts, completions, strict=True)]
 
 
-REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines}
+def items(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of a list's items that are those of the right answer, in any order."""
+    lists = zip((text.split(", ") for text in completions), (right.split(", ") for right in answer), strict=True)
+    pairs = [(Counter(one), Counter(other)) for one, other in lists]
+    return [(one & other).total() / max(one.total(), other.total()) for one, other in pairs]
+
+
+REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "items": items}
 
 
 def find(name: str) -> Reward:
@@ -66,7 +74,7 @@ def find(name: str) -> Reward:
         raise UserError(f"the reward {name} cannot be had ({error})") from None
     if not callable(found):
         raise UserError(f"the reward {name} is no function but a {type(found).__name__}")
-    return found
+    return cast(Reward, found)
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ class Trajectories:
         begin = trace.begin[row, None]
         step, ids = trace.step_map[row], trace.ids[row]
         step_of = number[:, None].expand_as(step)  # [n, L] the step whose state each column belongs to
+        block = self._block[row].clamp(min=0) if self.parallel else torch.zeros_like(step)
         if self.parallel:
-            block = self._block[row].clamp(min=0)
             first = (step - self._inside[row]).masked_fill(step < 0, 0)
             # every column of a block gets the block's first step, the prompt's columns in it too
             step_of = step_of + torch.zeros_like(step).scatter_reduce(1, block, first, "amax").gather(1, block)

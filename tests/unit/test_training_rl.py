@@ -79,6 +79,7 @@ def test_finding_rewards() -> None:
         with pytest.raises(UserError, match=message):
             rewards.find(name)
     assert rewards.correct(["copy: Ada"], ["Ada"], task=["copy"], answer=["Ada"]) == [1.0]
+    assert rewards.items(["p"] * 2, ["Ada, Ben, Ada", ""], answer=["Ben, Ada, Cal, Dan", "Ada"]) == [0.5, 0]
     puzzle, right = "latin: 1_3_, _3_1, 2___, _41_", "1234, 4321, 2143, 3412"
     found = [right, right.replace("3412", "3411"), right.replace("1234", "2134"), "1234, 4321", right + "1", ""]
     assert rewards.lines([puzzle] * 6, found) == [1, 6 / 8, 0, 0, 0, 0]

@@ -22,6 +22,10 @@ def network(kind: str) -> nn.Module:
     return denoiser.transformer
 
 
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return dict(model.named_parameters())[name]
+
+
 def rollout(kind: str = "llada", **plugins: Any) -> Trace:
     plugins = {"scheduler": {"name": "threshold", "threshold": 0.6}, "temperature": 1.0, **plugins}
     return toys.sampler(kind, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS).trace
@@ -107,7 +111,7 @@ def test_gradients(parallel: bool) -> None:
         total(budget, True)
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(*grads, atol=1e-11, rtol=0)
-    weight = model.layers[0].q_proj.weight
+    weight = parameter(model, "layers.0.q_proj.weight")
     assert weight.grad is not None
     for place in ((0, 0), (3, 7), (31, 31)):
         with torch.no_grad():
