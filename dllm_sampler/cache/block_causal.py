@@ -55,13 +55,13 @@ class BlockCausalCache(Cache):
         if self.twin is not None:
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
-        one = replace(canvas, **rows)
-        one = replace(
-            one, stop=one.on_grid(one.start), sizes=replace(canvas.sizes, computed=canvas.origin, whole=False)
-        )
+        sizes = replace(canvas.sizes, computed=canvas.origin, whole=False)
+        one = replace(canvas, **rows, sizes=sizes)
+        one = replace(one, stop=one.on_grid(one.start))
         cache = template.init(one, self.spec)
+        assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
-        plan = cache.plan(one, query)
+        plan = cache.part(one, query, cache.computes(one))
         _, spent = denoiser(one, query, plan)
         assert self.slots is not None and cache.slots is not None
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):
