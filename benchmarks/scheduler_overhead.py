@@ -169,9 +169,9 @@ class Judge:
 
 
 def schedulers(scene: Scene, only: Sequence[str] = ()) -> dict[str, Scheduler]:
-    """Every scheduler of conf/ with its defaults."""
+    """Every scheduler of conf/ with its defaults, but `apd`, most of whose decision is a pass of its verifier."""
     found = {}
-    for name in only or config.names("scheduler"):
+    for name in only or [name for name in config.names("scheduler") if name != "apd"]:
         settings = {"name": name} | ({"filter": scene.filter()} if name == "learn2pd" else {})
         scheduler = config.build("scheduler", settings)
         assert isinstance(scheduler, Scheduler)

@@ -67,7 +67,11 @@ def entry(group: str, name: str) -> Entry:
     """
     if name not in names(group):
         raise unknown(group, name, names(group))
-    text = (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8")
+    return described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def described(name: str, text: str) -> Entry:
+    """The entry that a YAML file's text makes."""
     comment = re.search(r"^# (?!@package)(.+)", text, re.MULTILINE)
     about = comment[1].strip() if comment else ""
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about)

@@ -75,11 +75,12 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     # The peak's own weight is 1 / sum of exp(logit - peak).
     normaliser = None if peak is None else peak.double() - weight.amax(-1).double().log()
     runner = weight.topk(2, -1).values.double() if "margin" in needs else None
+    uncertain = _entropy(weight) if "entropy" in needs else None
     own = weight.gather(-1, token[..., None])[..., 0].double()
     mass = own if not held else weight.gather(-1, token[..., None])
     rest = weight.scatter_(-1, token[..., None], 0).sum(-1).double()
-    confidence = own / (own + rest)
-    uncertain = torch.special.entr(confidence) + entropy(weight) if "entropy" in needs else None
+    # Up to a half the own mass is precise as it is, and positions with one law tie to the last bit, whatever they drew.
+    confidence = torch.where(own > 0.5, own / (own + rest), own)
     if held:
         weight.scatter_(-1, token[..., None], mass)
     return Readout(
@@ -94,6 +95,21 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
         logits=kept if "logits" in needs else None,
         hidden=hidden if "hidden" in needs else None,
     )
+
+
+def _entropy(weight: Tensor) -> Tensor:
+    """`[...]` entropy in nats of `weight [..., V]`, precise where one token has nearly all of it.
+
+    It is not split at the token that was drawn: positions with one law must tie to the last bit, or rounding would rank
+    them by what they drew and correlate what a step commits.
+    """
+    at = argmax(weight)[..., None]
+    most = weight.gather(-1, at)
+    rest = weight.scatter_(-1, at, 0).sum(-1).double()
+    own = most[..., 0].double()
+    found = torch.special.entr(own / (own + rest)) + entropy(weight)
+    weight.scatter_(-1, at, most)
+    return found
 
 
 def entropy(weight: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def draw(timed: Sequence[Row], judged: Sequence[Row], where: str, what: str) -> 
     axes.margins(0.15)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.canvas.draw()  # labels are placed by what their text measures
+    figure.draw_without_rendering()  # labels are placed by what their text measures
     label(axes, points, best, points)
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})

@@ -48,7 +48,7 @@ def draw(rows: Sequence[Row]) -> bytes:
             limit(low - 0.2 * (high - low), high + 0.2 * (high - low))
         axes.set_title("the frame near the oracle, enlarged", fontsize=10)
         wide.indicate_inset(bounds=axes.viewLim.bounds, edgecolor=PLAIN, alpha=0.5)
-    figure.canvas.draw()  # labels are placed by what their text measures
+    figure.draw_without_rendering()  # labels are placed by what their text measures
     label(wide, [row for row in rows if row not in near], best, rows)
     for axes in close:
         label(axes, near, best, near)
@@ -120,6 +120,7 @@ def label(axes: Axes, rows: Sequence[Labelled], best: set[str], shown: Sequence[
             color=color,
             arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 2},
         )
+        text.set_in_layout(False)  # the layout is settled: places are measured in it
         text.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         size = text.get_window_extent()
         box = _place(x, y, size.width + 4, size.height + 2, axes.get_window_extent(), taken)

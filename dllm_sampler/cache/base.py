@@ -212,7 +212,8 @@ class Cache:
         if plan.tree is None:
             if stored:
                 k, v = (_overlaid(old, new, plan) for old, new in zip(stored, (k, v), strict=True))
-            return parts.attend(q, k, v, _mask(plan.keys))
+            # A forward that computes every column needs no stored one, the empty slot is not among its keys.
+            return parts.attend(q, k, v, _mask(None if plan.keys is None else plan.keys[..., : k.shape[2]]))
         q, k, v = (_beside(heads, many) for heads in (q, k, v))  # [B, H, K*M, Dh]
         if stored:
             k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(stored, (k, v), strict=True))

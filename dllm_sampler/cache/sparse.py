@@ -71,6 +71,11 @@ class SparseCache(DualCache):
         """Slots for what is kept; what is fresh needs none."""
         return Slots(self.spec, len(canvas.ids), int(self.keep * canvas.length))
 
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`: what is kept is chosen `delay` forwards into the block."""
+        return False
+
     def due(self, canvas: Canvas) -> Tensor:
         """See `Cache.due`."""
         return canvas.age <= self.delay

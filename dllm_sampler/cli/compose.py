@@ -1,32 +1,59 @@
 """Hydra's compose API, with its errors turned into one sentence each."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
 from dllm_sampler.errors import UserError, unknown
 
-GROUPS = (*config.GROUPS, "experiment")
-LOCAL = Path("conf")  # the user's own YAML files, beside the packaged ones
+LOCAL = Path("conf")  # the user's own YAML files: found before the packaged ones
 
+
+PACKAGED = "dllm_sampler.conf"
 
 # What Hydra raises for input it does not like; the last two come from its own code, unprepared for it.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 
 # Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
-_LITERAL = re.compile(r"(model|model\.path|target|separator|prompts_file|output)=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
+_LETTERS = r"model|model\.path|target|separator|prompts_file|output|report"
+_LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class App:
+    """A command that reads a configuration: its root is `conf/<root>.yaml`."""
+
+    name: str
+    root: str
+    groups: tuple[str, ...]
+
+
+SAMPLE = App("dllm-sample", "sample", (*config.GROUPS, "experiment"))
+GROUPS = SAMPLE.groups
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A configuration as Hydra composed it, and the name that each group was set to."""
+
+    tree: dict[str, Any]
+    choices: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,15 +71,30 @@ def settings(overrides: Sequence[str]) -> Settings:
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
-    words = [word for given in overrides for word in _literal(given)]
-    parsed = [_parse(word) for word in words]
+    composed = composition(SAMPLE, overrides)
+    model, plugins = parts(composed)
+    return Settings(Options(**config.check("", Options, composed.tree)), model, plugins)
+
+
+def composition(app: App, overrides: Sequence[str]) -> Composed:
+    """Compose an app's root with the overrides.
+
+    Raises:
+        UserError: an override that cannot be read, or that names nothing there is.
+    """
+    words = [word for given in overrides for word in literal(given)]
+    parsed = [parse(word) for word in words]
+    for override in parsed:
+        if override.is_sweep_override():
+            word = override.input_line
+            raise UserError(f"{word} gives several values: give one, or quote it, or write a list as [a,b]")
     try:
-        composed = _compose(words)
-        tree = OmegaConf.to_container(composed.cfg, resolve=True, throw_on_missing=False)
+        cfg, chosen = _compose(app, words)
+        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
     except HYDRA_ERRORS as error:
-        raise _explain(parsed, error) from error
+        raise _explain(app, parsed, error) from error
     assert isinstance(tree, dict)
-    return _settings({str(key): value for key, value in tree.items()}, composed.choices)
+    return Composed({str(key): value for key, value in tree.items()}, chosen)
 
 
 def choices(group: str) -> list[str]:
@@ -62,24 +104,53 @@ def choices(group: str) -> list[str]:
     return packaged + [name for name in local if name not in packaged]
 
 
-@dataclass(frozen=True)
-class _Composed:
-    cfg: DictConfig
-    choices: dict[str, Any]
+def entry(group: str, name: str) -> config.Entry:
+    """The YAML of a choice: the user's own, else the packaged one.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    local = LOCAL / group / f"{name}.yaml"
+    if name in choices(group) and local.is_file():
+        try:
+            return config.described(name, local.read_text(encoding="utf-8"))
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+            raise UserError(f"{local} cannot be read: {_first_line(error)}") from error
+    if name not in config.names(group):
+        raise unknown(group, name, choices(group))
+    return config.entry(group, name)
 
 
-def _compose(words: list[str]) -> _Composed:
-    search = [f"hydra.searchpath=['file://{_quoted(str(LOCAL.resolve()))}']"] if LOCAL.is_dir() else []
-    with initialize_config_module("dllm_sampler.conf", job_name="dllm-sample", version_base="1.3"):
-        cfg = compose("sample", overrides=[*search, *words], return_hydra_config=True)
+class LocalFirst(SearchPathPlugin):
+    """Puts `./conf` before the packaged configuration, and before nothing else."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """See `SearchPathPlugin`."""
+        packaged = any(str(part.path) == f"pkg://{PACKAGED}" for part in search_path.get_path())
+        if packaged and LOCAL.is_dir():
+            search_path.prepend("local", f"file://{LOCAL.resolve()}")
+
+
+Plugins.instance().register(LocalFirst)
+
+
+def _compose(app: App, words: list[str]) -> tuple[DictConfig, dict[str, Any]]:
+    with initialize_config_module(PACKAGED, job_name=app.name, version_base="1.3"):
+        cfg = compose(app.root, overrides=words, return_hydra_config=True)
     chosen = OmegaConf.to_container(cfg.hydra.runtime.choices)
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]
     assert isinstance(chosen, dict)
-    return _Composed(cfg, {str(key): value for key, value in chosen.items()})
+    return cfg, {str(key): value for key, value in chosen.items()}
 
 
-def _settings(tree: dict[str, Any], chosen: dict[str, Any]) -> Settings:
+def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
+    """Take the model's settings and the plug-ins out of a composed tree, which keeps the rest.
+
+    Raises:
+        UserError: one is missing.
+    """
+    tree, chosen = composed.tree, composed.choices
     plugins: dict[str, object] = {}
     model = tree.pop("model", None)
     if not isinstance(model, dict) or model.get("path") in (None, "???"):
@@ -87,7 +158,7 @@ def _settings(tree: dict[str, Any], chosen: dict[str, Any]) -> Settings:
     for group in config.GROUPS[1:]:
         found = tree.pop(group, None)
         plugins[group] = _guides(found) if group == "guide" else _plugin(group, found, chosen)
-    return Settings(Options(**config.check("", Options, tree)), model, plugins)
+    return model, plugins
 
 
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
@@ -106,7 +177,7 @@ def _guides(found: object) -> list[object]:
     return [{"name": name, **given} for name, given in guides.items()]
 
 
-def _literal(word: str) -> Iterable[str]:
+def literal(word: str) -> Sequence[str]:
     """A word of the command line as Hydra should read it; a checkpoint that has no YAML becomes two words."""
     match = _LITERAL.match(word)
     if not match:
@@ -125,26 +196,28 @@ def _quoted(value: str) -> str:
     return re.sub(r"(\\+)\Z", lambda match: match[1] * 2, value).replace("${", r"\${")
 
 
-def _parse(word: str) -> Override:
+def parse(word: str) -> Override:
+    """An override as Hydra reads it.
+
+    Raises:
+        UserError: it cannot.
+    """
     try:
-        override = OverridesParser.create().parse_override(word)
+        return OverridesParser.create().parse_override(word)
     except HydraException:
         value = word.partition("=")[2]
         raise UserError(
             f"cannot read the override {word}: quote its value, as in {word.partition('=')[0]}='\"{value}\"', "
             "or put -- before it if it is a prompt"
         ) from None
-    if override.is_sweep_override():
-        raise UserError(f"{word} gives several values: give one, or quote it, or write a list as [a,b]")
-    return override
 
 
-def _explain(parsed: list[Override], error: Exception) -> UserError:
+def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
     """Which override it was that Hydra did not like, and what was probably meant."""
     chosen: list[str] = []
     for override in parsed:
         key = override.key_or_group
-        if key not in GROUPS or override.package is not None:
+        if key not in app.groups or override.package is not None:
             continue
         value = override.value()
         for name in value if isinstance(value, list) else [value]:
@@ -152,27 +225,28 @@ def _explain(parsed: list[Override], error: Exception) -> UserError:
                 return unknown(key, "" if name is None else str(name), choices(key))
         chosen.append(str(override.input_line))
     try:
-        composed = _compose(chosen)
+        cfg, named = _compose(app, chosen)
     except HYDRA_ERRORS:
         return UserError(_first_line(error))
-    known = OmegaConf.to_container(composed.cfg, resolve=False)
+    known = OmegaConf.to_container(cfg, resolve=False)
     for override in parsed:
-        if not override.is_add() and (wrong := _missing(override.key_or_group, known, composed.choices)):
+        if not override.is_add() and (wrong := _missing(app, override.key_or_group, known, named)):
             return wrong
     return UserError(_first_line(error))
 
 
-def _missing(key: str, known: Any, chosen: Mapping[str, object]) -> UserError | None:
+def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> UserError | None:
     """The error for a dotted key that `known` does not have, or None."""
     first, *rest = key.split(".")
     if first not in known:
         paths = {name: name for name in known}
         paths |= {
-            leaf: f"{group}.{leaf}" for group in GROUPS for leaf in _leaves(known.get(group)) if leaf not in paths
+            leaf: f"{group}.{leaf}" for group in app.groups for leaf in _leaves(known.get(group)) if leaf not in paths
         }
         near = [paths[name] for name in get_close_matches(first, paths, n=2)]
         hint = f", did you mean {' or '.join(near)}?" if near else ""
-        return UserError(f"unknown option '{first}'{hint} (dllm-sample --help lists them; a prompt may follow --)")
+        prompt = "; a prompt may follow --" if app is SAMPLE else ""
+        return UserError(f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
     at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
     for part in rest:
         if not isinstance(node, dict) or part not in node:

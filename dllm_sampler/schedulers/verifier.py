@@ -168,7 +168,7 @@ class Verifier(Around):
             there = guess.depth >= late + max(first, extra)  # [B]
             taken = (level <= late + first) | (level == late + extra) & (extra > 0)
             ids.append(torch.where(taken & there[:, None], token, now))
-            steps.append(carry.step + late + first + (extra > 0))
+            steps.append(carry.step + torch.where(there, late, 0) + first + (extra > 0))  # what opens is not late
             live = live + there
         step = torch.stack(steps, 1) if self.draws else None
         return replace(query, ids=torch.stack(ids, 1), step=step, live=live.clamp(min=1))

@@ -7,14 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra import compose, initialize_config_module
-from hydra.errors import HydraException
 from hydra.utils import get_class
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dllm_sampler import config
 from dllm_sampler._version import __version__
+from dllm_sampler.cli import compose
 from dllm_sampler.errors import UserError, unknown
 
 USAGE = """\
@@ -41,6 +38,7 @@ Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 """
 _FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra
 _OUTPUT = "train.output="
+TRAIN = compose.App("dllm-train", "train", ("train",))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -67,9 +65,9 @@ def trainer(words: Sequence[str]) -> Any:
     """
     choices = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not choices:
-        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(config.names('train'))}")
+        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(compose.choices('train'))}")
     name = choices[-1]
-    defaults = config.entry("train", name).settings
+    defaults = compose.entry("train", name).settings
     for word in words:
         if match := _FIELD.match(word):
             _known(name, defaults, match[1].split("."))
@@ -77,7 +75,8 @@ def trainer(words: Sequence[str]) -> Any:
             _refuse(word)
     # A path is taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
     paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
-    settings = _compose([word for word in words if not word.startswith(_OUTPUT)])
+    kept = [part for word in words if not word.startswith(_OUTPUT) for part in _replacing(word)]
+    settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
     cls = get_class(settings.pop("_target_"))
@@ -87,8 +86,8 @@ def trainer(words: Sequence[str]) -> Any:
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(USAGE)
-        for name in config.names("train"):
-            entry = config.entry("train", name)
+        for name in compose.choices("train"):
+            entry = compose.entry("train", name)
             print(f"train={name}: {entry.about}")
             print(_listing(entry.settings), end="")
         print(ENDING, end="")
@@ -97,17 +96,6 @@ def _run(words: list[str]) -> int:
     else:
         print(trainer(words).run())
     return 0
-
-
-def _compose(words: Sequence[str]) -> dict[str, Any]:
-    overrides = [part for word in words for part in _replacing(word)]
-    try:
-        with initialize_config_module("dllm_sampler.conf", job_name="dllm-train", version_base="1.3"):
-            settings = OmegaConf.to_container(compose("train", overrides=overrides).train, resolve=True)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError(str(error).partition("\n")[0].rstrip(".")) from None
-    assert isinstance(settings, dict)
-    return {str(key): value for key, value in settings.items()}
 
 
 def _replacing(word: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from dllm_sampler.protocols import Denoiser
 
@@ -35,6 +35,8 @@ class Answer:
 class Task:
     """Samples and their grading. A subclass is a dataclass whose fields are its YAML in `conf/task/`.
 
+    `name` and `max_new_tokens` may be properties, where fields decide.
+
     count: samples; seed: of their generation, so that the same fields are the same samples on every machine
     """
 
@@ -52,6 +54,11 @@ class Task:
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Measures of one answer by name; `score` among them."""
         raise NotImplementedError
+
+    @property
+    def dependency(self) -> Literal["low", "high"] | None:
+        """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""
+        return None
 
     def denoiser(self) -> Denoiser | None:
         """The model of a test bed, whose truth is known; None: the task is for any model."""

@@ -83,16 +83,17 @@ def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
         with pytest.raises(UserError, match="use "):
             sampler(scheduler=scheduler, cache="block_causal")
         return
+    if not cases.legal(kind="causal", scheduler=scheduler, cache="block_causal", stop=stop):
+        return  # drafting beside a stop that cuts, say: test_product has the sentences
     if stop in ("prophet", "end_of_text"):
         return  # these look at masks behind the block, which a cache does not predict
-    for temperature in (None, 0.8):
-        plain, cached = (
-            generate(cache, scheduler=scheduler, stop=stop, temperature=temperature)
-            for cache in ("none", "block_causal")
-        )
-        assert_same(plain, cached)
-        # Where a scheduler hides what lies behind, a row's only forward has nothing to leave out.
-        assert ((cached.trace.rows < plain.trace.rows) | (plain.nfe == 1)).all()
+    temperature = 0.8 if cases.settings("scheduler").index(scheduler) % 2 else None
+    plain, cached = (
+        generate(cache, scheduler=scheduler, stop=stop, temperature=temperature) for cache in ("none", "block_causal")
+    )
+    assert_same(plain, cached)
+    # Where a scheduler hides what lies behind, a row's only forward has nothing to leave out.
+    assert ((cached.trace.rows < plain.trace.rows) | (plain.nfe == 1)).all()
 
 
 @pytest.mark.parametrize("scheduler", cases.settings("scheduler"), ids=cases.label)

@@ -135,6 +135,8 @@ def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
 def test_max_steps_gives_up(case: Case) -> None:
     full, steps = case.stream()[-1].result, case.stream()
     assert full is not None
+    if (full.nfe <= 2).all():
+        return  # nothing to give up: this stop ends these rows at once
     cut = case.generate(list(range(len(toys.PROMPTS))), max_steps=2)
     seen = steps[1]
     over = full.nfe <= 2
@@ -162,22 +164,23 @@ def test_published_rcr_writes_again_what_a_stop_would_keep() -> None:
     assert not torch.equal(cut.lengths, full.lengths)
 
 
+@pytest.mark.parametrize("turn", range(2))
 @pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one != RESTLESS], ids=cases.label)
-def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any]) -> None:
-    for number, cache in enumerate(cases.legal_caches(scheduler)):
-        plugins = {"scheduler": scheduler, "cache": cache, "temperature": 0.7 * (number % 2)}
-        rows = list(range(len(toys.PROMPTS)))
-        prompts, seeds = [toys.PROMPTS[row] for row in rows], [toys.SEEDS[row] for row in rows]
-        full, *early = [
-            toys.sampler("llada", **plugins, stop=stop).generate(prompts, max_new_tokens=TOKENS, seed=seeds)
-            for stop in ("none", "prefix", "block")
-        ]
-        for result in early:
-            assert torch.equal(result.lengths, full.lengths)
-            assert (result.nfe <= full.nfe).all()
-            answer = torch.arange(TOKENS) < full.lengths[:, None]
-            assert torch.equal(result.tokens[answer], full.tokens[answer])
-            assert torch.equal(result.trace.generated[answer], full.trace.generated[answer])
+def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any], turn: int) -> None:
+    """Each scheduler under two of its caches, which differ from one to the next."""
+    caches = cases.legal_caches(scheduler)
+    number = (SCHEDULERS.index(scheduler) + turn * (len(caches) // 2 + 1)) % len(caches)
+    plugins = {"scheduler": scheduler, "cache": caches[number], "temperature": 0.7 * (number % 2)}
+    full, *early = [
+        toys.sampler("llada", **plugins, stop=stop).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
+        for stop in ("none", "prefix", "block")
+    ]
+    for result in early:
+        assert torch.equal(result.lengths, full.lengths)
+        assert (result.nfe <= full.nfe).all()
+        answer = torch.arange(TOKENS) < full.lengths[:, None]
+        assert torch.equal(result.tokens[answer], full.tokens[answer])
+        assert torch.equal(result.trace.generated[answer], full.trace.generated[answer])
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     return [name for name, opposes in against.items() if opposes]
 
 
+SPEC = toys.denoiser().spec
+
+
 @pytest.mark.parametrize("name", config.names("scheduler"))
 def test_every_combination_runs_or_is_refused(name: str) -> None:
     ran = 0
@@ -44,7 +47,8 @@ def test_every_combination_runs_or_is_refused(name: str) -> None:
         plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
-        against = opposed(scheduler.bind(toys.denoiser().spec), plugins["blocks"], plugins["stop"], plugins["cache"])
+        rule, cache = scheduler.bind(SPEC), plugins["cache"].suit(SPEC, scheduler)
+        against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
         if against:
             with pytest.raises(UserError) as refusal:
                 toys.sampler(scheduler=scheduler, **plugins)

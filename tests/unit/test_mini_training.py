@@ -99,7 +99,7 @@ def test_an_unfinished_run_is_not_mixed_with_another(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([], "say train=NAME, with one of filter, mini"),
+        ([], "say train=NAME, with one of deer, filter, mini"),
         (["train=mimi"], "did you mean 'mini'"),
         (["train=mini", "train.stepz=3"], "did you mean 'steps'"),
         (["train=mini", "train.data.sizes=3"], "did you mean 'size'"),

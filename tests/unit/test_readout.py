@@ -124,3 +124,17 @@ def test_tables_worked_on_in_pieces_are_the_same_table(monkeypatch, cache):
     assert float(readout.entropy(now.view(1, 5, 4))[0, 1]) == 0.0
     now[3] = math.nan
     assert readout.entropy(now).isnan().tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [3, 7, 10, 64, 130])
+def test_one_law_ties_whatever_is_drawn(dtype, size):
+    """Rounding must not rank positions by the token they drew: draws committed together would be correlated."""
+    law = torch.full((size,), -4.0).to(dtype)
+    law[:-1] = -math.log(size)  # one token is rarer
+    logits = law.expand(1, 1, size, size).contiguous()
+    token = torch.arange(size).expand(1, 1, size)  # each position draws another
+    found = readout.measure(logits, token, token, frozenset({"entropy"}), None)
+    assert found.entropy is not None
+    assert len(set(found.entropy.flatten().tolist())) == 1
+    assert len(set(found.confidence.flatten()[:-1].tolist())) == 1

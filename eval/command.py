@@ -1,0 +1,115 @@
+"""`dllm-eval`: run configurations on tasks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dllm_sampler._version import __version__
+from dllm_sampler.cli.compose import choices, entry
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.jobs import Job, jobs
+from dllm_sampler.eval.launch import accelerated, launch
+from dllm_sampler.eval.report.data import load
+
+LONG = 40  # runs; a table of more says nothing
+USAGE = """\
+Run samplers on tasks: every combination of the values that the words give.
+
+Usage: dllm-eval [-m] [NAME=VALUE,VALUE ...]
+
+  dllm-eval scheduler=threshold,localleap cache=none,dual task=mini task.operation=sort
+  dllm-eval scheduler='glob(*)' task.operation=copy,shuffle task.count=40 workers=2
+  dllm-eval suite=compare report=report.html
+  dllm-eval model=llada-8b suite=compare hydra/launcher=slurm workers=16
+  accelerate launch -m dllm_sampler.eval scheduler=threshold model=llada-8b
+
+Each configuration has a directory in output=FOLDER. What is done is not done again:
+a run that was cut off goes on where it was. dllm-report makes a page of it.
+"""
+ENDING = """\
+Groups and options are those of dllm-sample --help, and task, suite, batch_size ...
+(conf/eval.yaml). Flags: -h, --help   --version   -m, --multirun (is always on)
+What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
+input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run `dllm-eval`; returns its exit status."""
+    try:
+        return _run(list(sys.argv[1:] if words is None else words))
+    except UserError as error:
+        print(f"dllm-eval: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dllm-eval: interrupted; the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        print(USAGE)
+        for group in ("task", "suite"):
+            for name in choices(group):
+                print(f"  {group}={name}: {entry(group, name).about}")
+        print(f"\n{ENDING}", end="")
+        return 0
+    if "--version" in words:
+        print(f"dllm-eval {__version__}")
+        return 0
+    words = [word for word in words if word not in ("-m", "--multirun")]
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
+    found = jobs(words)
+    report = found[0].options.report
+    refused = launch(words, found, Console(stderr=True))
+    if len(refused) == len(found):
+        raise UserError(next(iter(refused.values())))
+    share = accelerated()
+    if share is None or share.rank == 0:
+        show(found, refused, Console())
+        if report is not None:
+            from dllm_sampler.eval.report.command import write  # matplotlib takes a while to import
+
+            print(write([job.folder for job in found], report), file=sys.stderr)
+    return 0
+
+
+def show(found: Sequence[Job], refused: dict[str, str], console: Console) -> None:
+    """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
+    comparison = load([job.folder for job in found])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("configuration", overflow="fold")
+    for title in ("task", "score", "tokens/forward", "forwards", "tokens/s", "oracle's share"):
+        table.add_column(title, justify="left" if title == "task" else "right")
+    each = comparison.figures["all tasks"]
+    if len(found) <= LONG:
+        rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
+    else:
+        rows = [(label, "all", figures) for label, figures in each.items()]
+    for label, task, figures in rows:
+        share = figures["oracle_share"]
+        table.add_row(
+            Text(label),
+            Text(task),
+            f"{100 * (figures['score'] or 0):.1f}",
+            f"{figures['answer_tokens_per_forward']:.2f}",
+            f"{figures['nfe']:.1f}",
+            f"{figures['tokens_per_second']:.0f}",
+            "" if share is None else f"{100 * share:.0f} %",
+        )
+    console.print(table)
+    for label, reason in comparison.refused:
+        console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
+    console.print(Text(f"{len(found) - len(refused)} runs in {found[0].options.output}"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

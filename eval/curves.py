@@ -1,0 +1,81 @@
+"""Measures of a curve: one method at several settings, each a point of speed and score.
+
+A point is (rate, score): tokens per forward, and a mean score between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+Point = tuple[float, float]
+
+
+def aup(points: Sequence[Point], best: float) -> float:
+    """Accuracy under parallelism (d3LLM): the area under score in % over rate, bad scores weighted down.
+
+    Points that lie 5 points of score or more below the slowest one are dropped, as the definition has it (its code
+    refuses them instead). A single point at rate 1 has its own score as area.
+
+    Args:
+        points: in any order.
+        best: the highest score, between 0 and 1, that any method has on the task.
+
+    Returns:
+        An area in % × tokens per forward.
+    """
+    ordered = sorted(points)
+    kept = [(rate, 100 * score) for rate, score in ordered if 100 * (ordered[0][1] - score) <= 5 + 1e-9]
+
+    def weighted(score: float) -> float:
+        return score * min(1.0, math.exp(-3 * (1 - score / (100 * best)))) if best > 0 else 0.0
+
+    (rate, score), *_ = kept
+    area = sum((b[0] - a[0]) * (weighted(a[1]) + weighted(b[1])) / 2 for a, b in pairwise(kept))
+    return rate * score + area
+
+
+def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
+    """ParallelBench's PBx: the highest rate with a score of at least `least`; 0 where it is never reached.
+
+    Args:
+        points: in any order.
+        least: a score between 0 and 1 (0.8 for PB80).
+        interpolate: also between neighbouring points, on straight lines; nothing beyond the last one.
+    """
+    ordered = sorted(points)
+    found = [rate for rate, score in ordered if score >= least]
+    if interpolate:
+        for (rate, score), (next_rate, next_score) in pairwise(ordered):
+            if score >= least > next_score:
+                found.append(rate + (score - least) / (score - next_score) * (next_rate - rate))
+    return max(found, default=0.0)
+
+
+def parallelizability(scores: Mapping[float, float]) -> float:
+    """ParallelBench's centre of mass over the tokens per step k: `sum k * score / sum score`; 0 where all fail."""
+    total = sum(scores.values())
+    return sum(k * score for k, score in scores.items()) / total if total else 0.0
+
+
+def adaptive_oracle(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """ParallelBench's oracle: for each sample the fewest forwards that reach its best score.
+
+    Args:
+        runs: one method at several settings; each run a sequence of (forwards, score), one per sample, same order.
+
+    Returns:
+        Mean forwards, mean score.
+    """
+    chosen = [min(tries, key=lambda found: (-found[1], found[0])) for tries in zip(*runs, strict=True)]
+    return sum(nfe for nfe, _ in chosen) / len(chosen), sum(score for _, score in chosen) / len(chosen)
+
+
+def front(points: Mapping[str, Point]) -> set[str]:
+    """The names that no other point beats: at least as good in both, and better in one."""
+
+    def beats(one: Point, other: Point) -> bool:
+        return one != other and one[0] >= other[0] and one[1] >= other[1]
+
+    return {name for name, point in points.items() if not any(beats(other, point) for other in points.values())}

@@ -1,0 +1,214 @@
+"""From the words of a command line to configurations to run: Hydra's sweeps, and suites of these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Glob
+
+from dllm_sampler import config
+from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.tasks.base import Task
+
+EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
+_FIELD = "task."
+LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
+# What changes no answer and no time, or only says where results go: a run is the same run with another of these.
+ELSEWHERE = ("output", "report", "workers", "device")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The root of `conf/eval.yaml`, checked; each field is explained there."""
+
+    max_new_tokens: int | None = None
+    block_length: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    batch_size: int = 8
+    max_steps: int | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    compat: bool = False
+    chat: bool = False
+    threads: int | None = None
+    output: str = "outputs/eval"
+    oracle: bool = True
+    report: str | None = None
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "threads", "workers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} should be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One configuration to run.
+
+    choices: the name of each group; model, plugins, task: their settings; words: what described it
+    """
+
+    options: Options
+    choices: Mapping[str, str]
+    model: dict[str, Any]
+    plugins: dict[str, Any]
+    task: dict[str, Any]
+    words: tuple[str, ...] = field(compare=False)
+
+    @cached_property
+    def built_task(self) -> Task:
+        """The task itself."""
+        task = config.build("task", self.task)
+        if not isinstance(task, Task):
+            raise UserError(f"task={self.choices['task']} names a {type(task).__name__}, which is no task")
+        if task.count < 1:
+            raise UserError(f"task.count should be at least 1, not {task.count}")
+        return task
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Of the options, else the task's."""
+        return self.options.max_new_tokens or self.built_task.max_new_tokens
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that makes this run another one than others, as JSON allows it."""
+        options = {name: value for name, value in asdict(self.options).items() if name not in ELSEWHERE}
+        task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
+        whole = {"task": task, "model": self.model, **self.plugins, **options}
+        return json.loads(json.dumps(whole))
+
+    @property
+    def name(self) -> str:
+        """Of its directory: what was chosen, and a hash of the whole configuration."""
+        chosen = "-".join(self.choices[group] for group in ("task", "model", "scheduler", "cache"))
+        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
+        return f"{re.sub(r'[^A-Za-z0-9._-]', '_', chosen)}-{digest}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its results lie."""
+        return Path(self.options.output).expanduser() / self.name
+
+
+def job(words: Sequence[str]) -> Job:
+    """One configuration.
+
+    Raises:
+        UserError: an override that cannot be read, or names nothing there is.
+    """
+    composed = composition(EVAL, words)
+    model, plugins = parts(composed)
+    composed.tree.pop("hydra", None)
+    task = composed.tree.pop("task", None)
+    if not isinstance(task, dict):
+        raise UserError(f"no task: say task=NAME, with one of {', '.join(choices('task'))}")
+    options = Options(**config.check("", Options, composed.tree))
+    chosen = {group: str(composed.choices.get(group)) for group in ("task", *config.GROUPS)}
+    chosen["guide"] = "+".join(guide["name"] for guide in plugins["guide"]) or "none"  # type: ignore[union-attr]
+    if chosen["model"] == config.CHECKPOINT:
+        chosen["model"] = Path(model["path"]).name
+    made = Job(options, chosen, model, plugins, {"name": chosen["task"], **task}, tuple(words))
+    _ = made.built_task  # a mistake in it shows here
+    return made
+
+
+def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
+    """The job with other fields of its task: composing takes Hydra much longer, and changes nothing else."""
+    found = []
+    for combination in words:
+        overrides = [parse(word) for word in combination]
+        fields = {str(one.get_key_element()).removeprefix(_FIELD): one.value() for one in overrides}
+        kept = [word for word in first.words if not word.startswith(_FIELD)]
+        made = replace(first, task={**first.task, **fields}, words=(*kept, *combination))
+        _ = made.built_task
+        found.append(made)
+    return found
+
+
+def of_hydra(word: str) -> bool:
+    """Whether a word sets how Hydra runs, not what."""
+    return word.lstrip("+~").startswith(("hydra/", "hydra."))
+
+
+def jobs(words: Sequence[str]) -> list[Job]:
+    """All configurations that the words describe, each once, in order.
+
+    Raises:
+        UserError: as `job`, or an unknown suite.
+    """
+    found: dict[str, Job] = {}
+    for line in lines([word for word in words if not of_hydra(word)]):
+        of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]
+        others = [word for word in line if word not in of_task]
+        fields = list(product(*map(values, of_task)))
+        for combination in product(*map(values, others)):
+            first = job([*combination, *fields[0]])
+            found |= {made.name: made for made in (first, *variants(first, fields[1:])) if made.name not in found}
+    return list(found.values())
+
+
+def lines(words: Sequence[str]) -> list[list[str]]:
+    """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise."""
+    named = [word.partition("=")[2] for word in words if word.startswith("suite=")]
+    words = [word for word in words if not word.startswith("suite=")]
+    if not named:
+        return [words]
+    suite = _suite(named[-1])
+    given = {_key(word) for word in words}
+    found = []
+    for sweep in suite["sweeps"]:
+        line = {_key(word): word for word in [*suite.get("common", []), *sweep]}
+        # another task or scheduler has other fields
+        kept = [word for key, word in line.items() if key not in given and key.partition(".")[0] not in given]
+        found.append([*kept, *words])
+    return found
+
+
+def values(word: str) -> list[str]:
+    """A word for each of the values it gives to its key.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    key, _, value = word.partition("=")
+    if key in LETTERS:
+        return [word]
+    if key in ("model", "model.path") and not value.startswith(("'", '"', "glob(")):
+        given = [value] if Path(value).exists() else value.split(",")
+        return [f"{key}={one}" for one in given]
+    override = parse(word)
+    if not override.is_sweep_override():
+        return [word]
+    if isinstance(override.value(), Glob):
+        names = override.value().filter(choices(key)) if key in EVAL.groups else []  # type: ignore[union-attr]
+        if not names:
+            raise UserError(f"{word} matches nothing: the choices are {', '.join(choices(key))}")
+        return [f"{key}={name}" for name in names]
+    return [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
+
+
+def _suite(name: str) -> dict[str, list[Any]]:
+    """A file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
+    suite = entry("suite", name).settings
+    if not set(suite) <= {"common", "sweeps"} or not suite.get("sweeps"):
+        raise UserError(f"suite={name} should have `sweeps`, a list of lists of words, and may have `common` ones")
+    return suite
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")

@@ -1,0 +1,171 @@
+"""Where jobs are run: in this process, in worker processes of a Hydra launcher, or as one of accelerate's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dllm_sampler.cli.compose import PACKAGED
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.folders import RunFolder
+from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
+from dllm_sampler.eval.runner import Share, run_all
+
+LAUNCHER = "hydra/launcher="
+
+
+def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict[str, str]:
+    """Run all jobs; returns why some cannot run, by name.
+
+    Args:
+        words: the command line that the jobs were made from.
+        found: the jobs.
+        console: for the progress bars.
+    """
+    workers = max(job.options.workers for job in found)
+    named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
+    if accelerated() is not None and (named or workers > 1):
+        raise UserError("accelerate has its own processes: leave out workers and hydra/launcher, or accelerate")
+    if not named and workers == 1:
+        return here(found, console)
+    with watched(found, console):
+        return elsewhere(words, found, workers, named)
+
+
+def here(found: Sequence[Job], console: Console) -> dict[str, str]:
+    """All of it in this process, or this process's share of it under accelerate."""
+    share = accelerated() or Share()
+    with bars(console, share.rank == 0) as progress:
+        folders = [RunFolder(job.folder) for job in found]
+        total = sum(len(job.built_task.samples()) for job in found)
+        every = progress.add_task("samples", total=total // share.world or 1)
+        progress.update(every, completed=sum(folder.count() for folder in folders) // share.world)
+
+        def begin(job: Job) -> None:
+            progress.update(every, description=f"{job.choices['task']} {job.choices['scheduler']}")
+
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        refused = run_all(found, share, device(found, local), begin, lambda done: progress.advance(every, done))
+    if share.world > 1:
+        _state().wait_for_everyone()
+    return refused
+
+
+def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
+    """As many jobs of a launcher as there are workers: each runs its share of everything."""
+    own = [word for word in words if of_hydra(word)]
+    if not named:
+        own.append(f"{LAUNCHER}joblib")
+    joblib = f"{LAUNCHER}joblib" in own
+    if joblib and not any(word.startswith("hydra.launcher.n_jobs=") for word in own):
+        own.append(f"hydra.launcher.n_jobs={workers}")
+    output = [word for word in words if word.startswith("output=")]
+    try:
+        with initialize_config_module(PACKAGED, job_name=EVAL.name, version_base="1.3"):
+            loader = GlobalHydra.instance().config_loader()
+            cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
+            HydraConfig.instance().set_config(cfg)
+            context = HydraContext(config_loader=loader, callbacks=_callbacks())
+            piece = Piece(tuple(found), workers)
+            launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
+            done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
+    except (HydraException, ImportError) as error:
+        hint = "; pip install 'dllm-sampler[eval]' brings the launchers" if "launcher" in str(error) else ""
+        raise UserError(f"{str(error).partition(chr(10))[0].rstrip('.')}{hint}") from error
+    refused: dict[str, str] = {}
+    for job in done:
+        refused |= job.return_value  # raises what a worker raised
+    return refused
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a launcher's job does: one worker's share of all jobs."""
+
+    jobs: tuple[Job, ...]
+    workers: int
+
+    def __call__(self, cfg: Any) -> dict[str, str]:
+        """Run it; `cfg.worker` is the worker's number."""
+        share = Share(int(cfg.worker), self.workers)
+        gpus = torch.cuda.device_count()
+        where = device(self.jobs, share.rank % max(1, gpus))
+        return run_all(self.jobs, share, where, lambda job: None, lambda done: None)
+
+
+def device(found: Sequence[Job], local: int) -> str:
+    """Where this process computes; `local` is its number on this machine."""
+    given = found[0].options.device
+    if given != "auto":
+        return given
+    return f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+
+
+def accelerated() -> Share | None:
+    """This process's share under `accelerate launch`; None where there is one process."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return Share(int(os.environ["RANK"]), world) if world > 1 and "RANK" in os.environ else None
+
+
+def _state() -> Any:
+    from accelerate import PartialState
+
+    # Processes wait for the slowest one, which may be days.
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
+
+
+def _callbacks() -> Any:
+    from hydra._internal.callbacks import Callbacks
+
+    return Callbacks()
+
+
+def bars(console: Console, shown: bool = True) -> Progress:
+    """A bar with the samples done, the time gone and the time to go."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not shown,
+    )
+
+
+@contextmanager
+def watched(found: Sequence[Job], console: Console) -> Iterator[None]:
+    """A bar that follows what other processes write."""
+    folders, over = [RunFolder(job.folder) for job in found], Event()
+    with bars(console) as progress:
+        every = progress.add_task("samples", total=sum(len(job.built_task.samples()) for job in found))
+
+        def follow() -> None:
+            while not over.wait(1.0):
+                progress.update(every, completed=sum(folder.count() for folder in folders))
+
+        thread = Thread(target=follow, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()

@@ -1,0 +1,36 @@
+"""lm-evaluation-harness's command line, unchanged, with the model `dllm_sampler` (docs/tasks.md).
+
+`python -m dllm_sampler.eval.lm_eval --model dllm_sampler --model_args pretrained=mini --tasks ... --include_path ...`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.lm_eval.settings import harness
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hand the arguments on; 2 after a mistake in the model's."""
+    given, before = list(sys.argv[1:] if arguments is None else arguments), sys.argv
+    try:
+        harness()
+        from lm_eval.__main__ import cli_evaluate
+
+        from dllm_sampler.eval.lm_eval.model import register
+
+        register()
+        sys.argv = ["lm-eval", *given]
+        cli_evaluate()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        sys.argv = before
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,81 @@
+"""The likelihood of a text under a masked-diffusion model, by Monte Carlo (as LLaDA's evaluation, arXiv 2502.09992)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import layout
+from dllm_sampler.blocks import FullBlock
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.canvas import Query
+from dllm_sampler.errors import UserError
+from dllm_sampler.noise import CounterNoise
+from dllm_sampler.protocols import Denoiser, ModelSpec
+
+
+def check(spec: ModelSpec) -> None:
+    """Refuse models whose likelihood is another quantity.
+
+    Raises:
+        UserError: no mask token, or block-causal attention.
+    """
+    if spec.mask_id is None:
+        raise UserError(
+            "likelihoods are those of masked diffusion, and this model has no mask token: use generation tasks"
+        )
+    if spec.attention == "block_causal":
+        raise UserError(
+            "likelihoods are those of models that see the whole text, and this one is block-causal: use generation"
+            " tasks"
+        )
+
+
+def masks(length: int, count: int, seed: int) -> Tensor:
+    """`[count, length] bool` random masks: their sizes are spread evenly over 1 ... length from a random start."""
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.rand((), generator=generator, dtype=torch.float64) * length
+    size = ((start + torch.arange(count) * length / count).floor().long() % length) + 1  # [count]
+    order = torch.rand(count, length, generator=generator).argsort(1).argsort(1)
+    return order < size[:, None]
+
+
+@torch.no_grad()
+def log_likelihood(
+    denoiser: Denoiser, prompt: Sequence[int], answer: Sequence[int], count: int = 128, batch: int = 16, seed: int = 0
+) -> float:
+    """Lower bound of log p(answer | prompt) in nats, estimated with `count` masks.
+
+    With masks of every size equally often, each token in the mask weighs length / size. A model whose conditionals are
+    those of one joint law meets the bound: then the mean over all masks is log p itself.
+
+    Args:
+        prompt: token ids, at least one.
+        batch: masks per forward; no influence on the result beyond rounding.
+    """
+    spec, length = denoiser.spec, len(answer)
+    if not length:
+        return 0.0
+    hidden = masks(length, count, seed).to(spec.device)
+    target = torch.tensor(answer, device=spec.device)
+    total = 0.0
+    for part in hidden.split(batch):
+        rows = len(part)
+        canvas = layout.canvas([list(prompt)] * rows, length, [0] * rows, spec, FullBlock(), CounterNoise(), cuts=False)
+        area = slice(canvas.origin, canvas.origin + length)
+        ids, masked = canvas.ids.clone(), canvas.masked.clone()
+        ids[:, area], masked[:, area] = torch.where(part, ids[:, area], target), part
+        canvas = replace(canvas, ids=ids, masked=masked)
+        positions = torch.arange(area.start, area.stop, device=spec.device).expand(rows, -1)
+        query = Query.at(canvas, positions, exact=True)
+        cache = NoCache().init(canvas, spec)
+        hidden_states, _ = denoiser(canvas, query, cache.plan(canvas, query))
+        logits = denoiser.head(hidden_states)[:, 0]  # [rows, length, V]
+        said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        own = said.gather(-1, target.expand(rows, -1)[..., None])[..., 0].double()
+        weight = part / part.sum(1, keepdim=True) * length
+        total += float(torch.where(part, own * weight, 0.0).sum())
+    return total / count

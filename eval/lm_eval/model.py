@@ -1,0 +1,220 @@
+"""The model `dllm_sampler` of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import model_registry
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from rich.console import Console
+from rich.progress import track
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.lm_eval import likelihood
+from dllm_sampler.eval.lm_eval.settings import Settings, parse
+from dllm_sampler.sampler import Sampler
+
+NAME = "dllm_sampler"
+CANVAS = 256  # tokens of an answer where nobody says
+
+
+class SamplerLM(LM):
+    """Answers with a `Sampler`; likelihoods by Monte Carlo.
+
+    Args:
+        max_batch_size: of the harness, unused: memory is the user's to plan.
+        given: `--model_args`, with the harness's own `batch_size` and `device` among them (see `Settings`).
+    """
+
+    def __init__(self, max_batch_size: int | None = None, **given: Any):
+        super().__init__()
+        if given.get("device") == "cuda:0" and not torch.cuda.is_available():
+            del given["device"]  # what the harness says where nobody named a device
+        self.settings: Settings = parse(given)
+        s = self.settings
+        self.sampler = Sampler.from_pretrained(
+            {"name": s.pretrained, **s.model}, dtype=s.dtype, device=s.device, **s.plugins, **s.shortcuts
+        )
+        if self.sampler.tokenizer is None:
+            raise UserError(f"the harness asks in words, and {s.pretrained} has no tokenizer: add its files")
+        self.tokenizer = self.sampler.tokenizer
+        self._device = self.sampler.device
+        self.templated = False
+        self.tokens = self.forwards = 0
+        plain = {"stop": "none", "cache": "none", "blocks": "full", "scheduler": "fixed"}
+        self.one_by_one = Sampler(self.sampler.denoiser, tokenizer=self.tokenizer, **plain)  # pyright: ignore
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> SamplerLM:
+        """What stands in `--model_args` comes before the harness's own arguments, which have defaults."""
+        others = {key: value for key, value in (additional_config or {}).items() if value is not None}
+        return cls(**{**others, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> SamplerLM:
+        """As `create_from_arg_obj`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's cache of requests."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template's text, for the report."""
+        return self.tokenizer.get_chat_template() if chat_template else ""
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Messages as the model's prompt; its special tokens are in there, so none are added later."""
+        if self.tokenizer.chat_template is None:
+            raise UserError(f"{self.settings.pretrained} has no chat template: leave --apply_chat_template out")
+        self.templated = True
+        return str(
+            self.tokenizer.apply_chat_template(
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say of the run."""
+        rate = self.tokens / self.forwards if self.forwards else None
+        return {"answer_tokens": self.tokens, "forwards": self.forwards, "tokens_per_forward": rate}
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts cut at the stop strings; answers do not depend on batches."""
+        answers: dict[int, str] = {}
+        for start in track(
+            range(0, len(requests), self.settings.batch_size), "sampling", console=_console(), disable=disable_tqdm
+        ):
+            batch = list(range(start, min(start + self.settings.batch_size, len(requests))))
+            for kwargs, members in _alike(requests, batch):
+                sampler, room, until = self._request(dict(kwargs))
+                prompts = [self._encode(str(requests[i].args[0]), room) for i in members]
+                seeds = [self.settings.seed + i for i in members]
+                result = sampler.generate(prompts, max_new_tokens=room, seed=seeds, stop_strings=until)
+                assert result.texts is not None
+                self.tokens += int(result.lengths.sum())
+                self.forwards += int(result.nfe.sum())
+                for i, text in zip(members, result.texts, strict=True):
+                    answers[i] = text
+                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return [answers[i] for i in range(len(requests))]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """A bound of each continuation's log-likelihood (nats), and whether greedy decoding gives it."""
+        found = []
+        for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
+            prompt, answer = self._pair(*map(str, request.args))
+            greedy = self.settings.check_greedy and self._greedy(prompt, answer)
+            found.append((self._likelihood(prompt, answer), greedy))
+            self.cache_hook.add_partial("loglikelihood", request.args, found[-1])
+        return found
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """A bound of whole texts' log-likelihoods, in windows of the model's context, one after the other."""
+        found = []
+        for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
+            ids = self._plain(str(request.args[0]))
+            size = self.sampler.denoiser.spec.max_positions - 1  # a token stands before the first window
+            windows = map(make_disjoint_window, get_rolling_token_windows(ids, self._first(), size, 1))
+            found.append(sum(self._likelihood(list(prompt), list(answer)) for prompt, answer in windows))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+    def _request(self, kwargs: dict[str, Any]) -> tuple[Sampler, int, list[str]]:
+        """The sampler, canvas and stop strings that a generation request wants."""
+        until = kwargs.get("until") or []
+        until = [one for one in ([until] if isinstance(until, str) else until) if one]
+        room = self.settings.max_new_tokens or int(kwargs.get("max_gen_toks") or CANVAS)
+        heat = float(kwargs.get("temperature") or 0)
+        if not kwargs.get("do_sample") or not heat or "temperature" in self.settings.shortcuts:
+            return self.sampler, room, until
+        s = self.settings
+        shortcuts = {**s.shortcuts, "temperature": heat}
+        if kwargs.get("top_p") not in (None, 1, 1.0):
+            shortcuts["top_p"] = float(kwargs["top_p"])
+        return Sampler(self.sampler.denoiser, tokenizer=self.tokenizer, **s.plugins, **shortcuts), room, until
+
+    def _likelihood(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
+        spec, s = self.sampler.denoiser.spec, self.settings
+        likelihood.check(spec)
+        if len(answer) >= spec.max_positions:
+            raise UserError(f"a continuation of {len(answer)} tokens does not fit a context of {spec.max_positions}")
+        prompt = prompt[-(spec.max_positions - len(answer)) :]
+        batch = s.mc_batch_size or s.batch_size
+        return likelihood.log_likelihood(self.sampler.denoiser, prompt, answer, s.mc_num, batch, s.seed)
+
+    def _greedy(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
+        """Whether one token per step, the surest first, gives the answer."""
+        if not answer:
+            return True
+        room = self.sampler.denoiser.spec.max_positions - len(answer)
+        result = self.one_by_one.generate([list(prompt[-room:])], max_new_tokens=len(answer))
+        return result.tokens[0].tolist() == list(answer)
+
+    def _encode(self, text: str, room: int) -> list[int]:
+        """Token ids of a prompt, its end where it is too long."""
+        size = self.sampler.denoiser.spec.max_positions - room
+        if size < 1:
+            raise UserError(f"max_new_tokens={room} leaves no room for a prompt in this model's context")
+        return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of a context and of what follows; the border's spaces belong to what follows."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        if not context:
+            return [self._first()], self._plain(continuation)
+        before = self._plain(context) if self.templated else self._special(context)
+        if (
+            before[-1] in self.tokenizer.all_special_ids
+        ):  # prompts end in a mark of their own: nothing is merged over it
+            return before, self._plain(continuation)
+        whole = self._plain(context + continuation) if self.templated else self._special(context + continuation)
+        return before, whole[len(before) :]
+
+    def _plain(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+
+    def _special(self, text: str) -> list[int]:
+        ids = list(self.tokenizer(text)["input_ids"]) if text else []  # pyright: ignore
+        return [self._first(), *ids] if self.settings.add_bos and ids[:1] != [self._first()] else ids
+
+    def _first(self) -> int:
+        """What stands before a text that nothing stands before."""
+        bos = self.tokenizer.bos_token_id
+        return int(bos) if isinstance(bos, int) else self.sampler.denoiser.spec.eos_id
+
+
+def register() -> None:
+    """Make the model known to the harness, once."""
+    if NAME not in model_registry:
+        model_registry.register(NAME)(SamplerLM)
+
+
+def _alike(requests: list[Instance], members: list[int]) -> list[tuple[dict[str, Any], list[int]]]:
+    """Members of a batch by what they want."""
+    groups: list[tuple[dict[str, Any], list[int]]] = []
+    for i in members:
+        arguments: tuple[Any, ...] = requests[i].args
+        kwargs = dict(arguments[1])
+        same = next((group for wanted, group in groups if wanted == kwargs), None)
+        if same is None:
+            groups.append((kwargs, [i]))
+        else:
+            same.append(i)
+    return groups
+
+
+def _console() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,217 @@
+"""Measures of a run, each under its own name, all derived from the counters of its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.statistics import bootstrap, interval, kendall, spearman
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How one figure is read from the samples of a run: its field of `summary`, and what a table calls it."""
+
+    name: str
+    title: str
+    about: str
+    of: Callable[[Sequence[Record]], float | None]
+
+
+def summary(records: Sequence[Record], score: str | Callable[[Record], float]) -> dict[str, float | None]:
+    """Every measure of a run by name, and the 95 % intervals of score and tokens per forward.
+
+    Args:
+        records: its samples, at least one.
+        score: the name of the grade that counts, or what reads it.
+    """
+    scores = [record.scores[score] if isinstance(score, str) else score(record) for record in records]
+    low, high = interval(scores)
+    slow, fast = bootstrap([record.answer for record in records], [record.nfe for record in records])
+    found: dict[str, float | None] = {
+        "samples": float(len(records)),
+        "score": fmean(scores),
+        "score_low": low,
+        "score_high": high,
+        "answer_tokens_per_forward_low": slow,
+        "answer_tokens_per_forward_high": fast,
+    }
+    return found | {measure.name: measure.of(records) for measure in MEASURES}
+
+
+def _ratio(above: Iterable[float], below: Iterable[float]) -> float:
+    divisor = sum(below)
+    return sum(above) / divisor if divisor else 0.0
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _seconds(records: Sequence[Record]) -> float:
+    return sum(record.seconds / record.batch for record in records)
+
+
+def answer_tokens_per_forward(records: Sequence[Record]) -> float:
+    """All tokens up to and with each answer's first end token, over all forwards."""
+    return _ratio((record.answer for record in records), (record.nfe for record in records))
+
+
+def canvas_tokens_per_forward(records: Sequence[Record]) -> float:
+    """ParallelBench's: canvas length over mean forwards, so that padding behind the answer counts as speed."""
+    return _ratio((record.canvas for record in records), (record.nfe for record in records))
+
+
+def diffusion_gemma_tokens_per_forward(records: Sequence[Record]) -> float:
+    """DiffusionGemma's in transformers: tokens up to and with the end token over the row's own denoising passes; the
+    mean of the rows' ratios. What an encoder reads is no pass."""
+    return fmean(record.answer / max(1, record.nfe) for record in records)
+
+
+def dinfer_tokens_per_forward(records: Sequence[Record]) -> float:
+    """dInfer's: tokens before the end token, over all forwards."""
+    return _ratio((record.answer - record.ended for record in records), (record.nfe for record in records))
+
+
+def dinfer_mean_tokens_per_forward(records: Sequence[Record]) -> float:
+    """dInfer's second one: the mean of each sample's ratio."""
+    return fmean((record.answer - record.ended) / max(1, record.nfe) for record in records)
+
+
+def answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
+    """Answer tokens over forwards of the whole prompt and canvas that would compute as many positions."""
+    return _ratio((record.answer for record in records), (record.full_equivalents for record in records))
+
+
+def tokens_per_second(records: Sequence[Record]) -> float:
+    """Answer tokens over the seconds of all batches."""
+    return _ratio((record.answer for record in records), [_seconds(records)])
+
+
+def oracle_tokens_per_forward(records: Sequence[Record]) -> float | None:
+    """What `answer_tokens_per_forward` would be with perfect knowledge of the answers."""
+    return None if (fewest := _oracle(records)) is None else _ratio((r.answer for r in records), [fewest])
+
+
+def oracle_share(records: Sequence[Record]) -> float | None:
+    """The oracle's forwards over those made: 1 where nothing is left to gain for the same answers."""
+    return None if (fewest := _oracle(records)) is None else _ratio([fewest], (record.nfe for record in records))
+
+
+def _oracle(records: Sequence[Record]) -> float | None:
+    """Forwards of the oracle, None unless every sample has them: a share of other samples would be another measure."""
+    known = [record.oracle_nfe for record in records if record.oracle_nfe is not None]
+    return float(sum(known)) if len(known) == len(records) else None
+
+
+def recompute_share(records: Sequence[Record]) -> float:
+    """Positions computed, over those of as many whole forwards: 1 without a cache."""
+    whole = [record.nfe * (record.prompt_tokens + record.canvas) for record in records]
+    return _ratio((record.rows for record in records), whole)
+
+
+def order(record: Record, correlation: Callable[..., float | None], padding: bool) -> float | None:
+    """How a sample's commit steps go with their positions: 1 is left to right, -1 right to left.
+
+    padding: with what was committed behind the answer's end token.
+    """
+    steps = record.step_map if padding else record.step_map[: record.answer]
+    known = [(place, step) for place, step in enumerate(steps) if step >= 0]
+    return correlation(*zip(*known, strict=True)) if len(known) > 1 else None
+
+
+def _order(correlation: Callable[..., float | None], padding: bool) -> Callable[[Sequence[Record]], float | None]:
+    return lambda records: _mean(order(record, correlation, padding) for record in records)
+
+
+MEASURES = (
+    Measure(
+        "answer_tokens_per_forward",
+        "tokens / forward",
+        "answer tokens, the end token included, over forwards",
+        answer_tokens_per_forward,
+    ),
+    Measure(
+        "canvas_tokens_per_forward",
+        "canvas tokens / forward",
+        "ParallelBench: canvas length over mean forwards; padding counts",
+        canvas_tokens_per_forward,
+    ),
+    Measure(
+        "diffusion_gemma_tokens_per_forward",
+        "tokens / forward (DiffusionGemma)",
+        "mean over samples of answer tokens, the end token included, over forwards",
+        diffusion_gemma_tokens_per_forward,
+    ),
+    Measure(
+        "dinfer_tokens_per_forward",
+        "tokens / forward (dInfer)",
+        "answer tokens without the end token, over forwards",
+        dinfer_tokens_per_forward,
+    ),
+    Measure(
+        "dinfer_mean_tokens_per_forward",
+        "mean tokens / forward (dInfer)",
+        "the same, as the mean over samples",
+        dinfer_mean_tokens_per_forward,
+    ),
+    Measure(
+        "answer_tokens_per_full_forward",
+        "tokens / full forward",
+        "answer tokens over positions computed, in forwards of the whole prompt and canvas",
+        answer_tokens_per_full_forward,
+    ),
+    Measure("tokens_per_second", "tokens / s", "answer tokens over wall seconds of the batches", tokens_per_second),
+    Measure("nfe", "forwards", "mean per sample", lambda records: fmean(record.nfe for record in records)),
+    Measure(
+        "full_forwards",
+        "full forwards",
+        "positions computed, in forwards of the whole prompt and canvas, mean per sample",
+        lambda records: fmean(record.full_equivalents for record in records),
+    ),
+    Measure(
+        "oracle_tokens_per_forward",
+        "oracle's tokens / forward",
+        "with perfect knowledge of these answers",
+        oracle_tokens_per_forward,
+    ),
+    Measure(
+        "oracle_share",
+        "share of the oracle",
+        "forwards that perfect knowledge of these answers needs, over those made",
+        oracle_share,
+    ),
+    Measure("recompute_share", "recomputed", "positions computed over those of whole forwards", recompute_share),
+    Measure("commits", "commits", "tokens written per sample, all", lambda records: fmean(r.commits for r in records)),
+    Measure(
+        "revisions",
+        "revisions",
+        "commits per sample that did not stay",
+        lambda records: fmean(sum(piece is not None for _, _, piece in r.revisions) for r in records),
+    ),
+    Measure(
+        "tokens_after_end",
+        "tokens after the end",
+        "committed behind the first end token, per sample",
+        lambda records: fmean(record.after_end for record in records),
+    ),
+    Measure("kendall", "order (Kendall)", "tau-b of position and commit step inside answers", _order(kendall, False)),
+    Measure("spearman", "order (Spearman)", "rho of position and commit step inside answers", _order(spearman, False)),
+    Measure("kendall_padded", "order (Kendall, padded)", "tau-b with the padding", _order(kendall, True)),
+    Measure("spearman_padded", "order (Spearman, padded)", "rho with the padding", _order(spearman, True)),
+    Measure(
+        "peak_memory",
+        "peak memory, MiB",
+        "the most of any batch: of the GPU, else of the process",
+        lambda records: max(record.peak_memory for record in records) / 2**20,
+    ),
+    Measure(
+        "unfinished",
+        "unfinished",
+        "share of samples that max_steps ended",
+        lambda records: fmean(not record.complete for record in records),
+    ),
+)

@@ -1,0 +1,66 @@
+"""What is kept of one sample: counters, from which every measure is derived, and what a replay needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA = 1  # of a line of samples.jsonl; docs/formats.md
+TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sample. Positions count from the first token behind the prompt; N is the canvas length."""
+
+    index: int
+    seed: int
+    prompt: Any  # as the task has it
+    text: str | None
+    scores: dict[str, float]
+    complete: bool  # False where max_steps ended it before its time
+    prompt_tokens: int
+    canvas: int  # N
+    answer: int  # tokens up to and with the first end token
+    ended: bool  # whether there is an end token
+    nfe: int  # forwards it took part in
+    rows: int  # positions computed, over all forwards
+    commits: int  # tokens written, those that did not stay included
+    oracle_nfe: int | None  # forwards of a scheduler that knows the answer; None where that is not defined
+    tokens: list[int]  # N ids
+    pieces: list[str]  # N texts of these
+    step_map: list[int]  # N: the forward, from 0, that committed what stands; -1: never committed
+    confidence: list[float]  # N: at the commit
+    revisions: list[list[Any]]  # [forward, position, piece] that did not stay; piece None: taken back
+    seconds: float  # of its whole batch
+    batch: int  # samples in it
+    peak_memory: int  # bytes: of the GPU during the batch, else of the process so far
+
+    @property
+    def full_equivalents(self) -> float:
+        """Positions computed, in forwards over the whole prompt and canvas."""
+        return self.rows / (self.prompt_tokens + self.canvas)
+
+    @property
+    def after_end(self) -> int:
+        """Tokens committed behind the first end token."""
+        return sum(step >= 0 for step in self.step_map[self.answer :])
+
+    def line(self) -> dict[str, Any]:
+        """As JSON has it: what differs from run to run apart from the rest."""
+        fields = asdict(self)
+        times = {name: fields.pop(name) for name in TIMES}
+        return {"schema": SCHEMA, **fields, "times": times}
+
+    @staticmethod
+    def of(line: Mapping[str, Any]) -> Record:
+        """From JSON.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is no record of this schema.
+        """
+        fields = dict(line)
+        if fields.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        return Record(**fields.pop("times"), **fields)

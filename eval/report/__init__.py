@@ -1,0 +1,1 @@
+"""One page that says what runs found: `dllm-report`."""

@@ -1,0 +1,65 @@
+"""`dllm-report`: a page and pictures of what runs found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.arguments import Parser
+from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.eval.report.data import load
+from dllm_sampler.eval.report.page import page
+from dllm_sampler.eval.report.pictures import available, pictures
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `dllm-report`; returns its exit status."""
+    parser = Parser(
+        prog="dllm-report",
+        description="Make one HTML page, and PNG files beside it, of runs of dllm-eval.",
+        epilog="The page asks the network for nothing. Exit status: 0, or 2 after a mistake in the arguments.",
+    )
+    add = parser.add_argument
+    add("runs", nargs="*", default=["outputs/eval"], metavar="RUNS", help="folders of runs (outputs/eval)")
+    add("--output", default="report.html", metavar="FILE", help="the page, with pictures beside it (report.html)")
+    add("--title", default="Samplers compared", help="at the top of the page")
+    add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
+    try:
+        options = parser.parse_args(arguments)
+        if options.replays < 0:
+            raise UserError(f"--replays should be at least 0, not {options.replays}")
+        print(write([Path(path) for path in options.runs], options.output, options.title, options.replays))
+    except UserError as error:
+        print(f"dllm-report: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2) -> str:
+    """Write the page and the pictures; returns a line that names them.
+
+    Raises:
+        UserError: nothing to report on, or nowhere to write it.
+    """
+    available()
+    target = Path(output).expanduser()
+    if target.suffix not in (".html", ".htm"):
+        raise UserError(f"the report should be a file that ends in .html, not {output}")
+    found = load(runs)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{target.parent} cannot be made: {error.strerror}") from error
+    names = []
+    for name, content in pictures(found).items():
+        file = target.with_name(f"{target.stem}-{name}.png")
+        write_file(file, content)
+        names.append(file.name)
+    write_file(target, page(found, title, replays))
+    return " ".join([str(target), *names])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""What five minutes of reading should leave behind: a few sentences, computed."""
+
+from __future__ import annotations
+
+from dllm_sampler.eval.curves import adaptive_oracle, aup, parallelizability, pbx
+from dllm_sampler.eval.report.data import Comparison, Figures, Method
+
+LOSS = 0.01  # of score, that still counts as being as good
+LEVELS = (0.9, 0.8, 0.7)  # of PBx
+
+
+def sentences(found: Comparison) -> list[str]:
+    """The best trade, what dependency between tokens costs, and how far the oracle is."""
+    return [line for line in (best(found), dependency(found), room(found)) if line]
+
+
+def best(found: Comparison) -> str:
+    """The fastest method that is about as good as one token per step, or as the best one."""
+    whole = found.figures["all tasks"]
+    if not whole:
+        return "No method was run on all tasks; the tasks are shown one by one."
+    top = max(whole, key=lambda label: _of(whole[label], "score"))
+    given = found.reference.label if found.reference else top
+    against = "one token per step" if found.reference else f"the best method, {top},"
+    if len(whole) == 1:
+        return (
+            f"{given} scores {_percent(whole[given])} at {_rate(whole[given])} tokens per forward, over"
+            f" {_samples(whole[given])} samples."
+        )
+    good = [label for label in whole if _of(whole[label], "score") >= _of(whole[given], "score") - LOSS]
+    fast = max(good, key=lambda label: _of(whole[label], "answer_tokens_per_forward"))
+    fewer = _of(whole[given], "nfe") / max(_of(whole[fast], "nfe"), 1e-9)
+    if fast == given:
+        return (
+            f"No method is faster than {given} without losing more than one point of its {_percent(whole[given])}"
+            f" score."
+        )
+    return (
+        f"{fast} is the fastest that scores as {against} does, within one point: {_percent(whole[fast])} against"
+        f" {_percent(whole[given])}, with {fewer:.1f} times fewer forwards ({_rate(whole[fast])} tokens per forward"
+        f" instead of {_rate(whole[given])})."
+    )
+
+
+def dependency(found: Comparison) -> str | None:
+    """What parallel decoding costs where tokens have to agree, and where they do not: the family that shows it best."""
+    low, high = (found.figures.get(f"{level} dependency", {}) for level in ("low", "high"))
+    ends = []
+    for methods in found.families.values():
+        both = [method for method in methods if method.label in low and method.label in high]
+        if len(both) > 1:
+            both.sort(key=lambda method: _of(high[method.label], "canvas_tokens_per_forward"))
+            ends.append((both[0], both[-1]))
+    if not ends:
+        return None
+
+    def loss(figures: dict[str, Figures], pair: tuple[Method, Method]) -> float:
+        return _of(figures[pair[0].label], "score") - _of(figures[pair[1].label], "score")
+
+    slow, fast = max(ends, key=lambda pair: loss(high, pair))
+    costs = "costs most" if loss(high, (slow, fast)) > loss(low, (slow, fast)) else "does not cost more"
+    return (
+        f"Decoding in parallel {costs} where tokens have to agree with one another: from {slow.label} to {fast.label}"
+        f" the score goes from {_percent(high[slow.label])} to {_percent(high[fast.label])} on tasks of high"
+        f" dependency, and from {_percent(low[slow.label])} to {_percent(low[fast.label])} on the others."
+    )
+
+
+def room(found: Comparison) -> str | None:
+    """How far the best methods are from perfect knowledge of the answers."""
+    oracle, whole = found.oracle("all tasks"), found.figures["all tasks"]
+    if oracle is None or found.reference is None:
+        return None
+    score = _of(whole[found.reference.label], "score")
+    rivals = [label for label in whole if _of(whole[label], "score") >= score - LOSS]
+    rate = max(_of(whole[label], "answer_tokens_per_forward") for label in rivals)
+    return (
+        f"A scheduler with perfect knowledge of the answers of one token per step would need"
+        f" {_of(whole[found.reference.label], 'nfe') * _share(whole[found.reference.label]):.1f} forwards for each"
+        f" ({oracle[0]:.1f} tokens per forward): the fastest method as good as that reaches"
+        f" {100 * rate / oracle[0]:.0f} % of it."
+    )
+
+
+def family_rows(found: Comparison) -> list[dict[str, object]]:
+    """One row per family of settings: AUP, PBx on the grid and interpolated, parallelizability, the adaptive oracle."""
+    whole = found.figures["all tasks"]
+    top = max((_of(figures, "score") for figures in whole.values()), default=0.0)
+    rows: list[dict[str, object]] = []
+    for name, methods in found.families.items():
+        figures = [whole[method.label] for method in methods]
+        points = [(_of(one, "answer_tokens_per_forward"), _of(one, "score")) for one in figures]
+        canvas = [(_of(one, "canvas_tokens_per_forward"), _of(one, "score")) for one in figures]
+        row: dict[str, object] = {"family": name, "settings": len(methods), "AUP": aup(points, top)}
+        for level in LEVELS:
+            row[f"PB{100 * level:.0f}"] = pbx(canvas, level, interpolate=False)
+            row[f"PB{100 * level:.0f}, interpolated"] = pbx(canvas, level, interpolate=True)
+        row["parallelizability"] = parallelizability(dict(canvas))
+        runs = [
+            [
+                (record.nfe, record.scores[run.about["score"]])
+                for task in found.tasks
+                for run in [method.runs[task]]
+                for record in run.records
+            ]
+            for method in methods
+        ]
+        if len({len(run) for run in runs}) == 1:
+            forwards, score = adaptive_oracle(runs)
+            row["best setting per sample: forwards"] = forwards
+            row["best setting per sample: score"] = 100 * score
+        rows.append(row)
+    return rows
+
+
+def _of(figures: Figures, name: str) -> float:
+    value = figures[name]
+    return float("nan") if value is None else value
+
+
+def _share(figures: Figures) -> float:
+    return _of(figures, "oracle_share")
+
+
+def _percent(figures: Figures) -> str:
+    return f"{100 * _of(figures, 'score'):.1f} %"
+
+
+def _rate(figures: Figures) -> str:
+    return f"{_of(figures, 'answer_tokens_per_forward'):.2f}"
+
+
+def _samples(figures: Figures) -> str:
+    return f"{_of(figures, 'samples'):.0f}"

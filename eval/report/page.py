@@ -1,0 +1,146 @@
+"""The report as one HTML file that asks the network for nothing."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+from typing import Any
+
+from dllm_sampler._version import __version__
+from dllm_sampler.eval.measures import MEASURES
+from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.report.data import RATES, Comparison, Run
+from dllm_sampler.eval.report.headline import family_rows, sentences
+from dllm_sampler.eval.report.pictures import TITLES
+
+SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measure in MEASURES))
+
+
+def page(found: Comparison, title: str, replays: int) -> str:
+    """The whole page.
+
+    Args:
+        found: what it is about.
+        title: at its top.
+        replays: samples of each run that can be watched, those with the lowest score first.
+    """
+    parts = {name: (files("dllm_sampler.eval.report") / name).read_text(encoding="utf-8") for name in _PARTS}
+    filled = {
+        "TITLE": html.escape(title),
+        "STYLE": parts["page.css"],
+        "SCRIPT": parts["page.js"],
+        "HEADLINE": "".join(f"<li>{html.escape(line)}</li>" for line in sentences(found)),
+        "NOTES": "".join(f"<p>{html.escape(line)}</p>" for line in notes(found)),
+        # no "<" at all: nothing in a sample can end the script element
+        "DATA": json.dumps(data(found, replays), ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    text = parts["page.html"]
+    for name, value in filled.items():  # the data last: what looks like a place in it is not filled
+        text = text.replace(f"@{name}@", value)
+    return text
+
+
+_PARTS = ("page.html", "page.css", "page.js")
+
+
+def notes(found: Comparison) -> list[str]:
+    """What one must know to trust the figures."""
+    lines = []
+    if found.missing:
+        lines.append(f"Unfinished: {found.missing} samples are still to come; the figures are of those that are there.")
+    lines += [f"Could not run: {label}: {reason}" for label, reason in found.refused]
+    whole = set(found.figures["all tasks"])
+    lines += [
+        f"Not on all tasks, so only under its own: {method.label}."
+        for method in found.methods
+        if method.label not in whole
+    ]
+    lines += [
+        f"{place['processor']} ({place['device']}), torch {place['torch']}, Python {place['python']}, dllm_sampler"
+        f" {place['dllm_sampler']}, commit {place['commit'] or 'unknown'}, {place['platform']}."
+        for place in found.environments
+    ]
+    return [*lines, f"Made by dllm-report {__version__}."]
+
+
+def data(found: Comparison, replays: int) -> dict[str, Any]:
+    """What the page's script works on."""
+    index = {method.label: number for number, method in enumerate(found.methods)}
+    views = {}
+    for view, figures in found.figures.items():
+        views[view] = {
+            "tasks": found.views[view],
+            "figures": {index[label]: _rounded(one) for label, one in figures.items()},
+            "front": {rate: sorted(index[label] for label in found.front(view, rate)) for rate in RATES},
+            "oracle": found.oracle(view),
+        }
+    methods = [
+        {
+            "label": method.label,
+            "family": method.family,
+            "config": _config(next(iter(method.runs.values()))),
+            "runs": {task: _run(run, replays) for task, run in method.runs.items()},
+        }
+        for method in found.methods
+    ]
+    return {
+        "views": views,
+        "methods": methods,
+        "tasks": list(found.tasks),
+        "reference": index[found.reference.label] if found.reference else None,
+        "rates": {rate: TITLES[rate] for rate in RATES},
+        "measures": [{"name": one.name, "title": one.title, "about": one.about} for one in MEASURES],
+        "families": [
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            for row in family_rows(found)
+        ],
+    }
+
+
+def _rounded(figures: dict[str, float | None]) -> dict[str, float | None]:
+    found = {name: figures[name] for name in SHOWN}
+    return {name: None if value is None else float(f"{value:.5g}") for name, value in found.items()}
+
+
+def _config(run: Run) -> str:
+    lines = []
+    for key, value in run.config.items():
+        if isinstance(value, dict):
+            name = value.get("name") or run.about["choices"].get(key, "")
+            lines.append(f"{key}={name}")
+            lines += [f"{key}.{k}={_say(v)}" for k, v in value.items() if k not in ("name", "_target_")]
+        else:
+            lines.append(f"{key}={_say(value)}")
+    return "\n".join(lines)
+
+
+def _say(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _run(run: Run, replays: int) -> dict[str, Any]:
+    score = run.about["score"]
+    chosen = sorted(run.records, key=lambda record: (record.scores[score], record.index))
+    # half of what is shown went wrong, if so many did
+    wrong = [record for record in chosen if record.scores[score] < 1][: (replays + 1) // 2]
+    right = [record for record in chosen if record.scores[score] >= 1][: replays - len(wrong)]
+    shown = sorted([*wrong, *right], key=lambda record: record.index)
+    return {"name": run.about["name"], "score": score, "replays": [_replay(record, score) for record in shown]}
+
+
+def _replay(record: Record, score: str) -> dict[str, Any]:
+    prompt = record.prompt if isinstance(record.prompt, str) else json.dumps(record.prompt, ensure_ascii=False)
+    return {
+        "index": record.index,
+        "prompt": prompt,
+        "text": record.text,
+        "score": record.scores[score],
+        "nfe": record.nfe,
+        "oracle": record.oracle_nfe,
+        "answer": record.answer,
+        "pieces": record.pieces,
+        "steps": record.step_map,
+        "confidence": record.confidence,
+        "revisions": record.revisions,
+    }

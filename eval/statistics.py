@@ -1,0 +1,61 @@
+"""Intervals and rank correlations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Z = 1.959963984540054  # of a normal distribution, for 95 %
+DRAWS = 2000  # of the bootstrap
+
+
+def wilson(right: int, count: int) -> tuple[float, float]:
+    """The 95 % score interval of a share (Wilson 1927)."""
+    if count == 0:
+        return 0.0, 1.0
+    share, weight = right / count, Z * Z / count
+    middle = (share + weight / 2) / (1 + weight)
+    half = Z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> tuple[float, float]:
+    """The 95 % percentile interval of `sum(above) / sum(below)` over resampled pairs; of the mean without `below`."""
+    high = np.asarray(above, float)
+    low = np.ones_like(high) if below is None else np.asarray(below, float)
+    if len(high) == 0:
+        return math.nan, math.nan
+    chosen = np.random.default_rng(0).integers(len(high), size=(DRAWS, len(high)))
+    sums = np.maximum(low[chosen].sum(1), 1e-12)
+    least, most = np.quantile(high[chosen].sum(1) / sums, [0.025, 0.975])
+    return float(least), float(most)
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of a mean: Wilson's where all scores are 0 or 1, else the bootstrap's."""
+    if all(score in (0, 1) for score in scores):
+        return wilson(int(sum(scores)), len(scores))
+    return bootstrap(scores)
+
+
+def kendall(one: Sequence[float], two: Sequence[float]) -> float | None:
+    """Kendall's tau-b, which allows for ties; None where one side never varies."""
+    x, y = (np.sign(np.subtract.outer(side, side)) for side in map(np.asarray, (one, two)))
+    scale = float(np.abs(x).sum()) * float(np.abs(y).sum())
+    return float((x * y).sum()) / math.sqrt(scale) if scale else None
+
+
+def spearman(one: Sequence[float], two: Sequence[float]) -> float | None:
+    """Spearman's rho, ties at their mean rank; None where one side never varies."""
+    if len(one) < 2:
+        return None
+    x, y = (_ranks(np.asarray(side, float)) for side in (one, two))
+    x, y = x - x.mean(), y - y.mean()
+    scale = math.sqrt(float((x * x).sum()) * float((y * y).sum()))
+    return float((x * y).sum()) / scale if scale else None
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    return np.less.outer(values, values).sum(0) + (np.equal.outer(values, values).sum(0) + 1) / 2

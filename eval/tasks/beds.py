@@ -1,0 +1,151 @@
+"""Test beds as tasks: the model is part of the task, and it makes no error, so what goes wrong is the sampler's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import exp
+from random import Random
+from typing import Any, Literal
+
+import torch
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.drawn import Drawn, Prompt
+from dllm_sampler.eval.testbeds.chain import MarkovChain
+from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
+from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
+from dllm_sampler.protocols import Denoiser
+
+
+@dataclass
+class Ideal(Drawn):
+    """An operation on a list, one token per item, by a model that knows every marginal exactly.
+
+    Sampled at temperature 1 (`guide=temperature`) with `blocks=full`, the score has a closed form for many schedulers
+    (`python -m dllm_sampler.eval.closed_form`).
+
+    Args:
+        operation: shuffle, replace_random, ...
+        items: n; a latin square's side.
+    """
+
+    operation: str = "shuffle"
+    items: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.operation not in LAWS:
+            raise unknown("operation of ideal", self.operation, LAWS)
+        most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
+        if not 2 <= self.items <= most:
+            raise UserError(f"task.items must be from 2 to {most} for {self.operation}, not {self.items!r}")
+
+    @cached_property
+    def law(self) -> Listed | Shuffle:
+        """What may come out."""
+        return LAWS[self.operation](self.items)
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """By the operation."""
+        return f"ideal_{self.operation}"
+
+    @property
+    def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Exactly the outcome."""
+        return self.law.length
+
+    @property
+    def dependency(self) -> Literal["low", "high"]:
+        """By C(Y|X)."""
+        return "high" if self.law.c_bits > 1e-9 else "low"
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """Always the same prompt; only the sampler's seed differs."""
+        return [0], {"c_bits": self.law.c_bits}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: it is an outcome of the law."""
+        ids = list(answer.ids)[: self.law.length]
+        whole = len(ids) == self.law.length
+        return {"score": float(whole and bool(self.law.valid(torch.tensor([ids]))[0]))}
+
+    def denoiser(self) -> Denoiser:
+        """See `Task.denoiser`."""
+        return LawDenoiser(self.law)
+
+
+@dataclass
+class Markov(Drawn):
+    """Continuations of a Markov chain by a model that knows every posterior marginal exactly (arXiv 2602.19619).
+
+    What a sampler does to transitions shows over a set of answers (`distance`, or
+    `python -m dllm_sampler.eval.markov`). To be drawn at temperature 1.
+
+    Args:
+        states: of the chain.
+        length: tokens after the first state.
+        concentration: of the Dirichlet law its rows are drawn from; small: peaked.
+        chain: seed of the chain itself.
+    """
+
+    name = "markov"
+    many = True
+
+    states: int = 8
+    length: int = 32
+    concentration: float = 0.3
+    chain: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.states < 2 or self.length < 1 or not self.concentration > 0:
+            raise UserError("task.states must be at least 2, task.length at least 1 and task.concentration above 0")
+
+    @cached_property
+    def law(self) -> MarkovChain:
+        """The chain."""
+        return MarkovChain.drawn(self.states, self.length, self.concentration, self.chain)
+
+    @property
+    def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All that the law has."""
+        return self.length
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """A state of the stationary law."""
+        # Rounded: the last digits of a sum differ from machine to machine.
+        shares = [round(share, 9) for share in self.law.stationary.tolist()]
+        start = rng.choices(range(self.states), shares)[0]
+        return [start], {"start": start, "entropy_rate": round(self.law.entropy_rate, 9)}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`log_likelihood`: nats per token under the chain; `score`: exp of it over what is typical, 1 at most.
+
+        Too likely is no better than typical, only a set of answers tells that.
+        """
+        ids = list(answer.ids)[: self.length]
+        if len(ids) < self.length or any(one >= self.states for one in ids):
+            return {"score": 0.0, "error_truncated": 1.0}
+        start = torch.tensor([int(sample.facts["start"])])
+        found = float(self.law.log_likelihood(torch.tensor([ids]), start)[0]) / self.length
+        return {
+            "score": min(1.0, exp(found + self.law.entropy_rate)),
+            "log_likelihood": found,
+            "error_truncated": 0.0,
+        }
+
+    def distance(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
+        """How far a set of whole answers is from the chain, with what exact samples show (`chain.Distance`)."""
+        rows = [(list(a.ids)[: self.length], int(s.facts["start"])) for s, a in zip(samples, answers, strict=True)]
+        if any(len(ids) < self.length for ids, _ in rows):
+            raise UserError("the distance from a chain is that of whole answers, and some are shorter than task.length")
+        ids, starts = zip(*rows, strict=True)
+        return asdict(self.law.distance(torch.tensor(ids), torch.tensor(starts)))
+
+    def denoiser(self) -> Denoiser:
+        """See `Task.denoiser`."""
+        return LawDenoiser(self.law)

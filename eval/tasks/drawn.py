@@ -1,0 +1,47 @@
+"""Tasks whose samples are drawn from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.tasks.base import Sample, Task
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+@dataclass
+class Drawn(Task):
+    """Sample i comes from (name, seed, i) alone."""
+
+    many: ClassVar[bool] = False  # several answers are right: C(Y|X) > 0
+
+    @property
+    def dependency(self) -> Literal["low", "high"]:
+        """See `Task.dependency`."""
+        return "high" if self.many else "low"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UserError(f"task.count must be a whole number of at least 1, not {self.count!r}")
+
+    def samples(self) -> Sequence[Sample]:
+        """See `Task.samples`."""
+        return [
+            Sample(index, *self.draw(Random(f"{self.name}/{self.seed}/{index}"), index)) for index in range(self.count)
+        ]
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """The prompt of a sample, and what grading needs."""
+        raise NotImplementedError
+
+
+def chat(question: str, *example: str) -> list[dict[str, str]]:
+    """Chat messages: an example's question and answer, where given, and the question."""
+    turns = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant"), example, strict=bool(example))
+    ]
+    return [*turns, {"role": "user", "content": question}]

@@ -1,0 +1,93 @@
+"""Whether a text is well written: LanguageTool where it is installed, and a stand-in with a name of its own."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from dllm_sampler.errors import UserError
+
+PAIRS = {"(": ")", "[": "]", "{": "}"}
+LEFTOVER = re.compile(r"<\|[^|>]*\|>|</?s>|\[(?:MASK|EOS|PAD|UNK|SEP|CLS)\]|�")
+SOUNDS_LIKE_YOU = re.compile(r"(?:uni[^nm]|use|usu|eu|one\b|once\b|ufo|uk\b)", re.IGNORECASE)
+SILENT_H = re.compile(r"(?:hour|honest|honou?r|heir)", re.IGNORECASE)
+
+
+def fluency_proxy(text: str) -> float:
+    """1 where a text has none of the damage that decoding in parallel does, else 0. No judge of grammar.
+
+    Damage: an empty text, a word twice in a row, `a` where `an` belongs and the other way round, brackets or quotes
+    that do not match, no capital at the start, no mark at the end, special tokens left over, three words three times.
+    """
+    text = text.strip()
+    words = re.findall(r"[^\W_]+(?:['’][^\W_]+)*", text)
+    if not words or LEFTOVER.search(text):
+        return 0.0
+    lower = [word.lower() for word in words]
+    doubled = re.search(r"\b([^\W\d_]+)\s+\1\b", text, re.IGNORECASE)
+    if doubled and doubled[1].lower() not in ("had", "that"):
+        return 0.0
+    if any(not _article_fits(*pair) for pair in re.findall(r"\b([Aa]n?)\s+([^\W\d_]+)", text)):
+        return 0.0
+    triples = list(zip(lower, lower[1:], lower[2:], strict=False))
+    if any(triples.count(triple) > 2 for triple in set(triples)) or not _balanced(text):
+        return 0.0
+    start = re.sub(r"^[\W_]+", "", text)[:1]
+    return float((start.isupper() or start.isdigit()) and text.rstrip("\"'”’)]")[-1:] in (".", "!", "?"))
+
+
+def _article_fits(article: str, word: str) -> bool:
+    if word.isupper() or len(word) == 1:
+        return True  # letters are spelt, and how depends on the letter
+    vowel = word[0].lower() in "aeiou"
+    vowel = (vowel and not SOUNDS_LIKE_YOU.match(word)) or bool(SILENT_H.match(word))
+    return vowel == (article.lower() == "an")
+
+
+def _balanced(text: str) -> bool:
+    """Brackets nested, double quotes even."""
+    stack: list[str] = []
+    for mark in text:
+        if mark in PAIRS:
+            stack.append(PAIRS[mark])
+        elif mark in PAIRS.values() and (not stack or stack.pop() != mark):
+            return False
+    return not stack and text.count('"') % 2 == 0 and text.count("“") == text.count("”")
+
+
+def check(grammar: str | None) -> None:
+    """Refuse a `grammar` field that cannot be served."""
+    if grammar is not None:
+        _tool(grammar)
+
+
+def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, float]]:
+    """What counts in the score, and the measures: `fluency_proxy`, and `grammar` where LanguageTool is asked.
+
+    grammar: None; `languagetool`, which starts a local one; or the URL of a server. 1 where it finds nothing at all.
+    """
+    proxy = fluency_proxy(text)
+    if grammar is None:
+        return proxy, {"fluency_proxy": proxy}
+    found = float(bool(text.strip()) and not _tool(grammar).check(text.strip()))
+    return found, {"grammar": found, "fluency_proxy": proxy}
+
+
+@cache
+def _tool(grammar: str) -> Any:
+    if grammar != "languagetool" and not grammar.startswith(("http://", "https://")):
+        raise UserError(f"task.grammar must be null, languagetool or the URL of a LanguageTool server, not {grammar!r}")
+    try:
+        module: Any = import_module("language_tool_python")
+    except ImportError:
+        raise UserError(
+            "task.grammar needs LanguageTool: pip install language_tool_python (and Java, unless it is a server's URL),"
+            " or leave it null for fluency_proxy"
+        ) from None
+    try:
+        server = {} if grammar == "languagetool" else {"remote_server": grammar}
+        return module.LanguageTool("en-US", **server)
+    except Exception as error:  # no Java, no download, no server: each has a kind of its own
+        raise UserError(f"LanguageTool cannot be started ({str(error).partition(chr(10))[0]})") from error

@@ -1,0 +1,62 @@
+"""How much two texts share: ROUGE, BLEU and, where its weights are, BERTScore."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from dllm_sampler.errors import UserError
+
+EXTRA = "pip install 'dllm-sampler[eval]'"
+
+
+def need(module: str, what: str) -> Any:
+    """A module of the extra `eval`."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UserError(f"{what} needs the package {module}: {EXTRA}") from None
+
+
+def rouge(text: str, reference: str) -> dict[str, float]:
+    """F-measures `rouge_1`, `rouge_2`, `rouge_l` with stemming, 0 to 1 (the package rouge-score)."""
+    kinds = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
+    found = _scorer(tuple(kinds)).score(reference, text)
+    return {name: float(found[kind].fmeasure) for kind, name in kinds.items()}
+
+
+@cache
+def _scorer(kinds: tuple[str, ...]) -> Any:
+    return need("rouge_score.rouge_scorer", "ROUGE").RougeScorer(list(kinds), use_stemmer=True)
+
+
+def bleu(text: str, reference: str) -> float:
+    """Sentence BLEU of one text against one reference, 0 to 1: 13a tokens, up to 4-grams, no smoothing (sacrebleu).
+
+    A text that shares no 4-gram with the reference has 0, and so has any of fewer than four tokens.
+    """
+    scorer = need("sacrebleu", "BLEU").BLEU(smooth_method="none", effective_order=False)
+    return float(scorer.corpus_score([text], [[reference]]).score) / 100
+
+
+def check_bert_score(wanted: bool) -> None:
+    """Refuse a task that asks for BERTScore where the package is missing."""
+    if wanted and find_spec("bert_score") is None:
+        raise UserError("task.bert_score needs the package bert-score and 1.4 GB of weights: pip install bert-score")
+
+
+def bert_score(text: str, reference: str) -> float:
+    """F1 of BERTScore, English, 0 to 1."""
+    try:
+        scorer = _bert_scorer()
+    except Exception as error:  # the hub's kinds of errors are many
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"task.bert_score cannot load its weights, roberta-large ({reason})") from error
+    return float(scorer.score([text], [reference])[2][0])
+
+
+@cache
+def _bert_scorer() -> Any:
+    return need("bert_score", "BERTScore").BERTScorer(lang="en")

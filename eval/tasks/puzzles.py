@@ -1,0 +1,155 @@
+"""Latin squares and small sudokus (arXiv 2510.04767)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations, product
+from random import Random
+from string import ascii_uppercase, digits
+from typing import Any
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
+
+Grid = tuple[tuple[int, ...], ...]
+SIDE = 4  # of a sudoku, with boxes of 2 by 2
+
+
+@dataclass
+class LatinSquare(Drawn):
+    """Any latin square of given symbols.
+
+    Args:
+        side: rows and columns.
+        compat: as published, a line counts as a row where the *set* of its cells is that of the symbols, so that one
+            with a cell too many passes.
+    """
+
+    name = "latin_square"
+    max_new_tokens = 64
+    many = True
+
+    side: int = 4
+    compat: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.side <= 9:
+            raise UserError(f"task.side must be from 2 to 9, not {self.side!r}")
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """Symbols, and an example with others."""
+        shown, asked = (rng.sample(ascii_uppercase + digits, self.side) for _ in range(2))
+        rows, columns = (rng.sample(range(self.side), self.side) for _ in range(2))
+        square = "\n".join(",".join(shown[(row + column) % self.side] for column in columns) for row in rows)
+        return chat(self._message(asked), self._message(shown), square), {"symbols": asked}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: the first lines that are rows make a latin square; `score_strict`: nothing else stands there."""
+        symbols, lines = set(sample.facts["symbols"]), answer.text.strip().splitlines()
+        cells = [[cell.strip() for cell in line.split(",")] for line in lines]
+        rows = [row for row in cells if set(row) == symbols and (self.compat or len(row) == self.side)][: self.side]
+        whole = len(rows) == self.side
+        columns = [set(column) == symbols for column in zip(*rows, strict=not self.compat)]
+        right = whole and all(columns)
+        foreign = any(cell and cell not in symbols for row in cells for cell in row)
+        return {
+            "score": float(right),
+            "score_strict": float(right and len(lines) == self.side and all(" " not in line for line in lines)),
+            "error_rows": float(not whole),
+            "error_columns": float(whole and not right),
+            "error_duplicate": float(any(len(set(row)) < len(row) for row in cells)),
+            "error_unknown": float(foreign),
+            "error_truncated": float(not whole and len(answer.ids) >= self.max_new_tokens),
+        }
+
+    def _message(self, symbols: Sequence[str]) -> str:
+        return (
+            f"Write down a Latin square with {self.side} rows and {self.side} columns, made of the symbols"
+            f" {', '.join(symbols)}: each of them once in every row and once in every column. Answer with the rows"
+            " alone, one per line, cells separated by commas."
+        )
+
+
+@cache
+def sudokus() -> tuple[Grid, ...]:
+    """All 288 solved grids of side 4."""
+    rows = list(permutations(range(1, SIDE + 1)))
+    found = []
+    for top in product(rows, repeat=2):
+        if all(len({*top[0][c : c + 2], *top[1][c : c + 2]}) == SIDE for c in (0, 2)):
+            for low in product(rows, repeat=2):
+                grid = (*top, *low)
+                boxes = all(len({*low[0][c : c + 2], *low[1][c : c + 2]}) == SIDE for c in (0, 2))
+                if boxes and all(len(set(column)) == SIDE for column in zip(*grid, strict=True)):
+                    found.append(grid)
+    return tuple(found)
+
+
+@dataclass
+class Sudoku(Drawn):
+    """A sudoku of 4 by 4 cells with one solution.
+
+    Args:
+        holes: cells to fill. Published: 4, later 8.
+    """
+
+    name = "sudoku"
+    max_new_tokens = 64
+
+    holes: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.holes <= 10:
+            raise UserError(f"task.holes must be from 1 to 10, so that one solution is left, not {self.holes!r}")
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """A puzzle, and an example."""
+        (shown, answer), (asked, solution) = self._puzzle(rng), self._puzzle(rng)
+        return chat(self._message(asked), self._message(shown), answer), {"puzzle": asked, "solution": solution}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: the lines of four digits are the solution; `score_strict`: nothing else stands there."""
+        solution, puzzle = str(sample.facts["solution"]), str(sample.facts["puzzle"])
+        lines = [line.replace(" ", "").replace(",", "") for line in answer.text.splitlines()]
+        rows = [line for line in lines if len(line) == SIDE and line.isascii() and line.isdigit()]
+        found, whole = "\n".join(rows), len(rows) == SIDE
+        kept = whole and all(given in ("0", cell) for given, cell in zip(puzzle, found, strict=True))
+        return {
+            "score": float(found == solution),
+            "score_strict": float(answer.text.strip() == solution),
+            "error_rows": float(not whole),
+            "error_given": float(whole and not kept),
+            "error_cell": float(whole and kept and found != solution),
+            "error_truncated": float(not whole and len(answer.ids) >= self.max_new_tokens),
+        }
+
+    def _puzzle(self, rng: Random) -> tuple[str, str]:
+        while True:
+            grid = rng.choice(sudokus())
+            cells = [cell for row in grid for cell in row]
+            order = rng.sample(range(SIDE**2), SIDE**2)
+            fits, open_cells = list(sudokus()), set[int]()
+            for place in order:
+                trial = open_cells | {place}
+                kept = [place for place in range(SIDE**2) if place not in trial]
+                if sum(all(one[at // SIDE][at % SIDE] == cells[at] for at in kept) for one in fits) == 1:
+                    open_cells = trial
+                if len(open_cells) == self.holes:
+                    puzzle = [0 if at in open_cells else cell for at, cell in enumerate(cells)]
+                    return _lines(puzzle), _lines(cells)
+
+    def _message(self, puzzle: str) -> str:
+        return (
+            "Fill in this sudoku of 4 rows and 4 columns: each of the digits 1 to 4 stands once in every row, every"
+            " column and every box of 2 by 2, and a 0 is a cell to fill. Answer with the 4 rows alone, one per"
+            f" line.\n\n{puzzle}"
+        )
+
+
+def _lines(cells: Sequence[int]) -> str:
+    return "\n".join("".join(map(str, cells[start : start + SIDE])) for start in range(0, SIDE**2, SIDE))

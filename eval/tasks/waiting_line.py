@@ -1,0 +1,265 @@
+"""Ten operations on a waiting line of people: some have one right answer, some have many (arXiv 2510.04767).
+
+Written from the published description: names, wording and code are our own, so scores are comparable in kind, not digit
+by digit. Two things are said that the published prompts leave out or contradict: positions count from 0, and sorting by
+last name is graded by last name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.tasks import listing
+from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
+from dllm_sampler.eval.tasks.names import GIVEN, SURNAMES
+from dllm_sampler.eval.testbeds.laws import LAWS
+
+FRAME = """People are queueing at the counter of a repair shop. This is the queue, whoever is next comes first:
+{queue}
+{task}
+Answer with the new queue alone, written as a list in the same way."""
+
+
+@dataclass
+class WaitingLine(Drawn):
+    """A list of full names and what to do with it, after one example.
+
+    Args:
+        items: lengths of the lists; sample i has the i-th of them, over and over.
+        template: the user's message in words of your own, with `{queue}` and, where the operation has them, `{word}`
+            and `{index}`; None: ours.
+    """
+
+    task: ClassVar[str]
+    law: ClassVar[str] = "copy"  # whose C(Y|X) this operation has
+    adds: ClassVar[bool] = False  # a new person comes in
+
+    items: tuple[int, ...] = (3, 4, 5, 6)
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.items or min(self.items) < 2 or max(self.items) > len(GIVEN):
+            raise UserError(f"task.items must be list lengths from 2 to {len(GIVEN)}, not {list(self.items)}")
+        try:
+            self._message("", "", 0)
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(f"task.template may have {{queue}}, {{word}} and {{index}} only ({error})") from None
+
+    @property
+    def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Room for the longest list: 32 tokens do for six names, in one-token-per-word vocabularies at least."""
+        return 32 if max(self.items) <= 6 else 128
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """A queue and an example of any of the lengths."""
+        shown, right = self._case(rng, rng.choice(self.items))
+        facts, _ = self._case(rng, self.items[index % len(self.items)])
+        message = self._message(listing.written(facts["queue"]), facts["word"], facts["index"])
+        example = self._message(listing.written(shown["queue"]), shown["word"], shown["index"])
+        return chat(message, example, listing.written(right)), facts
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: the list read leniently is right; `score_strict`: also written as asked. Then what went wrong."""
+        facts = sample.facts
+        queue, word = list(facts["queue"]), str(facts["word"])
+        found, exact = listing.loose(answer.text), listing.strict(answer.text)
+        right = self.accepts(found, queue, word, facts["index"])
+        strict = exact is not None and self.accepts(exact, queue, word, facts["index"])
+        known = [*queue, word] if self.adds else queue
+        errors = listing.mistakes(found, answer, known, self.needed(queue, word, facts["index"]), self.max_new_tokens)
+        if right:
+            errors = dict.fromkeys(errors, 0.0)
+        order = not right and not any(errors.values())
+        return {
+            "score": float(right),
+            "score_strict": float(strict),
+            **errors,
+            "error_operation": float(order),
+            "error_format": float(right and not strict),
+        }
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """A right answer; where there are several, the one that `index` stands for."""
+        raise NotImplementedError
+
+    def places(self, n: int) -> int:
+        """How many positions the operation has."""
+        return n
+
+    def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
+        """Whether an answer is right."""
+        return found == self.edit(queue, word, index)
+
+    def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
+        """The people that every right answer has."""
+        return self.edit(queue, word, index)
+
+    def _case(self, rng: Random, n: int) -> tuple[dict[str, Any], list[str]]:
+        # No two of a list share a surname, so that sorting by it has one right answer.
+        people = [
+            f"{given} {last}"
+            for given, last in zip(rng.choices(GIVEN, k=n + 1), rng.sample(SURNAMES, n + 1), strict=True)
+        ]
+        queue, word = people[:n], people[n]
+        index = rng.randrange(self.places(n))
+        facts = {"queue": queue, "word": word if self.adds else "", "index": index, "c_bits": self._bits(n)}
+        return facts, self.edit(queue, word, index)
+
+    def _bits(self, n: int) -> float:
+        return LAWS[self.law](n).c_bits
+
+    def _message(self, queue: str, word: str, index: int) -> str:
+        text = self.template or FRAME.replace("{task}", self.task)
+        return text.format(queue=queue, word=word, index=index)
+
+
+class Copy(WaitingLine):
+    """The same list."""
+
+    name = "copy"
+    task = "Nobody has moved. Write the queue down once more, exactly as it is."
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """See `WaitingLine.edit`."""
+        return queue
+
+
+class Reverse(WaitingLine):
+    """From the last to the first."""
+
+    name = "reverse"
+    task = "It was written down the wrong way round. Turn it around, so that the last person becomes the first."
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """See `WaitingLine.edit`."""
+        return queue[::-1]
+
+
+@dataclass
+class Sort(WaitingLine):
+    """By last name.
+
+    Args:
+        compat: grade by the whole name, first name first, as the published labels do, which contradicts the prompt.
+    """
+
+    name = "sort"
+    task = "Put the people in alphabetical order of their last names."
+
+    compat: bool = False
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """See `WaitingLine.edit`."""
+        return sorted(queue, key=None if self.compat else lambda person: person.split()[::-1])
+
+
+class Shuffle(WaitingLine):
+    """Any other order."""
+
+    name, law, many = "shuffle", "shuffle_not_identity", True
+    task = "To be fair to everyone, put the people in a random order. It must not be the order they have now."
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """The queue shuffled by a number."""
+        order, rng = list(queue), Random(f"{index}/{'/'.join(queue)}")
+        while order == queue:
+            rng.shuffle(order)
+        return order
+
+    def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
+        """See `WaitingLine.accepts`."""
+        return sorted(found) == sorted(queue) and found != queue
+
+    def _bits(self, n: int) -> float:
+        return LAWS[self.law](n).c_bits if n > 2 else 0.0  # of two, one other order
+
+
+class ReplaceIndex(WaitingLine):
+    """A new person at a given position."""
+
+    name, adds = "replace_index", True
+    task = "{word} takes the place of the person at position {index}. Positions count from 0."
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """See `WaitingLine.edit`."""
+        return [*queue[:index], word, *queue[index + 1 :]]
+
+
+class ReplaceRandom(ReplaceIndex):
+    """A new person in anybody's place."""
+
+    name, law, many = "replace_random", "replace_random", True
+    task = "{word} takes the place of one person. Pick that person at random."
+
+    def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
+        """The queue with the new person where the answer has it first."""
+        at = found.index(word) if word in found else len(queue)
+        return at < len(queue) and found == self.edit(queue, word, at)
+
+    def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
+        """See `WaitingLine.needed`."""
+        return [word]
+
+
+class InsertIndex(WaitingLine):
+    """A new person before a given position."""
+
+    name, adds = "insert_index", True
+    task = (
+        "{word} joins the queue at position {index}. Positions count from 0, and whoever stands there or behind moves"
+        " back by one."
+    )
+
+    def places(self, n: int) -> int:
+        """Also behind the last."""
+        return n + 1
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """See `WaitingLine.edit`."""
+        return [*queue[:index], word, *queue[index:]]
+
+
+class InsertRandom(InsertIndex):
+    """A new person anywhere."""
+
+    name, law, many = "insert_random", "insert_random", True
+    task = "{word} joins the queue. Pick the position at random."
+
+    def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
+        """Without the new person, once, it is the queue."""
+        if word not in found:
+            return False
+        at = found.index(word)
+        return found[:at] + found[at + 1 :] == queue
+
+
+class RemoveIndex(WaitingLine):
+    """Without the person at a given position."""
+
+    name = "remove_index"
+    task = "The person at position {index} leaves. Positions count from 0."
+
+    def edit(self, queue: list[str], word: str, index: int) -> list[str]:
+        """See `WaitingLine.edit`."""
+        return queue[:index] + queue[index + 1 :]
+
+
+class RemoveRandom(RemoveIndex):
+    """Without anybody."""
+
+    name, law, many = "remove_random", "remove_random", True
+    task = "One person leaves. Pick that person at random."
+
+    def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
+        """See `WaitingLine.accepts`."""
+        return any(found == self.edit(queue, word, at) for at in range(len(queue)))
+
+    def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
+        """Nobody in particular."""
+        return []

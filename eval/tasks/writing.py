@@ -1,0 +1,187 @@
+"""Writing: a sentence with given words, a paraphrase, a summary (arXiv 2510.04767, with texts of our own)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar, Literal
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.tasks import fluency, overlap, texts
+from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
+from dllm_sampler.eval.tasks.themes import NEAR, THEMES
+
+
+@dataclass
+class Writing(Drawn):
+    """A task whose answers are prose.
+
+    Args:
+        grammar: None: the score counts `fluency_proxy`; `languagetool` or a server's URL: it counts `grammar`.
+    """
+
+    max_new_tokens = 64
+    many = True
+
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fluency.check(self.grammar)
+
+
+@dataclass
+class Words(Writing):
+    """One sentence with all the words that are given.
+
+    Args:
+        level: `easy`: words of one theme; `medium`: of two themes of one register; `hard`: each of another theme.
+        size: how many words.
+    """
+
+    level: Literal["easy", "medium", "hard"] = "easy"
+    size: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.size <= 8:
+            raise UserError(f"task.size must be from 1 to 8 words, not {self.size!r}")
+
+    @property
+    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """By the level."""
+        return f"words_{self.level}"
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """Words."""
+        if self.level == "hard":
+            words = [rng.choice(THEMES[theme]) for theme in rng.sample(list(THEMES), self.size)]
+        else:
+            themes = [rng.choice(list(THEMES))] if self.level == "easy" else rng.choice(NEAR)
+            half = self.size // 2 if len(themes) == 2 else 0
+            words = rng.sample(THEMES[themes[-1]], half) + rng.sample(THEMES[themes[0]], self.size - half)
+            rng.shuffle(words)
+        listed = f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+        task = f"Write one sentence that makes sense and contains {listed}. Answer with the sentence alone."
+        return chat(task), {"words": words}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: well written and every word is there, as letters in a row: `throws` has `throw`."""
+        words = sample.facts["words"]
+        there = [word in answer.text for word in words]
+        counts, measures = fluency.grammar_measures(answer.text, self.grammar)
+        return {
+            "score": counts * all(there),
+            **measures,
+            "inclusion": float(all(there)),
+            "words_included": sum(there) / len(there),
+        }
+
+
+@dataclass
+class FromTexts(Writing):
+    """A task on texts: our own, drawn from templates, or a file's.
+
+    Args:
+        file: JSON lines, each with the fields that the task reads (`text`; or `dialogue` and `summary`); sample i is
+            line i.
+    """
+
+    fields: ClassVar[tuple[str, ...]]
+
+    file: str | None = None
+
+    @cached_property
+    def lines(self) -> list[dict[str, str]]:
+        """The file's."""
+        assert self.file is not None
+        try:
+            found = [json.loads(line) for line in Path(self.file).expanduser().read_text("utf-8").splitlines() if line]
+        except (OSError, ValueError) as error:
+            raise UserError(f"task.file {self.file} cannot be read as JSON lines: {error}") from error
+        for number, line in enumerate(found, 1):
+            for field in self.fields:
+                if not isinstance(line, dict) or not isinstance(line.get(field), str):
+                    raise UserError(f"line {number} of {self.file} has no text in the field '{field}'")
+        if not found:
+            raise UserError(f"task.file {self.file} has no lines")
+        return found
+
+    def samples(self) -> Sequence[Sample]:
+        """See `Task.samples`; not more than the file has."""
+        return super().samples()[: None if self.file is None else len(self.lines)]
+
+
+@dataclass
+class Paraphrase(FromTexts):
+    """The same in other words.
+
+    Args:
+        bert_score: measure BERTScore F1 against the sentence, and count it in the score.
+    """
+
+    name = "paraphrase"
+    fields = ("text",)
+
+    bert_score: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        overlap.check_bert_score(self.bert_score)
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """A sentence, and the words that must not be lost (names, numbers)."""
+        if self.file is None:
+            text, kept = texts.sentence(rng)
+        else:
+            text, kept = self.lines[index % len(self.lines)]["text"], []
+        task = f"Say this in other words, with the same meaning. Answer with the new sentence alone.\n\n{text}"
+        return chat(task), {"text": text, "kept": kept}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: well written, times 1 - BLEU against the sentence, times what stands for the same meaning.
+
+        That is BERTScore where it is asked for, else `kept`, the share of names and numbers that are still there.
+        """
+        text, kept = str(sample.facts["text"]), list(sample.facts["kept"])
+        counts, measures = fluency.grammar_measures(answer.text, self.grammar)
+        new = 1 - overlap.bleu(answer.text, text)
+        held = sum(word in answer.text for word in kept) / len(kept) if kept else 1.0
+        found = {**measures, "one_minus_bleu": new, "kept": held}
+        meaning = held
+        if self.bert_score:
+            meaning = found["bert_score"] = overlap.bert_score(answer.text, text)
+        return {"score": counts * new * max(0.0, min(1.0, meaning)), **found}
+
+
+@dataclass
+class Summarise(FromTexts):
+    """A short dialogue in a sentence or two."""
+
+    name = "summarise"
+    fields = ("dialogue", "summary")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        overlap.need("rouge_score.rouge_scorer", "the task summarise")
+
+    def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
+        """A dialogue, and its summary."""
+        if self.file is None:
+            dialogue, summary = texts.dialogue(rng)
+        else:
+            line = self.lines[index % len(self.lines)]
+            dialogue, summary = line["dialogue"], line["summary"]
+        task = f"Sum up this conversation in one or two sentences. Answer with the summary alone.\n\n{dialogue}"
+        return chat(task), {"summary": summary}
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """`score`: well written, times ROUGE-L against the reference."""
+        counts, measures = fluency.grammar_measures(answer.text, self.grammar)
+        found = overlap.rouge(answer.text, str(sample.facts["summary"]))
+        return {"score": counts * found["rouge_l"], **measures, **found}

@@ -1,0 +1,170 @@
+"""A Markov chain as a law: its exact posterior marginals between known tokens, and how far samples are from it.
+
+The question is that of arXiv 2602.19619: what does a sampler do to the transitions, given a model without error?
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+from random import Random
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a set of sequences is from the chain, each measure with what exact samples of that number show.
+
+    kl, kl_floor: nats per transition, sum over states of their share times KL(counted || true). The expectation over
+        exact samples, about (free parameters) / (2 * transitions), is subtracted, so that exact samples are near 0;
+        the floor is the root mean square of what they show.
+    tv, tv_floor: the same with total variation, not corrected: the floor is the mean over exact samples.
+    gap: nats per token by which the sequences are less likely under the chain than its own, negative: more likely.
+        Samples that are too likely are as wrong as unlikely ones.
+    impossible: share of transitions that the chain never makes.
+    """
+
+    kl: float
+    kl_floor: float
+    tv: float
+    tv_floor: float
+    gap: float
+    gap_floor: float
+    impossible: float
+
+
+@dataclass(frozen=True)
+class MarkovChain:
+    """The law of the next `length` tokens after the last one of the prompt.
+
+    rows: transition probabilities from each state to each; irreducible and aperiodic
+    """
+
+    rows: tuple[tuple[float, ...], ...]
+    length: int
+
+    def __post_init__(self) -> None:
+        table = torch.tensor(self.rows, dtype=torch.float64)
+        if table.dim() != 2 or table.shape[0] != table.shape[1] or bool((table < 0).any()):
+            raise UserError("the rows of a chain must be as many as its states, of probabilities from 0 on")
+        if not torch.allclose(table.sum(1), torch.ones(len(table), dtype=torch.float64), atol=1e-9):
+            raise UserError("each row of a chain must sum to 1")
+
+    @staticmethod
+    def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:
+        """Rows drawn from a Dirichlet law, the same on every machine; a small concentration makes them peaked."""
+        rng = Random(f"chain/{states}/{concentration}/{seed}")
+        # No entry below 0.001: a chain has to be irreducible, and its log-probabilities of a size that averages.
+        weights = [[rng.gammavariate(concentration, 1) for _ in range(states)] for _ in range(states)]
+        mixed = [[0.999 * one / sum(row) + 0.001 / states for one in row] for row in weights]
+        return MarkovChain(tuple(map(tuple, mixed)), length)
+
+    @property
+    def symbols(self) -> int:
+        """S."""
+        return len(self.rows)
+
+    @cached_property
+    def matrix(self) -> Tensor:
+        """`[S, S] float64`."""
+        return torch.tensor(self.rows, dtype=torch.float64)
+
+    @cached_property
+    def stationary(self) -> Tensor:
+        """`[S]` the law of a state far from any known one."""
+        system = torch.cat([self.matrix.T - torch.eye(self.symbols), torch.ones(1, self.symbols)]).double()
+        target = torch.zeros(self.symbols + 1, 1, dtype=torch.float64)
+        target[-1] = 1
+        return torch.linalg.lstsq(system, target).solution[:, 0].clamp(min=0)
+
+    @cached_property
+    def entropy_rate(self) -> float:
+        """Nats per token, from a stationary start."""
+        return float((self.stationary * torch.special.entr(self.matrix).sum(1)).sum())
+
+    @cached_property
+    def _powers(self) -> Tensor:
+        """`[N + 1, S, S]` transitions over so many steps."""
+        powers = [torch.eye(self.symbols, dtype=torch.float64)]
+        for _ in range(self.length):
+            powers.append(powers[-1] @ self.matrix)
+        return torch.stack(powers)
+
+    def marginals(self, known: Tensor, before: Tensor) -> Tensor:
+        """See `Law.marginals`: the nearest known tokens on both sides say all there is to know."""
+        powers = self._powers.to(known.device)
+        full = torch.cat([before[:, None], known], 1)  # [R, N + 1]
+        place = torch.arange(full.shape[1], device=known.device)
+        there = full != UNKNOWN
+        there[:, 0] = True
+        nearest = torch.where(there, place, 0).cummax(1).values  # of those at or left of each place
+        after = torch.where(there, place, full.shape[1]).flip(1).cummin(1).values.flip(1)  # N + 1: none
+        left = full.gather(1, nearest)
+        right = torch.cat([full, full.new_zeros(full.shape[0], 1)], 1).gather(1, after)
+        forward = powers[place - nearest, left]  # [R, N + 1, S] from the left one to here
+        ahead = (after - place).clamp(max=self.length)
+        backward = powers.transpose(1, 2)[ahead, right]  # [R, N + 1, S] from here to the right one
+        backward = torch.where((after <= self.length)[..., None], backward, 1.0)
+        return normalised(forward * backward)[:, 1:]
+
+    def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Exact sequences, one token after the other: `[count]` stationary starts and `[count, N]` what follows."""
+        generator = torch.Generator().manual_seed(seed)
+        start = self.stationary.multinomial(count, replacement=True, generator=generator)
+        steps = [start]
+        for _ in range(self.length):
+            steps.append(self.matrix[steps[-1]].multinomial(1, generator=generator)[:, 0])
+        return start, torch.stack(steps[1:], 1)
+
+    def log_likelihood(self, ids: Tensor, before: Tensor) -> Tensor:
+        """`[R]` nats of `ids [R, N]` after `before [R]`."""
+        full = torch.cat([before[:, None], ids], 1)
+        return self.matrix[full[:, :-1], full[:, 1:]].log().sum(1)
+
+    def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
+        """Compare sequences `ids [R, N]` after `before [R]` with the chain.
+
+        repeats: sets of exact sequences of the same number, from which the floors are.
+        """
+        exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
+        kl, tv, impossible = self._transitions(ids, before)
+        floors = [self._transitions(drawn, start)[:2] for start, drawn in exact]
+        gaps = [self._gap(drawn, start) for start, drawn in exact]
+        return Distance(
+            kl=kl,
+            kl_floor=sqrt(sum(one**2 for one, _ in floors) / repeats),
+            tv=tv,
+            tv_floor=sum(one for _, one in floors) / repeats,
+            gap=self._gap(ids, before),
+            gap_floor=sqrt(sum(one**2 for one in gaps) / repeats),
+            impossible=impossible,
+        )
+
+    def _gap(self, ids: Tensor, before: Tensor) -> float:
+        """Expected minus found log-likelihood per token; the expectation is over what may follow these very starts."""
+        expected, law = 0.0, torch.nn.functional.one_hot(before, self.symbols).double().mean(0)
+        for _ in range(self.length):
+            expected += float(law @ torch.special.entr(self.matrix).sum(1))
+            law = law @ self.matrix
+        return (-float(self.log_likelihood(ids, before).mean()) - expected) / self.length
+
+    def _transitions(self, ids: Tensor, before: Tensor) -> tuple[float, float, float]:
+        """Corrected KL, TV, and the share of impossible transitions."""
+        full = torch.cat([before[:, None], ids], 1)
+        pairs = full[:, :-1] * self.symbols + full[:, 1:]
+        counts = torch.bincount(pairs.flatten(), minlength=self.symbols**2).double().view_as(self.matrix)
+        total, often = counts.sum(), counts.sum(1, keepdim=True)
+        found = counts / often.clamp(min=1)
+        share = often[:, 0] / total
+        never = self.matrix == 0
+        ratio = torch.where((found > 0) & ~never, found / self.matrix.clamp(min=1e-300), 1.0)
+        kl = float((share * (found * ratio.log()).sum(1)).sum())
+        free = int(((~never).sum(1) - 1)[often[:, 0] > 0].sum())
+        tv = float((share * (found - self.matrix).abs().sum(1) / 2).sum())
+        return kl - free / (2 * float(total)), tv, float(counts[never].sum() / total)

@@ -1,0 +1,73 @@
+"""A law as a model: what it says of a masked position is the exact conditional marginal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.testbeds.laws import UNKNOWN, Law
+from dllm_sampler.models.denoiser import spent
+from dllm_sampler.protocols import ModelSpec, Plan, Spent
+
+
+@dataclass(frozen=True)
+class LawDenoiser:
+    """Answers with the log-probabilities of a law, given all tokens that are not masks; the head is the identity.
+
+    Behind the law's last position only end tokens come. The prompt may be any ids; the law sees its last one. Token
+    ids are the law's symbols, then the end token, then the mask.
+
+    Greedy decoding breaks ties by the lower id, as everywhere; a temperature of 0.001 breaks them evenly.
+    """
+
+    law: Law
+    device: torch.device = field(default=torch.device("cpu"))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the loop must know."""
+        eos, mask = self.law.symbols, self.law.symbols + 1
+        return ModelSpec(
+            vocab_size=mask + 1,
+            mask_id=mask,
+            eos_id=eos,
+            pad_id=eos,
+            max_positions=2**20,
+            num_layers=0,
+            num_kv_heads=0,
+            head_dim=0,
+            dtype=torch.float64,
+            device=self.device,
+            cacheable=False,
+        )
+
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        """Log-probabilities `[B, K, Q, V]` at `query.positions`."""
+        if query.soft is not None:
+            raise UserError("a test bed takes tokens only, no soft embeddings")
+        (batch, candidates, _), spec, law = query.ids.shape, self.spec, self.law
+        assert spec.mask_id is not None
+        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
+        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids).flatten(0, 1)
+        end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
+        hidden = (canvas.columns() >= end[:, None])[:, None].expand(-1, candidates, -1).flatten(0, 1)
+        known = torch.where(hidden | (rows >= law.symbols), UNKNOWN, rows)[:, canvas.origin : canvas.length]
+        known = known[:, : law.length]
+        missing = law.length - known.shape[1]
+        known = torch.cat([known, known.new_full((known.shape[0], max(0, missing)), UNKNOWN)], 1)
+        said = law.marginals(known, rows[:, canvas.origin - 1])[:, : canvas.length - canvas.origin]  # [B*K, N, S]
+        table = said.new_zeros(*rows.shape, spec.vocab_size)  # [B*K, L+1, V]
+        table[:, canvas.origin : canvas.origin + said.shape[1], : law.symbols] = said
+        table[:, canvas.origin + said.shape[1] :, spec.eos_id] = 1
+        # Logarithms of 0 would be infinite, and differences of two of them NaN.
+        table = table.clamp_(min=torch.finfo(table.dtype).tiny).log_().view(batch, candidates, -1, spec.vocab_size)
+        at = query.positions[:, None, :, None].expand(-1, candidates, -1, spec.vocab_size)
+        return table.gather(2, at), spent(canvas, query, plan)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The log-probabilities themselves, as a copy: the readout overwrites it."""
+        return hidden.clone()

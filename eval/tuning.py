@@ -1,0 +1,340 @@
+"""`dllm-tune`: search for the fastest configuration that answers about as well as one token per step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from dllm_sampler import config
+from dllm_sampler._version import __version__
+from dllm_sampler.cli.compose import LOCAL, App, composition, entry
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.folders import RunFolder
+from dllm_sampler.eval.jobs import Job, jobs, of_hydra
+from dllm_sampler.eval.launch import bars, device
+from dllm_sampler.eval.markdown import write
+from dllm_sampler.eval.measures import MEASURES
+from dllm_sampler.eval.report.data import Method, Run
+from dllm_sampler.eval.runner import Share, run_all
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+
+TUNE = App("dllm-tune", "tune", ("tune",))
+REFERENCE = ("scheduler=fixed", "cache=none")  # one token per step
+MARK = "Found by dllm-tune"
+USAGE = """\
+Find the fastest configuration that answers about as well as one token per step.
+
+Usage: dllm-tune [tune=NAME] [tune.FIELD=VALUE ...] [NAME=VALUE ...]
+
+  dllm-tune task=mini task.operation=sort tune.name=sorting
+  dllm-sample experiment=sorting "sort: Dan, Ada, Cal"
+  dllm-tune model=llada-8b tune.loss=2 tune.trials=100 tune.measure=tokens_per_second
+
+tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal.
+Any other word is one of dllm-eval and holds for every trial. The search is kept in
+output=FOLDER: the same command goes on from there, and with more trials, further.
+The winner, confirmed on samples that the search did not see, is written to
+./conf/experiment/NAME.yaml, where all commands find it.
+"""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The fields of a file of `conf/tune`."""
+
+    name: str
+    space: dict[str, Any]
+    trials: int = 40
+    loss: float = 1.0
+    measure: str = "answer_tokens_per_forward"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]+", self.name):
+            raise UserError(f"tune.name should be letters, digits, - and _, not {self.name!r}")
+        if self.trials < 1:
+            raise UserError(f"tune.trials should be at least 1, not {self.trials}")
+        if not 0 <= self.loss <= 100:
+            raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
+        names = [measure.name for measure in MEASURES]
+        if self.measure not in names:
+            raise unknown("measure", self.measure, names)
+        for group, choices in self.space.items():
+            if group not in (*config.GROUPS[1:], "options"):
+                raise unknown("group of tune.space", group, (*config.GROUPS[1:], "options"))
+            for name in choices if group != "options" else ():
+                entry(group, str(name))
+
+    @property
+    def file(self) -> Path:
+        """Where the winner is written to."""
+        return LOCAL / "experiment" / f"{self.name}.yaml"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a configuration reached over all tasks."""
+
+    jobs: Sequence[Job]
+    score: float
+    speed: float
+    samples: int
+
+
+class Tuner:
+    """A search and its study.
+
+    Args:
+        tuning: space and goal.
+        words: of dllm-eval, for every trial.
+        console: for the progress bar.
+    """
+
+    def __init__(self, tuning: Tuning, words: Sequence[str], console: Console):
+        chosen = [*(group for group in tuning.space if group != "options"), *tuning.space.get("options", {})]
+        for word in words:
+            key = word.partition("=")[0].lstrip("+~").partition(".")[0]
+            if key in chosen:
+                raise UserError(f"{word}: {key} is what tune.space lets the search choose; take it out of one of them")
+        self.tuning, self.words, self.console = tuning, list(words), console
+        self.base = jobs([*words, *REFERENCE])
+        self.output = Path(self.base[0].options.output).expanduser()
+        self.device = device(self.base, 0)
+
+    def search(self) -> str:
+        """Run what is missing of the search, and write the winner; returns a line that says what it is."""
+        tuning = self.tuning
+        if tuning.file.exists() and MARK not in tuning.file.read_text(encoding="utf-8"):
+            raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
+        study = self.study()
+        with bars(self.console) as progress:
+            every = progress.add_task("one per step", total=tuning.trials)
+            reference = self.measure(self.words, REFERENCE)
+            assert reference is not None
+            least = reference.score - tuning.loss / 100
+            while (done := _complete(study)) < tuning.trials:
+                progress.update(every, completed=done, description=_best(study))
+                self.trial(study, done, least)
+            progress.update(every, completed=done, description="confirming")
+            winner, fresh, plain = self.confirm(study, reference)
+        text = self.experiment(winner, fresh, plain)
+        tuning.file.parent.mkdir(parents=True, exist_ok=True)
+        write(tuning.file, text)
+        return (
+            f"{_about(winner.jobs[0])}: {_say(fresh, tuning)}; one token per step: {_say(plain, tuning)}, on"
+            f" {fresh.samples} samples that the search did not see. Written to {tuning.file}: use it as"
+            f" experiment={tuning.name}"
+        )
+
+    def study(self) -> Study:
+        """The study in the output folder, that of an earlier call if it was the same search."""
+        try:
+            import optuna
+        except ImportError as error:
+            raise UserError("the search needs Optuna: pip install 'dllm-sampler[eval]'") from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        what = {**asdict(self.tuning), "trials": None, "name": None, "jobs": [job.identity for job in self.base]}
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"the search cannot be kept in {self.output}: {error.strerror}") from error
+        study = optuna.create_study(
+            storage=f"sqlite:///{self.output.resolve() / 'study.db'}",
+            study_name=digest,
+            direction="maximize",
+            load_if_exists=True,
+        )
+        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a process that was ended
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        return study
+
+    def trial(self, study: Study, done: int, least: float) -> None:
+        """Ask for a configuration, measure it, tell what came of it.
+
+        What is too bad counts by how bad it is, below everything that is not.
+        """
+        import optuna
+
+        # Seeded by what is done, not by the process: a search that was cut off goes on as if it had not been.
+        study.sampler = optuna.samplers.TPESampler(seed=self.tuning.seed + done)
+        trial = study.ask()
+        words = self.suggest(trial)
+        trial.set_user_attr("words", words)
+        found = self.measure(self.words, words)
+        if found is None:
+            study.tell(trial, -1.0)
+            return
+        trial.set_user_attr("score", found.score)
+        study.tell(trial, found.speed if found.score >= least - 1e-9 else found.score - least)
+
+    def suggest(self, trial: Trial) -> list[str]:
+        """The words of a trial: a choice of each group, and values for the knobs of what is chosen."""
+        words = []
+        for group, choices in self.tuning.space.items():
+            if group == "options":
+                words += [f"{knob}={_value(trial, knob, domain)}" for knob, domain in choices.items()]
+                continue
+            name = trial.suggest_categorical(group, list(choices))
+            words.append(f"{group}={name}")
+            for knob, domain in (choices[name] or {}).items():
+                words.append(f"{group}.{knob}={_value(trial, f'{group}.{name}.{knob}', domain)}")
+        return words
+
+    def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | None:
+        """What a configuration reaches on all tasks; None if it cannot run."""
+        found = jobs([*words, *chosen, "oracle=false"])
+        if run_all(found, Share(), self.device, lambda job: None, lambda done: None):
+            return None
+        runs = {}
+        for job in found:
+            about = RunFolder(job.folder).about()
+            assert about is not None
+            runs[job.name] = Run(about, RunFolder(job.folder).records())
+        figures = Method("", "", runs).figures(runs)
+        score, speed = figures["score"], figures[self.tuning.measure]
+        assert score is not None
+        return Found(found, score, speed or 0.0, sum(len(run.records) for run in runs.values()))
+
+    def confirm(self, study: Study, reference: Found) -> tuple[Found, Found, Found]:
+        """The fastest configuration that also holds on samples that the search did not see.
+
+        Returns:
+            The winner, its figures on the other samples, and those of one token per step.
+        """
+        other = [word for word in self.words if not word.startswith("task.seed=")]
+        other.append(f"task.seed={int(self.base[0].task['seed']) + 1}")
+        plain = self.measure(other, REFERENCE)
+        assert plain is not None
+        good = [trial for trial in study.get_trials() if trial.value is not None and trial.value > 0]
+        tried = set()
+        for trial in sorted(good, key=lambda trial: -(trial.value or 0.0)):
+            words = tuple(trial.user_attrs["words"])
+            if words in tried:
+                continue
+            tried.add(words)
+            found, fresh = self.measure(self.words, words), self.measure(other, words)
+            if found and fresh and fresh.score >= plain.score - self.tuning.loss / 100 - 1e-9:
+                return found, fresh, plain
+        return reference, plain, plain
+
+    def experiment(self, winner: Found, fresh: Found, plain: Found) -> str:
+        """The YAML file of the winner: what differs from the defaults."""
+        job, defaults, body = winner.jobs[0], [], {}
+        for group in config.GROUPS:
+            name = job.choices[group]
+            if group == "guide":
+                if name != "none":
+                    defaults.append({"override /guide": name.split("+")})
+                    guides: Any = job.plugins["guide"]
+                    body["guide"] = {one["name"]: _fields("guide", one["name"], one) for one in guides}
+                continue
+            spec: Mapping[str, Any] = job.model if group == "model" else job.plugins[group]
+            known = name if name in config.names(group) or (LOCAL / group / f"{name}.yaml").is_file() else "checkpoint"
+            defaults.append({f"override /{group}": known})
+            if fields := _fields(group, known, spec):
+                body[group] = fields
+        options = asdict(job.options)
+        names = ("block_length", "temperature", "top_k", "top_p", "max_steps", "compat", "chat")
+        body |= {name: options[name] for name in names if options[name] not in (None, False)}
+        body["max_new_tokens"] = job.max_new_tokens
+        tasks = ", ".join(sorted({_task(job) for job in winner.jobs}))
+        return (
+            f"# @package _global_\n# {MARK}: {_say(fresh, self.tuning)} on {tasks}; one token per step:"
+            f" {_say(plain, self.tuning)}; {fresh.samples} samples.\n"
+            + yaml.safe_dump({"defaults": defaults, **body}, sort_keys=False, allow_unicode=True)
+        )
+
+
+def _value(trial: Trial, name: str, domain: Any) -> Any:
+    if isinstance(domain, list):
+        return trial.suggest_categorical(name, domain)
+    if not isinstance(domain, Mapping) or not {"low", "high"} <= set(domain) <= {"low", "high", "log", "step"}:
+        raise UserError(f"tune.space: {name} should be a list of values, or low and high (log, step), not {domain!r}")
+    low, high = domain["low"], domain["high"]
+    if isinstance(low, int) and isinstance(high, int):
+        return trial.suggest_int(name, low, high, step=domain.get("step", 1), log=domain.get("log", False))
+    value = trial.suggest_float(name, low, high, step=domain.get("step"), log=domain.get("log", False))
+    return float(f"{value:.4g}")
+
+
+def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are not the defaults of the choice."""
+    defaults = entry(group, name).settings
+    changed = {key: value for key, value in given.items() if value != defaults.get(key)}
+    return {key: value for key, value in changed.items() if key not in ("name", "_target_")}
+
+
+def _complete(study: Study) -> int:
+    return sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
+
+
+def _best(study: Study) -> str:
+    values = [trial.value for trial in study.get_trials(deepcopy=False) if trial.value is not None and trial.value > 0]
+    return f"best {max(values):.2f}" if values else "searching"
+
+
+def _about(job: Job) -> str:
+    return " ".join(word for word in job.words if word.startswith(("scheduler", "cache", "blocks", "block_", "stop")))
+
+
+def _task(job: Job) -> str:
+    told = [str(value) for key, value in job.task.items() if key not in ("name", "_target_", "count", "seed")]
+    return " ".join([job.choices["task"], *told])
+
+
+def _say(found: Found, tuning: Tuning) -> str:
+    return f"{100 * found.score:.1f} % at {found.speed:.2f} {tuning.measure.replace('_', ' ')}"
+
+
+def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
+    """The search that the words describe, and the words for dllm-eval.
+
+    Raises:
+        UserError: something unknown, or of a wrong type.
+    """
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-tune --help")
+        if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
+            raise UserError(f"{word} is for dllm-eval, not for a search")
+    own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
+    settings = composition(TUNE, own).tree["tune"]
+    rest = [word for word in words if word not in own]
+    if not any(word.startswith("output=") for word in rest):
+        rest.append("output=outputs/tune")
+    return Tuning(**config.check("tune", Tuning, settings)), rest
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run `dllm-tune`; returns its exit status."""
+    given = list(sys.argv[1:] if words is None else words)
+    try:
+        if "-h" in given or "--help" in given:
+            print(USAGE)
+        elif "--version" in given:
+            print(f"dllm-tune {__version__}")
+        else:
+            print(Tuner(*tuning(given), Console(stderr=True)).search())
+    except UserError as error:
+        print(f"dllm-tune: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dllm-tune: interrupted; the same command goes on from there", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

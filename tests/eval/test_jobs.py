@@ -1,0 +1,75 @@
+"""From words to configurations."""
+
+from pathlib import Path
+
+import pytest
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.jobs import job, jobs, values
+
+
+def test_every_combination_once_and_in_order() -> None:
+    found = jobs(["scheduler=threshold,wino,threshold", "task.operation=copy,insert randomly"])
+    said = [(one.choices["scheduler"], one.task["operation"]) for one in found]
+    assert said == [(s, t) for s in ("threshold", "wino") for t in ("copy", "insert randomly")]
+    assert len({one.name for one in found}) == 4
+    assert [job(one.words).identity for one in found] == [one.identity for one in found], "as if composed alone"
+
+
+def test_values() -> None:
+    assert values("scheduler.threshold=0.5,0.9") == ["scheduler.threshold=0.5", "scheduler.threshold=0.9"]
+    assert values("batch_size=range(1,4)") == ["batch_size=1", "batch_size=2", "batch_size=3"]
+    assert values("cache=glob(d*)")[:2] == ["cache=d2", "cache=dkv"]
+    assert values("guide=[temperature,top_p]") == ["guide=[temperature,top_p]"]
+    assert values("output=a,b") == ["output=a,b"]
+    assert values("model=mini,org/other") == ["model=mini", "model=org/other"]
+
+
+def test_what_changes_no_answer_is_the_same_run() -> None:
+    plain = job([])
+    assert job(["output=elsewhere", "workers=3", "report=r.html"]).name == plain.name
+    for word in ("seed=1", "batch_size=3", "cache=none", "task.count=5", "temperature=1", "scheduler.threshold=0.8"):
+        assert job([word]).name != plain.name, word
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["sheduler=wino"], "did you mean scheduler"),
+        (["scheduler=threshold,wno"], "unknown scheduler 'wno'"),
+        (["scheduler.tresh=1"], "unknown field of scheduler=threshold 'tresh', did you mean 'threshold'"),
+        (["task=minni"], "unknown task 'minni', did you mean 'mini'"),
+        (["task.operation=copy,cpoy"], "unknown task.operation 'cpoy', did you mean 'copy'"),
+        (["task.opertion=copy"], "unknown field of task=mini 'opertion'"),
+        (["task.count=0"], "task.count should be at least 1"),
+        (["workers=0"], "workers should be at least 1"),
+        (["batch_size=x"], "batch_size should be a valid integer"),
+        (["suite=copare"], "unknown suite 'copare', did you mean 'compare'"),
+        (["scheduler=glob(x*)"], "matches nothing"),
+    ],
+)
+def test_mistakes_are_sentences(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        jobs(words)
+    assert sentence in str(caught.value)
+
+
+def test_a_suite_of_ones_own_and_words_that_overrule_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "suite").mkdir(parents=True)
+    sweeps = "  - [scheduler=threshold, 'scheduler.threshold=0.5,0.9']\n  - [scheduler=wino]\n"
+    suite = f"common: [task.count=3]\nsweeps:\n{sweeps}"
+    (tmp_path / "conf" / "suite" / "mine.yaml").write_text(suite)
+    monkeypatch.chdir(tmp_path)
+    assert [one.choices["scheduler"] for one in jobs(["suite=mine"])] == ["threshold", "threshold", "wino"]
+    assert {one.task["count"] for one in jobs(["suite=mine"])} == {3}
+    assert {one.task["count"] for one in jobs(["suite=mine", "task.count=7"])} == {7}
+    other = jobs(["suite=mine", "task=mini", "scheduler=factor"])
+    assert [(one.choices["scheduler"], one.task["count"]) for one in other] == [("factor", 100)], "with its own fields"
+
+
+def test_ones_own_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "scheduler").mkdir(parents=True)
+    text = "# Mine.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.25\n"
+    (tmp_path / "conf" / "scheduler" / "threshold.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert job([]).plugins["scheduler"]["threshold"] == 0.25

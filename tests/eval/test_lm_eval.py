@@ -1,0 +1,237 @@
+"""lm-evaluation-harness runs on the shipped model, offline; likelihoods are those of laws that are known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("lm_eval")
+
+from lm_eval.config.evaluate_config import EvaluatorConfig
+
+from dllm_sampler import UserError, config
+from dllm_sampler.eval.lm_eval.__main__ import main
+from dllm_sampler.eval.lm_eval.likelihood import check, log_likelihood, masks
+from dllm_sampler.eval.lm_eval.model import SamplerLM
+from dllm_sampler.eval.lm_eval.settings import parse
+from dllm_sampler.eval.testbeds.chain import MarkovChain
+from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
+from dllm_sampler.eval.testbeds.laws import LAWS
+from tests import toys
+
+DATA = Path(__file__).parent / "data/lm_eval"
+
+TASKS = {
+    "generate": """
+output_type: generate_until
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n"], do_sample: false, max_gen_toks: 32}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+    "choose": """
+output_type: multiple_choice
+doc_to_choice: "{{choices}}"
+doc_to_target: right
+target_delimiter: ""
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "roll": """
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}}"
+metric_list: [{metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
+""",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Run the command line on a local task and read what it wrote."""
+    for name, value in {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    for name, text in TASKS.items():
+        file = DATA / ("generate.jsonl" if name == "roll" else f"{name}.jsonl")
+        question = '""' if name == "roll" else '"{{question}}"'
+        head = f"task: mini_{name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(f"{head}test_split: test\ndoc_to_text: {question}{text}")
+
+    def go(arguments: str) -> dict[str, Any]:
+        out, tasks = tmp_path / "out", ",".join(f"mini_{name}" for name in TASKS)
+        given = ["--model", "dllm_sampler", "--model_args", arguments, "--tasks", tasks]
+        assert main([*given, "--include_path", str(tmp_path), "--output_path", str(out)]) == 0
+        return json.loads(next(out.rglob("results*.json")).read_text())
+
+    return go
+
+
+def test_generation_choice_and_perplexity(run: Callable[..., dict[str, Any]]) -> None:
+    found = run(
+        "pretrained=mini,scheduler=threshold,threshold=0.9,batch_size=5,mc_num=32,mc_batch_size=32,check_greedy=false"
+    )
+    results = found["results"]
+    assert results["mini_generate"]["exact_match,none"] == 1.0
+    assert results["mini_choose"]["acc,none"] == 1.0
+    assert results["mini_roll"]["byte_perplexity,none"] > 1
+    assert found["config"]["tokens_per_forward"] > 2
+
+
+def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def execute() -> None:
+        assert sys.argv[1:3] == ["--model", "dllm_sampler"]
+        SamplerLM.create_from_arg_string("pretrained=mini,treshold=0.9")
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", execute)
+    assert main(["--model", "dllm_sampler"]) == 2
+    assert "error: unknown model argument 'treshold', did you mean 'threshold'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("scheduler=threshold", "pretrained=mini"),
+        ("pretrained=mini,treshold=0.9", "did you mean 'threshold'"),
+        ("pretrained=mini,scheduler=tresholt", "did you mean 'threshold'"),
+        ("pretrained=mini,scheduler.steps=3", "unknown field of scheduler=threshold 'steps'"),
+        ("pretrained=mini,scheduler=fixed,steps=many", "scheduler=fixed: steps should be"),
+        ("pretrained=mini,mc_num=0", "mc_num must be at least 1"),
+        ("pretrained=mini,batch_size=two", "batch_size should be"),
+        ("pretrained=mini,top_k=0.5,temperature=1", "top_k should be a int"),
+        ("pretrained=/nowhere/at-all", "no folder"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        SamplerLM.create_from_arg_string(arguments)
+
+
+def test_settings_find_their_plugin() -> None:
+    found = parse({"pretrained": "mini", "scheduler": "factor", "factor": 2, "block_length": 8, "temperature": 1})
+    assert found.plugins == {
+        "scheduler": {"name": "factor", "factor": 2.0},
+        "blocks": {"name": "fixed", "length": 8},
+    }
+    assert found.shortcuts == {"temperature": 1.0}
+    with pytest.raises(UserError, match="scheduler and blocks both have a threshold"):
+        parse({"pretrained": "mini", "scheduler": "threshold", "blocks": "adablock", "threshold": 0.9})
+
+
+def request(*args: Any) -> Any:
+    return SimpleNamespace(args=args)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return SamplerLM.create_from_arg_string("pretrained=mini,mc_num=16,temperature=1", {"batch_size": 3})
+
+
+def test_answers_do_not_depend_on_batches(model: Any) -> None:
+    prompts = ["shuffle: Ada, Ben, Cal, Dan", "shuffle: Eve, Ada", "insert randomly: Ada, Ben; Cal", "copy: Zoe"]
+    requests = [
+        request(prompt, {"until": [", "] if i == 1 else [], "max_gen_toks": 32}) for i, prompt in enumerate(prompts)
+    ]
+    alone = SamplerLM.create_from_arg_string("pretrained=mini,temperature=1", {"batch_size": 1})
+    found = model.generate_until(requests, disable_tqdm=True)
+    assert found == alone.generate_until(requests, disable_tqdm=True)
+    assert found[1] in ("Eve", "Ada"), "cut at the stop string"
+
+
+def test_greedy_and_likelihood(model: Any) -> None:
+    pairs = [("reverse: Ada, Ben, Cal", "Cal, Ben, Ada"), ("reverse: Ada, Ben, Cal", "Ada, Ben, Cal")]
+    (right, yes), (wrong, no) = model.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    assert (yes, no) == (True, False)
+    assert right > wrong + 5
+    assert right > -1
+
+
+def test_rolling_scores_each_token_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "copy: " + ", ".join(["Ada", "Ben"] * 150)
+    ids, size = model._plain(text), model.sampler.denoiser.spec.max_positions
+    assert len(ids) > 2 * size
+    seen: list[tuple[list[int], list[int]]] = []
+    monkeypatch.setattr(model, "_likelihood", lambda prompt, answer: seen.append((prompt, answer)) or -1.0)
+    assert model.loglikelihood_rolling([request(text)], disable_tqdm=True) == [-len(seen)]
+    assert [token for _, answer in seen for token in answer] == ids
+    assert all(len(prompt) + len(answer) <= size for prompt, answer in seen)
+    assert seen[0][0] == [model.sampler.denoiser.spec.eos_id]
+    assert seen[1][0] == seen[0][1][-1:], "the token before a window is its context"
+
+
+def test_chat_template_adds_no_second_mark(model: Any) -> None:
+    plain = model._encode("copy: Ada", 32)
+    text = model.apply_chat_template([{"role": "user", "content": "copy: Ada"}])
+    assert model._encode(text, 32) == plain
+    model.templated = False
+
+
+def test_first_mark(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, first = model._encode("copy: Ada", 32), model._first()
+    monkeypatch.setattr(model, "settings", replace(model.settings, add_bos=True))
+    assert model._encode("copy: Ada", 32) == [first, *plain]
+    assert model._pair("copy: Ada", "Ada")[0] == [first, *plain]
+
+
+def test_masks_have_every_size_equally_often() -> None:
+    sizes = masks(7, 70, seed=3).sum(1)
+    assert sizes.bincount().tolist() == [0] + [10] * 7
+
+
+@pytest.mark.parametrize("operation", ["shuffle", "insert_random", "latin_square"])
+def test_likelihood_of_a_law(operation: str) -> None:
+    """Every outcome has the same probability, and an impossible text none."""
+    law = LAWS[operation](3)
+    outcome = list(range(3)) if operation == "shuffle" else list(law.outcomes[1])  # pyright: ignore
+    count = 6 if operation == "shuffle" else len(law.outcomes)  # pyright: ignore
+    found = log_likelihood(LawDenoiser(law), [0], outcome, count=4000, batch=500)
+    assert found == pytest.approx(-log(count), abs=0.06)
+    assert log_likelihood(LawDenoiser(law), [0], [0] * law.length, count=50, batch=50) < -50
+
+
+def test_likelihood_of_a_chain_comes_closer_with_more_masks() -> None:
+    chain = MarkovChain.drawn(4, 6)
+    start, ids = chain.sample(1, seed=1)
+    truth = float(chain.log_likelihood(ids, start)[0])
+    estimates = [
+        [log_likelihood(LawDenoiser(chain), [int(start[0])], ids[0].tolist(), n, 500, seed) for seed in range(8)]
+        for n in (8, 512)
+    ]
+    rough, fine = (max(abs(one - truth) for one in some) for some in estimates)
+    assert fine < rough / 2
+    assert sum(estimates[1]) / 8 == pytest.approx(truth, abs=0.1)
+
+
+def test_likelihood_does_not_depend_on_the_batch() -> None:
+    found = [log_likelihood(toys.denoiser(), [3, 4], [5, 6, 7], 20, batch) for batch in (1, 7, 20)]
+    assert found[1:] == pytest.approx(found[:1] * 2)
+
+
+def test_likelihood_of_one_token_needs_one_mask() -> None:
+    """With one token there is one mask, so one forward is exact: the model's own log-probability."""
+    model = toys.denoiser()
+    total = sum(torch.tensor(log_likelihood(model, [3, 4], [token], 1)).exp() for token in range(toys.VOCAB))
+    assert float(total) == pytest.approx(1)
+
+
+def test_what_has_no_such_likelihood_is_refused() -> None:
+    with pytest.raises(UserError, match="block-causal"):
+        check(toys.denoiser("causal").spec)
+
+
+@pytest.mark.parametrize("name", sorted(file.name[:-5] for file in (files("dllm_sampler.conf") / "lm_eval").iterdir()))
+def test_settings_of_papers_are_read(name: str) -> None:
+    given = yaml.safe_load((files("dllm_sampler.conf") / f"lm_eval/{name}.yaml").read_text())
+    found = parse({**given["model_args"], "batch_size": given.get("batch_size", 1)})
+    assert given["model"] == "dllm_sampler"
+    assert found.pretrained in config.names("model")
+    for group, plugin in found.plugins.items():
+        config.build(group, plugin)
+    EvaluatorConfig(**given)

@@ -1,0 +1,192 @@
+"""Runs: resumed anywhere, the same whatever ran them."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from rich.console import Console
+
+from dllm_sampler.cli.compose import PACKAGED
+from dllm_sampler.eval import command
+from dllm_sampler.eval.folders import RunFolder
+from dllm_sampler.eval.jobs import jobs
+from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.runner import Runner, Share, run_all
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["scheduler=threshold,wino", "task.operation=copy,shuffle", "task.count=10", "batch_size=4", "device=cpu"]
+
+
+def evaluate(output: Path, *words: str, shares: tuple[Share, ...] = (Share(),)) -> dict[str, str]:
+    found = jobs([*SMALL, *words, f"output={output}"])
+    refused: dict[str, str] = {}
+    for share in shares:
+        refused |= run_all(found, share, "cpu", lambda job: None, lambda done: None)
+    return refused
+
+
+def content(output: Path) -> dict[str, list[dict[str, Any]]]:
+    """Everything but times, by the run's name."""
+    found = {}
+    for file in output.glob("*/samples.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        found[file.parent.name] = [{key: value for key, value in line.items() if key != "times"} for line in lines]
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole")
+    assert evaluate(output) == {}
+    return output
+
+
+def test_a_run_directory_says_what_it_is(whole: Path) -> None:
+    folder = next(whole.glob("mini-mini-wino-exact-*"))
+    about = json.loads((folder / "run.json").read_text())
+    assert about["config"]["scheduler"]["name"] == "wino" and about["config"]["seed"] == 0
+    assert about["score"] == "exact_match" and about["dependency"] in ("low", "high") and about["samples"] == 10
+    (place,) = about["environments"]
+    assert {"torch", "python", "commit", "processor", "device"} <= set(place)
+    assert sorted(file.name for file in folder.iterdir() if file.name[0] != ".") == ["run.json", "samples.jsonl"]
+    lines = content(whole)[folder.name]
+    assert [line["index"] for line in lines] == list(range(10)) == [line["seed"] for line in lines]
+    assert any(line["revisions"] for lines in content(whole).values() for line in lines), "WINO took something back"
+
+
+def test_replays_end_in_the_answer(whole: Path) -> None:
+    """The step map and the revisions together are the whole history: as many commits as were counted."""
+    for lines in content(whole).values():
+        for line in lines:
+            stood = sum(step >= 0 for step in line["step_map"])
+            lost = sum(piece is not None for _, _, piece in line["revisions"])
+            assert line["commits"] == stood + lost
+            assert all(0 <= step < line["nfe"] for step, _, _ in line["revisions"])
+            assert "".join(line["pieces"][: line["answer"] - line["ended"]]) == line["text"]
+            assert 1 <= line["oracle_nfe"] <= line["nfe"]
+
+
+def test_workers_change_nothing(whole: Path, tmp_path: Path) -> None:
+    shares = tuple(Share(rank, 3) for rank in range(3))
+    evaluate(tmp_path, shares=shares)
+    assert content(tmp_path) == content(whole)
+
+
+def test_the_batch_changes_no_answer(whole: Path, tmp_path: Path) -> None:
+    evaluate(tmp_path, "batch_size=3")
+    one, two = (sorted(json.dumps(lines) for lines in content(path).values()) for path in (whole, tmp_path))
+    assert one == two
+
+
+def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker of three is lost, and another's file is cut in the middle of a line: what is whole stays."""
+    evaluate(tmp_path, shares=(Share(0, 3), Share(1, 3)))
+    assert not content(tmp_path), "nothing is complete"
+    parts = sorted(tmp_path.glob("*/part-*.jsonl"))
+    text = parts[0].read_bytes()
+    parts[0].write_bytes(text[: len(text) - 20])
+    before = sum(RunFolder(folder).done().__len__() for folder in tmp_path.iterdir())
+    answered: list[int] = []
+    answer = Runner.answer
+    monkeypatch.setattr(Runner, "answer", lambda self, batch: answered.append(len(batch)) or answer(self, batch))
+    evaluate(tmp_path)
+    assert content(tmp_path) == content(whole)
+    assert before > 0 and sum(answered) < 40, "what was there was not done again"
+    answered.clear()
+    evaluate(tmp_path)
+    assert not answered
+
+
+def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
+    """SIGKILL, again and again, until it gets through: the files of one run that nobody disturbed."""
+    words = [sys.executable, "-m", "dllm_sampler.eval", *SMALL, f"output={tmp_path}"]
+    rng, kills, code = random.Random(0), 0, None
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for _ in range(40):
+        process = subprocess.Popen(
+            words, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        seen, patience = _samples(tmp_path), rng.randint(4, 16)
+        deadline = time.monotonic() + 100
+        while process.poll() is None and _samples(tmp_path) < seen + patience and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if (code := process.poll()) is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert code == 0 and kills >= 2
+    assert content(tmp_path) == content(whole)
+    assert not list(tmp_path.glob("*/part-*"))
+    for folder in whole.iterdir():
+        one, two = (json.loads((path / folder.name / "run.json").read_text()) for path in (whole, tmp_path))
+        assert one == two
+
+
+def _samples(output: Path) -> int:
+    return sum(file.read_bytes().count(b"\n") for file in output.glob("*/*.jsonl"))
+
+
+def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scheduler=threshold,wino", "cache=dual", "task.count=2", f"output={tmp_path}", "device=cpu"]
+    assert command.main(words) == 0
+    out = capsys.readouterr().out
+    assert "cannot run wino" in out and "use cache=none" in out and "1 runs" in out
+    assert command.main([*words[1:], "scheduler=wino"]) == 2
+    assert "use cache=none" in capsys.readouterr().err
+    assert command.main(["schedular=x"]) == 2
+    assert command.main(["foo"]) == 2
+
+
+def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dllm_sampler.eval import runner
+
+    runner._loaded.cache_clear()
+    loads: list[object] = []
+    load = runner.loading.load
+    monkeypatch.setattr(runner.loading, "load", lambda **given: loads.append(given) or load(**given))
+    evaluate(tmp_path, "task.count=2")
+    assert len(loads) == 1
+
+
+def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = [*SMALL, f"output={tmp_path}", "workers=2"]
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert launch(words, jobs(words), Console(quiet=True)) == {}
+    assert content(tmp_path) == content(whole)
+
+
+def test_the_slurm_launcher_is_submitits() -> None:
+    pytest.importorskip("submitit")
+    with initialize_config_module(PACKAGED, version_base="1.3"):
+        cfg = compose("eval", overrides=["hydra/launcher=slurm", "output=here"], return_hydra_config=True)
+    assert cfg.hydra.launcher._target_.endswith("SlurmLauncher")
+    assert cfg.hydra.launcher.gpus_per_node == 1 and cfg.hydra.launcher.submitit_folder == "here/.submitit/%j"
+
+
+@pytest.mark.slow
+def test_submitit_on_this_machine(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("submitit")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = [*SMALL, f"output={tmp_path}", "workers=2", "hydra/launcher=submitit_local"]
+    assert launch(words, jobs(words), Console(quiet=True)) == {}
+    assert content(tmp_path) == content(whole)
+
+
+@pytest.mark.slow
+def test_processes_of_accelerate(whole: Path, tmp_path: Path) -> None:
+    """Two processes in the environment that `accelerate launch` gives to those of several GPUs."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [*torchrun, "-m", "dllm_sampler.eval", *SMALL, f"output={tmp_path}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300)
+    assert content(tmp_path) == content(whole)
