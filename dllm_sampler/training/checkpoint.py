@@ -25,6 +25,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     os.replace(partial, path)
 
 
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
 def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse to go on with a run of other settings.
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.training.finetune import FineTuner, write_json
+from dllm_sampler.training.checkpoint import write_json
+from dllm_sampler.training.finetune import FineTuner
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.rewards import solved
 

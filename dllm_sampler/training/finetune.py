@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,17 +24,16 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training import checkpoint
+from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.rewards import solved
 from dllm_sampler.training.tasks import LESSONS, draw_example
 from dllm_sampler.training.tokenizer import build_tokenizer
 
-LOG = "log.jsonl"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # A resumed run may change these; anything else would make it another run.
-FREE = ("output", "device", "checkpoint_every", "tensorboard", "batch_tokens", "steps")
+FREE = ("output", "device", "checkpoint_every", "tracker", "batch_tokens", "steps")
 
 
 @dataclass
@@ -60,7 +58,7 @@ class FineTuner:
     batch_tokens: columns of a training forward at most, which bounds its memory
     evaluate_every, held_out: steps between two measurements, and on how many prompts nobody was trained on
     evaluation: a sampler's settings for these; greedy by default
-    tensorboard: also write the log there (needs tensorboard)
+    tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
     """
 
     output: str
@@ -83,7 +81,7 @@ class FineTuner:
     evaluate_every: int
     held_out: int
     evaluation: dict[str, Any]
-    tensorboard: bool
+    tracker: str | None
 
     name: ClassVar[str]  # on the progress bar
     free: ClassVar[tuple[str, ...]] = FREE
@@ -104,9 +102,9 @@ class FineTuner:
                 raise unknown("task", task, LESSONS)
         if self.lora is not None and (set(self.lora) != {"r", "alpha", "dropout"} or not self.lora["r"] >= 1):
             raise UserError(f"train.lora needs r (from 1 on), alpha and dropout, or is null, not {self.lora}")
-        for name, needs in (("lora", "peft"), ("tensorboard", "tensorboard")):
-            if getattr(self, name) and find_spec(needs) is None:
-                raise UserError(f"train.{name} needs the package {needs}: pip install dllm-sampler[train]")
+        if self.lora is not None and find_spec("peft") is None:
+            raise UserError("train.lora needs the package peft: pip install dllm-sampler[train]")
+        journal.check(self.tracker)
 
     # What a trainer says ----------------------------------------------------------------------------------------------
 
@@ -199,18 +197,18 @@ class FineTuner:
         done = self._resume()
         with bar(self.name, self.steps, done) as self._bar, interrupts() as interrupted:
             if done == 0:
-                self._log({"step": 0, **self.measure()})
+                self._log(0, self.measure())
             for number in range(done, self.steps):
                 began = time.perf_counter()
                 rate = self.learning_rate * self._share(number)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
-                figures: dict[str, float] = {"step": number + 1, **self.step(number)}
+                figures = self.step(number)
                 figures["seconds"] = time.perf_counter() - began
                 last = number + 1 == self.steps
                 if last or (number + 1) % self.evaluate_every == 0:
                     figures |= self.measure()
-                self._log(figures)
+                self._log(number + 1, figures)
                 self._bar.advance(self._bar.task_ids[0])
                 if last or (number + 1) % self.checkpoint_every == 0 or interrupted.is_set():
                     self._save(number + 1)
@@ -254,7 +252,7 @@ class FineTuner:
         if start.tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise UserError(f"train.model={self.model} does not have mini's tokenizer, which the tasks are written in")
         self.network = denoiser.transformer.float().eval()
-        self.adapter, self._board = None, None
+        self.adapter = None
         if self.lora is not None:
             from peft import LoraConfig, LoraModel
 
@@ -278,18 +276,14 @@ class FineTuner:
         """How many steps are done."""
         mine = {key: value for key, value in asdict(self).items() if key not in self.free}
         self._settings = json.loads(json.dumps(mine))
-        main = self.accelerator.is_main_process
-        if not (self.folder / checkpoint.FILE).exists():
-            if main:
-                (self.folder / LOG).unlink(missing_ok=True)
-            return 0
-        state = checkpoint.load(self.folder, self.network, self.optimizer, self.others())
-        checkpoint.check_same(self.folder, state["config"], mine)
-        if main:  # steps behind the saved one are made again
-            lines = (self.folder / LOG).read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= state["step"]]
-            (self.folder / LOG).write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        return state["step"]
+        done = 0
+        if (self.folder / checkpoint.FILE).exists():
+            state = checkpoint.load(self.folder, self.network, self.optimizer, self.others())
+            checkpoint.check_same(self.folder, state["config"], mine)
+            done = state["step"]
+        path = self.folder / journal.FILE
+        self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
+        return done
 
     def _save(self, done: int) -> None:
         if self.accelerator.is_main_process:
@@ -301,25 +295,14 @@ class FineTuner:
             network: Any = self.network if self.adapter is None else self.adapter.merge_and_unload()
             export(network, self.tokenizer, self.folder)
             (self.folder / checkpoint.FILE).unlink()
+        self._journal.close()
         self.accelerator.wait_for_everyone()
         return self.folder
 
-    def _log(self, figures: dict[str, float]) -> None:
-        if not self.accelerator.is_main_process:
-            return
-        plain = {key: value if isinstance(value, int) else float(f"{value:.8g}") for key, value in figures.items()}
-        with (self.folder / LOG).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(plain) + "\n")
-        if "right" in plain:
-            self.say("  ".join(f"{key} {value:.4g}" for key, value in plain.items()))
-        if self.tensorboard:
-            if self._board is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=int(plain["step"]))
-            for key in plain.keys() - {"step"}:
-                self._board.add_scalar(key, plain[key], int(plain["step"]))
-            self._board.flush()
+    def _log(self, step: int, figures: dict[str, float]) -> None:
+        line = self._journal.note(step, figures)
+        if "right" in line and self.accelerator.is_main_process:
+            self.say("  ".join(f"{key} {value:.4g}" for key, value in line.items()))
 
     def _share(self, step: int) -> float:
         rising = min((step + 1) / max(self.warmup, 1), 1.0)
@@ -330,10 +313,3 @@ class FineTuner:
 
     def _cuda(self) -> list[int]:
         return list(range(torch.cuda.device_count()))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -18,14 +18,14 @@ from dllm_sampler.config import check
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.training import checkpoint
+from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.tokenizer import MASK, build_tokenizer
 
 # A resumed run may change these; anything else would make it another run.
-_FREE = ("output", "device", "checkpoint_every", "steps")
+_FREE = ("output", "device", "checkpoint_every", "tracker", "steps")
 
 
 @dataclass
@@ -36,7 +36,8 @@ class MiniTrainer:
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     seed: of weights, data and masks
     steps: optimizer steps in all
-    checkpoint_every: steps between two saved states
+    checkpoint_every: steps between two saved states, and two lines of the log
+    tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
     model: fields of `TransformerConfig` other than the vocabulary's size
     init_std, embedding_std: deviations of the initial weights
     data: fields of `Pools`
@@ -49,6 +50,7 @@ class MiniTrainer:
     seed: int
     steps: int
     checkpoint_every: int
+    tracker: str | None
     model: dict[str, Any]
     init_std: float
     embedding_std: float
@@ -64,6 +66,7 @@ class MiniTrainer:
         for name in ("steps", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+        journal.check(self.tracker)
 
     def run(self) -> Path:
         """Train from scratch or from the last saved state, export the result, and return its folder.
@@ -78,6 +81,7 @@ class MiniTrainer:
         folder.mkdir(parents=True, exist_ok=True)
         self._build()
         state = self._resume(folder)
+        log = journal.Journal(folder / journal.FILE, state["step"], self.tracker, asdict(self))
         with self._progress(state) as progress, interrupts() as interrupted:
             for batch in self._batches(state):
                 self._step(batch, state)
@@ -86,9 +90,11 @@ class MiniTrainer:
                 if state["step"] % self.checkpoint_every == 0 or state["step"] == self.steps or interrupted.is_set():
                     checkpoint.save(folder, self.network, self.optimizer, state)
                     progress.console.print(_line(state, self.steps))
+                    log.note(state["step"], _figures(state))
                     state |= {"loss_sum": 0.0, "loss_steps": 0}
                 if interrupted.is_set():
                     raise KeyboardInterrupt
+        log.close()
         export(self.network, self.tokenizer, folder)
         (folder / checkpoint.FILE).unlink()
         return folder
@@ -169,6 +175,12 @@ def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
     return min((step + 1) / max(warmup, 1), (1 - step / steps) / max(decay, 1e-9), 1.0)
 
 
-def _line(state: Mapping[str, Any], steps: int) -> str:
+def _figures(state: Mapping[str, Any]) -> dict[str, float]:
+    """Mean loss since the last saved state, and what is done in all."""
     loss = state["loss_sum"] / state["loss_steps"] if state["loss_steps"] else math.nan
-    return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {state['tokens']:,}  seconds {state['seconds']:.0f}"
+    return {"loss": loss, "tokens": state["tokens"], "seconds": state["seconds"]}
+
+
+def _line(state: Mapping[str, Any], steps: int) -> str:
+    loss, tokens, seconds = _figures(state).values()
+    return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {tokens:,}  seconds {seconds:.0f}"
