@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,7 +72,8 @@ class Journal:
             run = path.resolve().parent if path.name == FILE else path.resolve().with_suffix("")
             about = json.loads(json.dumps(settings or {}))
             name = {"project": run.parent.name or "dllm-train", "name": run.name}
-            self._board = import_module("trackio").init(**name, config=about, resume="allow")
+            with redirect_stdout(sys.stderr):  # it greets
+                self._board = import_module("trackio").init(**name, config=about, resume="allow")
 
     def note(self, step: int, figures: Mapping[str, float]) -> dict[str, float]:
         """Write a line, rounded to eight digits, and return it."""
@@ -94,4 +97,5 @@ class Journal:
         if self._tracker == "tensorboard" and self._board is not None:
             self._board.close()
         elif self._tracker == "trackio" and self._board is not None:
-            self._board.finish()
+            with redirect_stdout(sys.stderr):
+                self._board.finish()
