@@ -271,3 +271,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert printed.out == f"{tmp_path / 'run'}\n"
     assert cli.main(["train=cjgrpo", "train.grup=2"]) == 2
     assert "did you mean 'group'" in capsys.readouterr().err
+
+
+def test_settings_in_braces_replace() -> None:
+    """Also where the default is null, which Hydra can neither delete nor merge into."""
+    words = ["train.rewards={items: 2}", "train.tasks={copy: 1}", "train.evaluation.scheduler={name: threshold}"]
+    found = cli.trainer(["train=cjgrpo", *words])
+    assert (found.rewards, found.tasks) == ({"items": 2}, {"copy": 1})
+    assert found.evaluation["scheduler"] == {"name": "threshold"}
+    pytest.importorskip("peft")
+    found = cli.trainer(["train=cjgrpo", "train.lora={r: 8, alpha: 16, dropout: 0}", "train.reference_every=0"])
+    assert found.lora == {"r": 8, "alpha": 16, "dropout": 0}
