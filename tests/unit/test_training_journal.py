@@ -86,5 +86,5 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"unknown train\.tracker 'trackyo'.*did you mean 'trackio'"):
         journal.check("trackyo")
     monkeypatch.setattr(journal, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="train.tracker=trackio needs the package trackio: pip install trackio"):
+    with pytest.raises(UserError, match=r"train\.tracker=trackio needs the package trackio: pip install trackio"):
         journal.check("trackio")
