@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -18,17 +19,17 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.curves import pbx
-from dllm_sampler.eval.exact_match import held_out_prompts
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.comparison import Figures, compare
-from dllm_sampler.training.tasks import TASKS
+from dllm_sampler.training.rewards import solved
+from dllm_sampler.training.tasks import LESSONS, draw_example
 
 SECTION, BATCH = "distilled", 64
 COMMAND = "python -m dllm_sampler.eval.distilled"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
 BOUNDS: Mapping[str, tuple[float, ...]] = {
-    "entropy": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0),
-    "threshold": (0.99, 0.97, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5),
+    "entropy": (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0),
+    "threshold": (0.99, 0.95, 0.9, 0.8, 0.65, 0.5),
 }
 LEVELS = (0.95, 0.925, 0.9, 0.875, 0.85, 0.8)
 
@@ -46,9 +47,10 @@ def measured(
         for rule, bounds in BOUNDS.items()
         for bound in bounds
     }
-    asked = [(TASKS[task], prompt) for task in tasks for prompt in held_out_prompts(TASKS[task], count, seed)]
-    checks = [partial(task.check, prompt) for task, prompt in asked]
-    return compare(samplers, [prompt for _, prompt in asked], new_tokens, BATCH, checks)
+    rng = Random(f"distilled/{seed}")
+    asked = [(task, *draw_example(LESSONS[task], rng, held=True)) for task in tasks for _ in range(count)]
+    checks = [partial(solved, *each) for each in asked]
+    return compare(samplers, [prompt for _, prompt, _ in asked], new_tokens, BATCH, checks)
 
 
 def forwards(found: Mapping[str, Figures], rule: str, level: float) -> float | None:
@@ -129,16 +131,16 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--before", default="mini", metavar="MODEL", help="name or folder of the model that was distilled (mini)")
     add("--after", nargs="+", required=True, metavar="MODEL", help="folders of the runs, one per seed")
-    add("--tasks", nargs="+", default=["latin", "shuffle", "arithmetic"], metavar="TASK", help="of mini")
+    add("--tasks", nargs="+", default=["latin", "sparse latin"], metavar="TASK", help="of mini")
     add("--prompts", type=positive, default=200, metavar="N", help="held-out prompts per task (200)")
-    add("--seed", type=int, default=0, metavar="N", help="of these prompts (0: those of the model card)")
-    add("--new-tokens", type=positive, default=32, metavar="N", help="length of the canvas (32)")
-    add("--block-length", type=positive, default=32, metavar="N", help="of its blocks (32)")
+    add("--seed", type=int, default=0, metavar="N", help="of these prompts (0)")
+    add("--new-tokens", type=positive, default=20, metavar="N", help="length of the canvas (20)")
+    add("--block-length", type=positive, default=20, metavar="N", help="of its blocks (20)")
     add("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
     options = parser.parse_args(words)
     for task in options.tasks:
-        if task not in TASKS:
-            raise unknown("task", task, TASKS)
+        if task not in LESSONS:
+            raise unknown("task", task, LESSONS)
     return options
 
 
