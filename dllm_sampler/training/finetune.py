@@ -126,7 +126,10 @@ class FineTuner:
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **settings)
 
     def update(self, backward: Callable[[], float], seed: str) -> tuple[float, float]:
-        """One optimizer step on the gradients that `backward` leaves; returns what it returned, and their norm."""
+        """One optimizer step on the gradients that `backward` leaves; returns what it returned, and their norm.
+
+        Gradients that are not finite change nothing, and the user is told.
+        """
         self.network.train()
         self.optimizer.zero_grad()
         with torch.random.fork_rng(devices=self._cuda()):
@@ -135,6 +138,8 @@ class FineTuner:
         norm = float(nn.utils.clip_grad_norm_(self._learning(), self.clip))
         if math.isfinite(norm):
             self.optimizer.step()
+        else:
+            self.say(f"{seed} (from 0): the gradients are not finite and were left out")
         self.network.eval()
         return loss, norm
 

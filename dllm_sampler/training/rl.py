@@ -108,7 +108,9 @@ class PolicyTrainer(FineTuner):
         repeated = [example for example in examples for _ in range(self.group)]
         task, prompts, answer = (list(column) for column in zip(*repeated, strict=True))
         assert result.texts is not None
-        scores = rewards.judge(self._rewards, prompts, result.texts, {"task": task, "answer": answer})
+        ids = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+        columns = {"completion_ids": ids, "task": task, "answer": answer}
+        scores = rewards.judge(self._rewards, prompts, result.texts, columns)
         advantage = rewards.advantages(scores.total, self.group, self.scale)
         figures = self._told(number, scores, advantage, result)
         there = ~scores.total.isnan()
@@ -130,8 +132,6 @@ class PolicyTrainer(FineTuner):
             parts = self._parts(view, goal, sums)
             loss, norm = self.update(partial(self.backward, parts), f"step {number}/{update}")
             losses, norms = [*losses, loss], [*norms, norm]
-        if not all(map(math.isfinite, norms)):
-            self.say(f"step {number + 1}: gradients that are not finite were left out")
         means = {"loss": sum(losses) / len(losses), "gradient": sum(norms) / len(norms)}
         return {**figures, **means, **{key: value / self.updates for key, value in sums.items()}}
 

@@ -240,6 +240,25 @@ def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path, monkeypatch: py
     assert lines(tmp_path / "run")[1]["unscored"] == 6
 
 
+def test_gradients_that_are_not_finite_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = Goal.loss
+
+    def broken_once(self: Goal, chunk: Any, logprob: Tensor, *rest: float) -> tuple[Tensor, Any]:
+        monkeypatch.undo()
+        loss, figures = right(self, chunk, logprob, *rest)
+        return loss * math.nan, figures
+
+    monkeypatch.setattr(Goal, "loss", broken_once)
+    run = trainer("cjgrpo", tmp_path / "run", steps=1, updates=1, learning_rate=1e-2)
+    run.run()
+    assert "gradients are not finite" in capsys.readouterr().err.replace("\n", " ")
+    before, after = (load_file(Path(one) / "model.safetensors") for one in (mini(), tmp_path / "run"))
+    assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
+    assert all(p.isfinite().all() for p in run.network.parameters())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
