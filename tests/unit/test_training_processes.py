@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from dllm_sampler import Sampler
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -59,7 +60,7 @@ def worker(rank: int, store: str) -> None:
 
 
 def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(worker, (str(tmp_path / "store"),), nprocs=2)
+    spawn(worker, (str(tmp_path / "store"),), nprocs=2)
 
 
 @pytest.mark.parametrize("name", ["cjgrpo", "distill"])
