@@ -28,10 +28,10 @@ SECTION, BATCH = "distilled", 64
 COMMAND = "python -m dllm_sampler.eval.distilled"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
 BOUNDS: Mapping[str, tuple[float, ...]] = {
-    "entropy": (0.02, 0.1, 0.2, 0.35, 0.5, 0.7, 1.0),
-    "threshold": (0.99, 0.95, 0.9, 0.8, 0.65, 0.5),
+    "entropy": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7),
+    "threshold": (0.998, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88, 0.8),
 }
-LEVELS = (0.95, 0.925, 0.9, 0.875, 0.85, 0.8)
+LEVELS = (0.95, 0.9, 0.85, 0.8, 0.7)
 
 
 def measured(
@@ -132,7 +132,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--before", default="mini", metavar="MODEL", help="name or folder of the model that was distilled (mini)")
     add("--after", nargs="+", required=True, metavar="MODEL", help="folders of the runs, one per seed")
     add("--tasks", nargs="+", default=["latin", "sparse latin"], metavar="TASK", help="of mini")
-    add("--prompts", type=positive, default=200, metavar="N", help="held-out prompts per task (200)")
+    add("--prompts", type=positive, default=120, metavar="N", help="held-out prompts per task (120)")
     add("--seed", type=int, default=0, metavar="N", help="of these prompts (0)")
     add("--new-tokens", type=positive, default=20, metavar="N", help="length of the canvas (20)")
     add("--block-length", type=positive, default=20, metavar="N", help="of its blocks (20)")
