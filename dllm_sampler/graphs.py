@@ -235,8 +235,10 @@ class StaticEngine(Engine):
         kernels: Backend = TORCH,
         record: Record | None = None,
         must: bool = True,
+        entropy: bool = False,
+        samples: int = 1,
     ):
-        super().__init__(denoiser, plugins, poll_every, kernels)
+        super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples)
         self.record, self.must = record, must
         self.free: Buffers | None = None  # of a generation that is over: one like it finds its recordings
 

@@ -38,18 +38,32 @@ class State:
 class Engine:
     """Runs steps for one set of plug-ins, on one set of kernels; holds no state of a generation."""
 
-    def __init__(self, denoiser: Denoiser, plugins: Plugins, poll_every: int, kernels: Backend = TORCH):
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        plugins: Plugins,
+        poll_every: int,
+        kernels: Backend = TORCH,
+        entropy: bool = False,
+        samples: int = 1,
+    ):
         using = getattr(denoiser, "using", None)  # optional
         self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
         self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
+        self.entropy, self.samples = entropy, samples  # samples: so many consecutive rows have the same prompt
 
     def begin(self, canvas: Canvas) -> State:
         """The state before the first step."""
-        p = self.plugins
-        cache = p.cache.init(canvas, self.denoiser.spec)
+        p, spec = self.plugins, self.denoiser.spec
+        cache = p.cache.init(canvas, spec)
         bad = torch.zeros_like(canvas.step)
-        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas))
+        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas, spec.dtype, self.entropy))
         self._look_ahead(state)
+        if self.samples > 1:
+            rows = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
+            if rows is not None:
+                state.canvas = replace(canvas, rows=canvas.rows + rows)
+                self.poll(state, 0)
         return state
 
     def step(self, state: State) -> None:
@@ -63,7 +77,7 @@ class Engine:
         watched = p.stop.positions(canvas)
         if watched is not None:
             query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
-        needs = p.needs
+        needs = p.needs | {"entropy"} if self.entropy else p.needs
         if spec.self_conditioning:
             needs |= {"logits"}
             query = replace(query, previous=state.previous)
@@ -133,7 +147,8 @@ class Engine:
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
         """Step until every row is done, yielding after each step (the same object)."""
         device = canvas.ids.device
-        state = self.begin(canvas)
+        with torch.no_grad(), _current(device):
+            state = self.begin(canvas)
         for step in range(1, max_steps + 1):
             # not inference_mode: its tensors could not be used by autograd later
             with torch.no_grad(), _current(device):

@@ -49,6 +49,7 @@ class Sampler:
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
         cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
         compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them.
+        entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
         UserError: an unknown name or setting, or a combination that cannot work.
@@ -74,6 +75,7 @@ class Sampler:
         backend: str = "auto",
         cuda_graph: bool | str = False,
         compile: bool = False,
+        entropy: bool = False,
     ):
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -88,7 +90,8 @@ class Sampler:
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
         backends.check(backend)
-        self.max_steps, self.poll_every, self.backend = max_steps, poll_every, backend
+        self.max_steps, self.poll_every = max_steps, poll_every
+        self.backend, self.entropy = backend, entropy
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
@@ -120,6 +123,7 @@ class Sampler:
         backend: str = "auto",
         cuda_graph: bool | str = False,
         compile: bool = False,
+        entropy: bool = False,
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -153,6 +157,7 @@ class Sampler:
             backend=backend,
             cuda_graph=cuda_graph,
             compile=compile,
+            entropy=entropy,
         )
         if isinstance(denoiser, TransformerDenoiser) and sampler.kernels.layer is not None:
             fused.join(denoiser.transformer)
@@ -178,6 +183,7 @@ class Sampler:
         seed: int | Sequence[int] = 0,
         stop_strings: str | Sequence[str] = (),
         progress: Progress | None = None,
+        samples: int = 1,
     ) -> Result:
         """Answer a batch of prompts; each row comes out as if it were alone.
 
@@ -189,13 +195,17 @@ class Sampler:
             seed: row i samples with seed + i, or with its own number of a sequence.
             stop_strings: text at which an answer ends, or several; not part of it.
             progress: called after each step with (step, tokens committed, tokens wanted); reads the device.
+            samples: answers per prompt, side by side in the result: all of the first prompt, then of the second. With
+                the exact cache of a block-causal model the prompt is computed once for all of them (the positions
+                count for the first, the pass for none); elsewhere a prompt's keys depend on its answer.
 
         Raises:
             UserError: a bad prompt or argument.
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
         last: Commits | None = None
-        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, int(progress is not None)):
+        every = int(progress is not None)
+        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, samples):
             if progress is not None:
                 progress(last.step, int((~last.masked).sum()), last.masked.numel())
         assert last is not None and last.result is not None
@@ -225,28 +235,37 @@ class Sampler:
         seed: int | Sequence[int],
         stop_strings: str | Sequence[str],
         every: int,
+        samples: int = 1,
     ) -> Iterator[Commits]:
         """Check the arguments and start the loop; one in `every` steps is transferred, with 0 only the last."""
         plugins, spec = self._plugins(block_length), self.denoiser.spec
         stops = prompts.stop_strings(stop_strings, self.tokenizer)
-        rows = prompts.encode(given, self.tokenizer, spec, new_tokens)
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+            raise UserError(f"samples must be a whole number of at least 1, not {samples!r}")
+        rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
         seeds = prompts.seeds(seed, len(rows))
         canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
         bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
-        return self._run(self._engine(plugins), canvas, bound, stops, every)
+        return self._run(self._engine(plugins, samples), canvas, bound, stops, every)
 
-    def _engine(self, plugins: Plugins) -> Engine:
+    def _engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
         if self.cuda_graph is False:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels)
+            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
         why = graphs.obstacle(plugins, self.noise, self.denoiser.spec)
         if why is not None and self.cuda_graph is True:
             raise UserError(f"cuda_graph=true cannot be: {why}")
         if why is not None:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels)
-        if self._static is None or (self._static.plugins, self._static.kernels) != (plugins, self.kernels):
+            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
+        if self._static is None or (self._static.plugins, self._static.kernels, self._static.samples) != (
+            plugins,
+            self.kernels,
+            samples,
+        ):
             must = self.cuda_graph is True
-            self._static = StaticEngine(self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must)
+            self._static = StaticEngine(
+                self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must, self.entropy, samples
+            )
         return self._static
 
     def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,28 +16,55 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
-SCHEMA = 1
-FIELDS = ("ids", "step_map", "logprob", "nfe", "rows", "begin", "end", "seeds")
+SCHEMA = 2
+FIELDS = ("ids", "step_map", "gone", "logprob", "nfe", "rows", "begin", "end", "seeds", "revised")
+NUMBERS = ("origin", "mask_id", "pad_id", "grid")
 
 
 class Recorder:
-    """Device buffers of a running generation; nothing is transferred before the end."""
+    """Device buffers of a running generation; nothing is transferred before the end.
 
-    def __init__(self, canvas: Canvas):
+    Costs 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and per step some twenty
+    small operations on the queried positions (`benchmarks/recording.py`). The entropy is one more reduction of the
+    logits, unless a plug-in needs it anyway.
+
+    Args:
+        canvas: before the first step.
+        dtype: of the model; log-probabilities are float32, of a float64 model float64.
+        entropy: whether steps measure it.
+    """
+
+    def __init__(self, canvas: Canvas, dtype: torch.dtype = torch.float32, entropy: bool = False):
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
         self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1]
-        self.logprob = torch.zeros(canvas.ids.shape, dtype=torch.float32, device=canvas.ids.device)  # [B, L+1]
+        self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1]
+        self.logprob = torch.zeros(canvas.ids.shape, dtype=precise, device=canvas.ids.device)  # [B, L+1]
+        self.entropy = torch.zeros_like(self.logprob) if entropy else None
+        self.revised = torch.zeros_like(canvas.done)  # [B]
 
     def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Take down what one step wrote, by the row's own count of forwards."""
         at = query.positions
-        wrote = edit.commit & ~after.masked.gather(1, at) & ~before.frozen.gather(1, at) & ~before.done[:, None]
-        step = torch.where(wrote, before.step[:, None], self.step_map.gather(1, at))
+        writable = ~before.frozen.gather(1, at) & ~before.done[:, None]
+        noise = after.masked.gather(1, at)
+        wrote = edit.commit & ~noise & writable
+        self._put(self.step_map, at, wrote, before.step[:, None])
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
-        sure = torch.where(wrote, sure.log().float(), self.logprob.gather(1, at))
+        self._put(self.logprob, at, wrote, sure.log().to(self.logprob.dtype))
+        if self.entropy is not None and readout.entropy is not None:
+            self._put(self.entropy, at, wrote, readout.entropy[:, 0].to(self.entropy.dtype))
+        other = edit.commit & (edit.ids != before.ids.gather(1, at))
         if edit.remask is not None:
-            step = torch.where(after.masked.gather(1, at), -1, step)
-        self.step_map.scatter_(1, at, step)
-        self.logprob.scatter_(1, at, sure)
+            self._put(self.step_map, at, noise, torch.full_like(before.step, -1)[:, None])
+            other = other | edit.remask
+        self.revised |= (other & writable & ~before.masked.gather(1, at)).any(1)
+        if edit.end is not None:
+            cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
+            self.gone = torch.where(cut, before.step[:, None], self.gone)
+
+    @staticmethod
+    def _put(into: Tensor, at: Tensor, where: Tensor, values: Tensor) -> None:
+        into.scatter_(1, at, torch.where(where, values, into.gather(1, at)))
 
 
 @dataclass(frozen=True)
@@ -47,15 +74,19 @@ class Trace:
 
     ids: Tensor  # [B, L] the final canvas
     step_map: Tensor  # [B, L] forward that committed each token, from 0; -1: prompt, padding, never committed
-    logprob: Tensor  # [B, L] float32 log-probability of the token at its commit
+    gone: Tensor  # [B, L] forward after which a stop policy cut the column off, -1: never
+    logprob: Tensor  # [B, L] log-probability of the token at its commit, float32 (float64 of a float64 model)
     nfe: Tensor  # [B]
     rows: Tensor  # [B] positions computed
     begin: Tensor  # [B] first real column
     end: Tensor  # [B] end of the row
     seeds: Tensor  # [B]
+    revised: Tensor  # [B] bool: a token was taken back or replaced, so that the step map is not the whole story
     origin: int
     mask_id: int | None
     pad_id: int
+    grid: int | None = None  # length of a block-causal model's blocks, counted from the row's first token
+    entropy: Tensor | None = None  # [B, L] nats of the model's prediction at the commit; None: not recorded
 
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int) -> Trace:
@@ -64,15 +95,19 @@ class Trace:
         kept = {
             "ids": canvas.ids[:, part],
             "step_map": recorder.step_map[:, part],
+            "gone": recorder.gone[:, part],
             "logprob": recorder.logprob[:, part],
             "nfe": canvas.nfe,
             "rows": canvas.rows,
             "begin": canvas.begin,
             "end": canvas.end.clamp(max=canvas.asked.stop),
             "seeds": canvas.row_seed,
+            "revised": recorder.revised,
         }
+        if recorder.entropy is not None:
+            kept["entropy"] = recorder.entropy[:, part]
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}
-        return Trace(**tensors, origin=canvas.origin, mask_id=mask_id, pad_id=pad_id)
+        return Trace(**tensors, origin=canvas.origin, mask_id=mask_id, pad_id=pad_id, grid=canvas.grid)
 
     @property
     def generated(self) -> Tensor:
@@ -90,16 +125,31 @@ class Trace:
                 found[step].append(position)
         return found
 
-    def replay(self) -> Iterator[Tensor]:
-        """`[B, L]` the canvas before each forward and after the last, rebuilt from the step map.
+    def state(self, step: int | Tensor) -> Tensor:
+        """`[B, L]` the canvas that each row's forward number `step` saw; one number, or `[B]`.
 
-        Exact for schedulers that never overwrite or remask a token.
+        Nothing was stored for it: what was committed at `step` or later is noise. Exact for rows not `revised`.
         """
         noise = self.pad_id if self.mask_id is None else self.mask_id
         generated = torch.arange(self.ids.shape[1]) >= self.origin
+        hidden = generated & (self.step_map >= torch.as_tensor(step).view(-1, 1))
+        return torch.where(hidden, noise, self.ids)
+
+    def seen(self, step: int | Tensor) -> Tensor:
+        """`[B, L] bool` the columns that existed for each row's forward number `step`: no padding, not cut off yet."""
+        there = torch.arange(self.ids.shape[1]) >= self.begin[:, None]
+        return there & ((self.gone < 0) | (self.gone >= torch.as_tensor(step).view(-1, 1)))
+
+    def replay(self) -> Iterator[Tensor]:
+        """`[B, L]` the canvas before each forward and after the last (see `state`)."""
         for step in range(int(self.nfe.max()) + 1):
-            hidden = generated & (self.step_map >= step)
-            yield torch.where(hidden, noise, self.ids)
+            yield self.state(step)
+
+    def row(self, *rows: int) -> Trace:
+        """The trace of some of the rows, in that order."""
+        at = torch.tensor(rows)
+        tensors = {name: value[at] for name in (*FIELDS, "entropy") if (value := getattr(self, name)) is not None}
+        return replace(self, **tensors)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file whose metadata holds the rest as JSON; atomically.
@@ -107,8 +157,9 @@ class Trace:
         Raises:
             UserError: it cannot be written there.
         """
-        about = {"schema": SCHEMA, "origin": self.origin, "mask_id": self.mask_id, "pad_id": self.pad_id}
-        data = save({name: getattr(self, name).contiguous() for name in FIELDS}, {"trace": json.dumps(about)})
+        about = {"schema": SCHEMA, **{name: getattr(self, name) for name in NUMBERS}}
+        names = FIELDS if self.entropy is None else (*FIELDS, "entropy")
+        data = save({name: getattr(self, name).contiguous() for name in names}, {"trace": json.dumps(about)})
         partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
         try:
             partial.write_bytes(data)
@@ -129,7 +180,8 @@ class Trace:
                 about = json.loads((file.metadata() or {}).get("trace", "{}"))
                 if about.get("schema") != SCHEMA:
                     raise UserError(f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
-                tensors = {name: file.get_tensor(name) for name in FIELDS}
+                optional = {"entropy"} & set(file.keys())
+                tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)}
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise UserError(f"{path} cannot be read as a trace: {error}") from error
-        return Trace(**tensors, origin=about["origin"], mask_id=about["mask_id"], pad_id=about["pad_id"])
+        return Trace(**tensors, **{name: about[name] for name in NUMBERS})

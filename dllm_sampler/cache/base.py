@@ -12,7 +12,7 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.protocols import LayerParts, ModelSpec, Plan, Scheduler, Visible
+from dllm_sampler.protocols import Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
 
 
 class Slots:
@@ -162,6 +162,20 @@ class Cache:
     def rows(self, plan: Plan) -> Tensor:
         """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
         return plan.computed
+
+    def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
+        """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
+
+        Where attention goes both ways a prompt's keys depend on what is written behind it; nothing can be shared then,
+        which is the default.
+
+        Args:
+            template: the cache this live copy was made from.
+
+        Returns:
+            `[B]` positions computed, each group's on account of its first row; None: nothing was shared.
+        """
+        return None
 
     def reuses_guidance(self) -> bool | None:
         """Whether guidance may use an earlier forward's difference between the branches; None: never does."""

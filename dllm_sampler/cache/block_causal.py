@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec, Plan
+from dllm_sampler.protocols import Denoiser, ModelSpec, Plan
 
 StorePasses = Literal["ride", "separate"]
 
@@ -49,6 +49,26 @@ class BlockCausalCache(Cache):
     def steady(self) -> bool:
         """See `Cache.steady`."""
         return True
+
+    def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
+        """See `Cache.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
+        if self.twin is not None:
+            return None
+        rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
+        sizes = replace(canvas.sizes, computed=canvas.origin, whole=False)
+        one = replace(canvas, **rows, sizes=sizes)
+        one = replace(one, stop=one.on_grid(one.start))
+        cache = template.init(one, self.spec)
+        assert isinstance(cache, BlockCausalCache)
+        query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
+        plan = cache.part(one, query, cache.computes(one))
+        _, spent = denoiser(one, query, plan)
+        assert self.slots is not None and cache.slots is not None
+        for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):
+            for buffer, source in zip(mine, its, strict=True):
+                buffer.copy_(source.repeat_interleave(samples, 0))
+        self.clean, self.begun = canvas.on_grid(canvas.start), True
+        return torch.stack([spent.rows, *[torch.zeros_like(spent.rows)] * (samples - 1)], 1).flatten()
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""

@@ -25,6 +25,13 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     os.replace(partial, path)
 
 
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
 def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuse to go on with a run of other settings.
 
@@ -39,16 +46,26 @@ def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]
             )
 
 
-def save(folder: Path, model: nn.Module, optimizer: optim.Optimizer, state: dict[str, Any]) -> None:
-    """Write weights, optimizer moments and `state` (anything JSON can say) to `folder`, replacing the last ones."""
+def save(
+    folder: Path, model: nn.Module, optimizer: optim.Optimizer, state: dict[str, Any],
+    others: Mapping[str, nn.Module] | None = None,
+) -> None:  # fmt: skip
+    """Write weights, optimizer moments and `state` (anything JSON can say) to `folder`, replacing the last ones.
+
+    others: further modules by name, whose weights are written, too
+    """
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for other, module in (others or {}).items():
+        tensors |= {f"other.{other}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
     write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
 
 
-def load(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> dict[str, Any]:
+def load(
+    folder: Path, model: nn.Module, optimizer: optim.Optimizer, others: Mapping[str, nn.Module] | None = None
+) -> dict[str, Any]:
     """Put weights and moments back and return the `state` that was saved with them."""
     try:
         with safe_open(folder / FILE, "pt") as file:
@@ -57,6 +74,9 @@ def load(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> dict[str
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run anew") from None
     model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    for other, module in (others or {}).items():
+        prefix = f"other.{other}."
+        module.load_state_dict({key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)})
     for name, parameter in model.named_parameters():
         keys = [key for key in tensors if key.startswith("optimizer.") and key.split(".", 2)[2] == name]
         moments = {key.split(".", 2)[1]: tensors[key] for key in keys}

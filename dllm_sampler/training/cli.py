@@ -75,7 +75,7 @@ def trainer(words: Sequence[str]) -> Any:
             _refuse(word)
     # A path is taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
     paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
-    kept = [word for word in words if not word.startswith(_OUTPUT)]
+    kept = [part for word in words if not word.startswith(_OUTPUT) for part in _replacing(word, defaults)]
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
@@ -96,6 +96,17 @@ def _run(words: list[str]) -> int:
     else:
         print(trainer(words).run())
     return 0
+
+
+def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:
+    """`train.FIELD={...}` means these settings and no others, where Hydra would merge them into the defaults."""
+    if not (match := _FIELD.match(word)) or not word.partition("=")[2].startswith("{"):
+        return [word]
+    node: Any = defaults
+    for key in match[1].split("."):
+        node = node[key]
+    # what is null cannot be deleted, and a field of it cannot be overridden
+    return [f"~{word.partition('=')[0]}", f"+{word}"] if isinstance(node, Mapping) else [f"++{word}"]
 
 
 def _known(name: str, settings: Mapping[str, Any], path: list[str]) -> None:

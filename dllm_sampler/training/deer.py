@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -14,8 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import TaskID
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
@@ -25,14 +23,14 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training import checkpoint
+from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.export import export
-from dllm_sampler.training.mini import _interrupts
+from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.tasks import LESSONS, draw_example
 from dllm_sampler.training.tokenizer import EOS, build_tokenizer, vocabulary
 
 Loss = Callable[[int], Tensor]  # step -> loss
-_FREE = ("output", "device", "checkpoint_every")  # a resumed run may change these
+_FREE = ("output", "device", "checkpoint_every", "tracker")  # a resumed run may change these
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ class DeerTrainer:
     least_t: stage I masks each token with probability t, uniform from here to 1
     longest, alpha: stage II's R is uniform on 1..longest, its weights alpha^(R-i)
     held_out: prompts that the report is measured on
+    tracker: where the log of each stage goes besides: null, `tensorboard` or `trackio`, whose package must be there
     """
 
     output: str
@@ -98,6 +97,7 @@ class DeerTrainer:
     longest: int
     alpha: float
     held_out: int
+    tracker: str | None
 
     def __post_init__(self) -> None:
         counts = ("checkpoint_every", "target_steps", "answers", "new_tokens", "draft_length", "batch")
@@ -113,6 +113,7 @@ class DeerTrainer:
                 raise unknown("task", name, LESSONS)
         if self.separator not in vocabulary():
             raise unknown("train.separator", self.separator, vocabulary())
+        journal.check(self.tracker)
 
     def run(self) -> Path:
         """Train what is not there yet, measure, and return the drafter's folder.
@@ -138,7 +139,7 @@ class DeerTrainer:
         drafter = self._align(self.folder / "drafter", str(distilled), self.refine_steps, self._refine)
         drafters = {"before": (self.model, None), "distilled": (str(distilled), self.separator)}
         report = self._measure(target, {**drafters, "refined": (str(drafter), self.separator)})
-        _write(self.folder / "report.json", {"decoding": report, "settings": asdict(self)})
+        checkpoint.write_json(self.folder / "report.json", {"decoding": report, "settings": asdict(self)}, indent=1)
         return drafter
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -200,7 +201,8 @@ class DeerTrainer:
         state: dict[str, Any] = {"step": 0}
         if (folder / checkpoint.FILE).exists():
             state = checkpoint.load(folder, network, optimizer)
-        with _interrupts() as interrupted, self._bar(folder.name, steps, state["step"]) as bar:
+        log = journal.Journal(folder / journal.FILE, state["step"], self.tracker, asdict(self))
+        with interrupts() as interrupted, bar(folder.name, steps, state["step"]) as progress:
             total, count, begun = 0.0, 0, time.perf_counter()
             for step in range(state["step"], steps):
                 for group in optimizer.param_groups:
@@ -212,17 +214,19 @@ class DeerTrainer:
                 nn.utils.clip_grad_norm_(network.parameters(), 1.0)
                 optimizer.step()
                 total, count = total + now.item(), count + 1
-                bar.advance(TaskID(0))
+                progress.advance(TaskID(0))
                 last = step + 1 == steps
                 if (step + 1) % self.checkpoint_every == 0 or last or interrupted.is_set():
                     checkpoint.save(folder, network, optimizer, {"step": step + 1})
                     spent = time.perf_counter() - begun
-                    bar.console.print(
+                    progress.console.print(
                         f"{folder.name} step {step + 1}/{steps}  loss {total / count:.4f}  seconds {spent:.0f}"
                     )
+                    log.note(step + 1, {"loss": total / count, "seconds": spent})
                     total, count = 0.0, 0
                 if interrupted.is_set() and not last:
                     raise KeyboardInterrupt
+        log.close()
 
     # Data -------------------------------------------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ class DeerTrainer:
                 result = plain.generate(some, max_new_tokens=self.new_tokens)
                 cut = zip(some, result.tokens.tolist(), result.lengths.tolist(), strict=True)
                 found += [(prompt, tokens[:length]) for prompt, tokens, length in cut]
-            _write(path, found)
+            checkpoint.write_json(path, found)
         return json.loads(path.read_text(encoding="utf-8"))
 
     def _cut(self, prompt: list[int], answer: list[int], rng: Random) -> tuple[list[int], list[int]]:
@@ -307,20 +311,8 @@ class DeerTrainer:
         path = self.folder / "settings.json"
         mine = {key: value for key, value in asdict(self).items() if key not in _FREE}
         if path.exists():
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            for key, value in mine.items():
-                if saved.get(key) != value:
-                    raise UserError(
-                        f"{self.folder} holds an unfinished run with another train.{key} ({saved.get(key)}, not"
-                        f" {value}); resume it as it was or choose another train.output"
-                    )
-        _write(path, mine)
-
-    @staticmethod
-    def _bar(name: str, steps: int, done: int) -> Progress:
-        bar = Progress(console=Console(stderr=True))
-        bar.add_task(name, total=steps, completed=done)
-        return bar
+            checkpoint.check_same(self.folder, json.loads(path.read_text(encoding="utf-8")), mine)
+        checkpoint.write_json(path, mine, indent=1)
 
 
 def distill_mask(answer: Tensor, generator: torch.Generator, least: float) -> tuple[Tensor, Tensor]:
@@ -362,9 +354,3 @@ def _figures(results: list[Speculation]) -> dict[str, float]:
 def _finished(folder: Path) -> bool:
     """Whether a model stands there whole: its last state is removed behind the export."""
     return (folder / "model.safetensors").exists() and not (folder / checkpoint.FILE).exists()
-
-
-def _write(path: Path, content: Any) -> None:
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)

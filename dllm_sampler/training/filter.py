@@ -27,7 +27,7 @@ from dllm_sampler.schedulers.filter import Layers, about, judge
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.training import tasks
+from dllm_sampler.training import journal, tasks
 from dllm_sampler.training.checkpoint import write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
 from dllm_sampler.training.progress import bar
@@ -45,7 +45,7 @@ class FilterTrainer:
     """Trains a filter on the sampler's own answers, one token per step, and measures what it buys.
 
     Most of the time goes into the answers, which an interrupted run does not make again. Writes the filter, and beside
-    it, with the ending .json, the settings and the figures that are also printed.
+    it, with the ending .json, the settings and the figures that are also printed, and with .log.jsonl the losses.
 
     output: safetensors file to write; as `filter.safetensors` in the model's folder it is that model's default
     model: name, folder or hub id
@@ -62,6 +62,7 @@ class FilterTrainer:
     against: thresholds of `scheduler=threshold` that decoding is compared with
     steps, learning_rate: of AdamW on all records at once; the rate falls linearly to 0
     weight_decay: towards the start, a plain threshold on the confidence
+    tracker: where the log of the losses goes besides: null, `tensorboard` or `trackio`, whose package must be there
     seed: of splits and prompts
     """
 
@@ -81,6 +82,7 @@ class FilterTrainer:
     steps: int
     learning_rate: float
     weight_decay: float
+    tracker: str | None
     seed: int
 
     def __post_init__(self) -> None:
@@ -94,6 +96,7 @@ class FilterTrainer:
             raise UserError(f"train.caution must be a number above 0, not {self.caution}")
         if not 0 <= self.threshold <= 1:
             raise UserError(f"train.threshold must be a probability between 0 and 1, not {self.threshold}")
+        journal.check(self.tracker)
 
     def run(self) -> Path:
         """Collect, train, measure and save; returns the filter's file.
@@ -116,10 +119,12 @@ class FilterTrainer:
         training, validation, test = collect(
             reference, splits, self.new_tokens, self.block_length, self.batch, unfinished, run
         )
+        log = journal.Journal(path.with_name(f"{path.stem}.log.jsonl"), 0, self.tracker, asdict(self))
         layers, loss = fit(
             training, validation, depth=self.depth, committed=self.committed, caution=self.caution, steps=self.steps,
-            learning_rate=self.learning_rate, weight_decay=self.weight_decay,
+            learning_rate=self.learning_rate, weight_decay=self.weight_decay, log=log,
         )  # fmt: skip
+        log.close()
         trained = path.with_name(path.name + ".trained")  # the file takes its name when all is done
         self._write(trained, layers, about(reference.denoiser.spec, self.block_length))
         report = {
@@ -193,6 +198,7 @@ def fit(
     steps: int = 2000,
     learning_rate: float = 1e-2,
     weight_decay: float = 0.1,
+    log: journal.Journal | None = None,
 ) -> tuple[Layers, float]:
     """A filter for some records, the best on the validation records among those looked at; and its loss there.
 
@@ -222,6 +228,8 @@ def fit(
                 with torch.no_grad():
                     if (now := float(loss(validation))) < best:
                         best, kept = now, layers()
+                if log is not None:
+                    log.note(step, {"validation_loss": now})
                 progress.update(progress.task_ids[0], completed=step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 - step / (steps + 1))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +18,14 @@ from dllm_sampler.config import check
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.training import checkpoint
+from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
-from dllm_sampler.training.progress import bar
+from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.tokenizer import MASK, build_tokenizer
 
 # A resumed run may change these; anything else would make it another run.
-_FREE = ("output", "device", "checkpoint_every", "steps")
+_FREE = ("output", "device", "checkpoint_every", "tracker", "steps")
 
 
 @dataclass
@@ -39,7 +36,8 @@ class MiniTrainer:
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     seed: of weights, data and masks
     steps: optimizer steps in all
-    checkpoint_every: steps between two saved states
+    checkpoint_every: steps between two saved states, and two lines of the log
+    tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
     model: fields of `TransformerConfig` other than the vocabulary's size
     init_std, embedding_std: deviations of the initial weights
     data: fields of `Pools`
@@ -52,6 +50,7 @@ class MiniTrainer:
     seed: int
     steps: int
     checkpoint_every: int
+    tracker: str | None
     model: dict[str, Any]
     init_std: float
     embedding_std: float
@@ -67,6 +66,7 @@ class MiniTrainer:
         for name in ("steps", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+        journal.check(self.tracker)
 
     def run(self) -> Path:
         """Train from scratch or from the last saved state, export the result, and return its folder.
@@ -81,7 +81,8 @@ class MiniTrainer:
         folder.mkdir(parents=True, exist_ok=True)
         self._build()
         state = self._resume(folder)
-        with self._progress(state) as progress, _interrupts() as interrupted:
+        log = journal.Journal(folder / journal.FILE, state["step"], self.tracker, asdict(self))
+        with self._progress(state) as progress, interrupts() as interrupted:
             for batch in self._batches(state):
                 self._step(batch, state)
                 if state["step"] % 20 == 0:
@@ -89,9 +90,11 @@ class MiniTrainer:
                 if state["step"] % self.checkpoint_every == 0 or state["step"] == self.steps or interrupted.is_set():
                     checkpoint.save(folder, self.network, self.optimizer, state)
                     progress.console.print(_line(state, self.steps))
+                    log.note(state["step"], _figures(state))
                     state |= {"loss_sum": 0.0, "loss_steps": 0}
                 if interrupted.is_set():
                     raise KeyboardInterrupt
+        log.close()
         export(self.network, self.tokenizer, folder)
         (folder / checkpoint.FILE).unlink()
         return folder
@@ -172,26 +175,12 @@ def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
     return min((step + 1) / max(warmup, 1), (1 - step / steps) / max(decay, 1e-9), 1.0)
 
 
-def _line(state: Mapping[str, Any], steps: int) -> str:
+def _figures(state: Mapping[str, Any]) -> dict[str, float]:
+    """Mean loss since the last saved state, and what is done in all."""
     loss = state["loss_sum"] / state["loss_steps"] if state["loss_steps"] else math.nan
-    return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {state['tokens']:,}  seconds {state['seconds']:.0f}"
+    return {"loss": loss, "tokens": state["tokens"], "seconds": state["seconds"]}
 
 
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Turns the first Ctrl-C into an event, so that a step is never cut in half; a second one works as usual."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handle(*_: object) -> None:
-        event.set()
-        signal.signal(signal.SIGINT, previous)
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, previous)
+def _line(state: Mapping[str, Any], steps: int) -> str:
+    loss, tokens, seconds = _figures(state).values()
+    return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {tokens:,}  seconds {seconds:.0f}"

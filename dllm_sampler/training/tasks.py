@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, permutations, product
 from random import Random
 from zlib import crc32
@@ -193,10 +193,10 @@ def _is_latin(rows: tuple[str, ...]) -> bool:
     return all(sorted(line) == list("1234") for line in lines)
 
 
-def _draw_latin(rng: Random) -> tuple[str, str]:
+def _draw_latin(rng: Random, least: int = 4, most: int = 10) -> tuple[str, str]:
     square = rng.choice(_squares())
     cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]
-    blank = set(rng.sample(cells, 16 - rng.randint(4, 10)))
+    blank = set(rng.sample(cells, 16 - rng.randint(least, most)))
     return "latin: " + "".join("_" if place in blank else symbol for place, symbol in enumerate(square)), square
 
 
@@ -284,9 +284,10 @@ TASKS: dict[str, Task] = {
     )
 }
 
-# What a mixture may name: the tasks, and easier draws of a task that get it going.
+# What a mixture may name: the tasks, easier draws of a task that get it going, and harder ones than `mini` has seen.
 LESSONS: dict[str, Draw] = {
     **{name: task.draw for name, task in TASKS.items()},
     "small sums": _draw_small_sum,
     "single sums": _draw_single_sum,
+    "sparse latin": partial(_draw_latin, least=1, most=3),
 }

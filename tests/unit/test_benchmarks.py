@@ -93,3 +93,10 @@ def test_branches_are_timed_in_both_layouts(tmp_path: Path, capsys: pytest.Captu
     assert [(row["branches"], row["layout"]) for row in rows] == [(1, "batch"), (4, "batch"), (4, "tree")]
     assert rows[0]["positions"] < rows[1]["positions"] and all(row["seconds"] for row in rows)
     assert "over one branch" in capsys.readouterr().out
+
+
+def test_recording(capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_module("recording").main(["--models", "smoke", "--batch", "1", "--steps", "2", "--repeats", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "bytes per column: 20, with the entropy 24" in printed
+    assert "smoke, batch 1, trace and entropy" in printed

@@ -64,7 +64,8 @@ def test_the_export_loads_and_a_finished_folder_is_left_alone(
     assert cli.main(words(tmp_path / "run")) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'run'}\n"
     assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "config.json", "generation_config.json", "log.jsonl", "model.safetensors", "tokenizer.json",
+        "tokenizer_config.json",
     ]  # fmt: skip
     weights = load_file(tmp_path / "run/model.safetensors")
     assert all(tensor.dtype == torch.float16 for tensor in weights.values())
@@ -99,7 +100,7 @@ def test_an_unfinished_run_is_not_mixed_with_another(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([], "say train=NAME, with one of deer, filter, mini"),
+        ([], "say train=NAME, with one of cjgrpo, deer, distill, filter, grpo, mini"),
         (["train=mimi"], "did you mean 'mini'"),
         (["train=mini", "train.stepz=3"], "did you mean 'steps'"),
         (["train=mini", "train.data.sizes=3"], "did you mean 'size'"),

@@ -76,7 +76,7 @@ def test_save_and_load(result: Result, tmp_path: Path) -> None:
 
 
 def _other_schema(file: Path, trace: Trace) -> None:
-    save_file({name: getattr(trace, name) for name in FIELDS}, file, {"trace": json.dumps({"schema": 2})})
+    save_file({name: getattr(trace, name) for name in FIELDS}, file, {"trace": json.dumps({"schema": 1})})
 
 
 def _no_trace(file: Path, trace: Trace) -> None:
@@ -89,15 +89,15 @@ def _half(file: Path, trace: Trace) -> None:
 
 
 def _field_missing(file: Path, trace: Trace) -> None:
-    about = {"schema": 1, "origin": 0, "mask_id": 1, "pad_id": 1}
+    about = {"schema": 2, "origin": 0, "mask_id": 1, "pad_id": 1, "grid": None}
     save_file({name: getattr(trace, name) for name in FIELDS[1:]}, file, {"trace": json.dumps(about)})
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_other_schema, "is not a trace of schema 1, the one this version reads"),
-        (_no_trace, "is not a trace of schema 1, the one this version reads"),
+        (_other_schema, "is not a trace of schema 2, the one this version reads"),
+        (_no_trace, "is not a trace of schema 2, the one this version reads"),
         (_half, "cannot be read as a trace"),
         (_field_missing, "cannot be read as a trace"),
         (lambda file, trace: file.write_text("not a trace"), "cannot be read as a trace"),

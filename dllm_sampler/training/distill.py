@@ -1,0 +1,200 @@
+"""Certainty-forcing distillation: a model learns to be sure of many tokens at once (dParallel, arXiv 2509.26488)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.training.checkpoint import write_json
+from dllm_sampler.training.finetune import FineTuner
+from dllm_sampler.training.progress import bar
+from dllm_sampler.training.rewards import solved
+
+Masking = Literal["block", "random"]
+FLOOR = 1e-3  # least probability of a mask
+
+
+@dataclass
+class DistillTrainer(FineTuner):
+    """Trains a model on its own answers, so that what it predicts rightly anyway it predicts with certainty.
+
+    Of each answer one block is active: what stands before it is kept, what comes behind is masked. A random half of the
+    block is masked in one sample and the other half in a second one. The loss of a sample is the cross-entropy, mean
+    over the masked tokens of the block, plus `certainty` times the entropy, mean over those of them that are predicted
+    rightly. The published code writes the mask of one row over all rows of its batch and so needs batches of one; here
+    rows are independent. Where the answer ends with a block the published draw of the block may come out empty; here it
+    does not.
+
+    answers: prompts that the model answers, once, before training
+    teacher: settings of the sampler that does; published: one token per step in blocks of 32
+    keep: only right answers are learnt from, else all that are complete
+    tail: learn the end tokens behind the answer, too, up to `new_tokens` (mini's canvases end in them; published: one)
+    batch: answers of a step
+    masking: `block`; `random`: the whole answer is active (Dream, which would unlearn its order)
+    block_length: of the active block
+    ratio: share of the active block that the first sample masks
+    certainty: weight of the entropy; published: 2 for LLaDA, 1 for Dream
+    entropy_temperature: of the distribution whose entropy it is
+    """
+
+    answers: int
+    teacher: dict[str, Any]
+    keep: bool
+    tail: bool
+    batch: int
+    masking: str
+    block_length: int
+    ratio: float
+    certainty: float
+    entropy_temperature: float
+
+    name: ClassVar[str] = "distill"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("answers", "batch", "block_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+        if self.masking not in get_args(Masking):
+            raise unknown("train.masking", self.masking, get_args(Masking))
+        if not 0 < self.ratio < 1:
+            raise UserError(f"train.ratio must be a share between 0 and 1, not {self.ratio}")
+        if not self.certainty >= 0 or not 0 < self.entropy_temperature < math.inf:
+            raise UserError(
+                "train.certainty must be at least 0 and train.entropy_temperature above 0, not"
+                f" {self.certainty}, {self.entropy_temperature}"
+            )
+
+    def prepare(self) -> None:
+        """The model's own answers, from `answers.json` where an interrupted run has written them."""
+        path = self.folder / f"answers{self.accelerator.process_index or ''}.json"
+        if not path.exists():
+            write_json(path, self._answer())
+        self.pairs: list[tuple[list[int], list[int]]] = json.loads(path.read_text(encoding="utf-8"))
+        if not self.pairs:
+            raise UserError(f"none of the {self.answers} answers is right, so there is nothing to learn from")
+
+    def step(self, number: int) -> dict[str, float]:
+        """One batch, both samples of it."""
+        rng = Random(f"{self.seed}/step {number}/{self.accelerator.process_index}")
+        rows = collate([rng.choice(self.pairs) for _ in range(self.batch)], self.denoiser.eos_id)
+        size = self.block_length if self.masking == "block" else rows.ids.shape[1]
+        pair = split(rows, size, self.ratio, torch.Generator().manual_seed(rng.getrandbits(62)))
+        figures = {"cross_entropy": 0.0, "entropy": 0.0, "right_masks": 0.0}
+        parts = self._parts(rows, pair, figures)
+        loss, norm = self.update(partial(self.backward, parts), f"step {number}")
+        return {"loss": loss, "gradient": norm, **{key: value / 2 for key, value in figures.items()}}
+
+    def _parts(self, rows: Rows, pair: Pair, figures: dict[str, float]) -> Iterator[Callable[[], Tensor]]:
+        size = max(1, self.batch_tokens // rows.ids.shape[1])
+        device, mask_id, shift = self.denoiser.spec.device, self.denoiser.mask_id, self.denoiser.shift
+
+        def part(some: slice, masked: Tensor) -> Tensor:
+            hidden = (masked | pair.future)[some].to(device)
+            ids, keys = rows.ids[some].to(device), rows.there[some].to(device)
+            logits = self.wrapped(ids.masked_fill(hidden, mask_id), keys=keys)
+            if shift:
+                logits = logits.roll(1, 1)
+            found = certainty_loss(logits, ids, masked[some].to(device), self.entropy_temperature, mask_id)
+            share = 1 / len(rows.ids)
+            for key, value in zip(figures, found, strict=True):
+                figures[key] += float(value.detach().sum()) * share
+            return (found[0] + self.certainty * found[1]).sum() * share
+
+        for first in range(0, len(rows.ids), size):
+            for masked in (pair.one, pair.other):
+                yield partial(part, slice(first, first + size), masked)
+
+    def _answer(self) -> list[tuple[list[int], list[int]]]:
+        sampler, found = self.sampler(**self.teacher), []
+        examples = self.examples("answers", self.answers)
+        with bar("answering", len(examples)) as progress:
+            for first in range(0, len(examples), 32):
+                some = examples[first : first + 32]
+                result = sampler.generate([prompt for _, prompt, _ in some], max_new_tokens=self.new_tokens)
+                assert result.texts is not None
+                for row, (example, text) in enumerate(zip(some, result.texts, strict=True)):
+                    good = solved(*example, text) if self.keep else bool(result.complete[row])
+                    answer = result.tokens[row, : None if self.tail else int(result.lengths[row])].tolist()
+                    if good:
+                        found.append((self.tokenizer(example[1]).input_ids, answer))
+                progress.advance(progress.task_ids[0], len(some))
+        return found
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts and answers, padded on the right."""
+
+    ids: Tensor  # [B, L] int64
+    prompt: Tensor  # [B] length of the prompt
+    length: Tensor  # [B] of both together
+
+    @property
+    def there(self) -> Tensor:
+        """`[B, L] bool`: no padding."""
+        return torch.arange(self.ids.shape[1]) < self.length[:, None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two complementary samples mask, `[B, L] bool`."""
+
+    one: Tensor
+    other: Tensor  # the rest of the active block
+    future: Tensor  # behind it: masked in both, in no loss
+
+
+def collate(pairs: list[tuple[list[int], list[int]]], pad: int) -> Rows:
+    """(prompt, answer) as a batch."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    ids = [[*prompt, *answer, *[pad] * (length - len(prompt) - len(answer))] for prompt, answer in pairs]
+    prompts = torch.tensor([len(prompt) for prompt, _ in pairs])
+    return Rows(torch.tensor(ids), prompts, torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs]))
+
+
+def split(rows: Rows, size: int, ratio: float, generator: torch.Generator) -> Pair:
+    """Each row's active block, one of its blocks of `size` with equal chances, in two complementary parts.
+
+    ratio: share of the first part, drawn for each token by itself
+    """
+    blocks = (rows.length - rows.prompt + size - 1).div(size, rounding_mode="floor").clamp(min=1)
+    drawn = (torch.rand(len(blocks), generator=generator, dtype=torch.double) * blocks).long()  # [B]
+    first = (rows.prompt + drawn * size)[:, None]
+    column = torch.arange(rows.ids.shape[1])
+    active = (column >= first) & (column < first + size) & rows.there
+    chance = (1 - FLOOR) * ratio + FLOOR
+    one = active & (torch.rand(rows.ids.shape, generator=generator) < chance)
+    return Pair(one, active & ~one, rows.there & (column >= first + size))
+
+
+def certainty_loss(
+    logits: Tensor, ids: Tensor, masked: Tensor, temperature: float, mask_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy, entropy of what is right, share that is right, `[B]` each; 0 where nothing is masked, or right.
+
+    logits: `[B, L, V]`, row i predicts token i; the mask token is no answer
+    ids: `[B, L]` the tokens; `masked [B, L] bool` those that count
+    temperature: of the distribution whose entropy it is
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    mask = torch.arange(logits.shape[-1], device=logits.device) == mask_id
+    logits = logits.masked_fill(mask, -torch.inf)
+    losses = -logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]  # [B, L]
+    right = masked & (logits.argmax(-1) == ids)
+    sure = (logits / temperature).log_softmax(-1)
+    entropy = -(sure.exp() * sure.masked_fill(mask, 0)).sum(-1)  # [B, L]
+
+    def mean(values: Tensor, where: Tensor) -> Tensor:
+        return torch.where(where, values, 0).sum(1) / where.sum(1).clamp(min=1)
+
+    return mean(losses, masked), mean(entropy, right), mean(right.to(losses), masked)

@@ -1,0 +1,320 @@
+"""What the trainers of a model that exists have in common: LoRA or all weights, steps, log, checkpoints, resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.loading import as_device
+from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training import checkpoint, journal
+from dllm_sampler.training.export import export
+from dllm_sampler.training.progress import bar, interrupts
+from dllm_sampler.training.rewards import solved
+from dllm_sampler.training.tasks import LESSONS, draw_example
+from dllm_sampler.training.tokenizer import build_tokenizer
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# A resumed run may change these; anything else would make it another run.
+FREE = ("output", "device", "checkpoint_every", "tracker", "batch_tokens", "steps")
+
+
+@dataclass
+class FineTuner:
+    """A run of `steps` steps on a model, of which a subclass says what one is. See its docstring for the other fields.
+
+    Everything random is a function of (seed, step), so that a resumed run needs no generator's state. Under
+    `accelerate launch` each process has its own prompts, and gradients are averaged (DDP).
+
+    output: folder of the run; ends up a checkpoint that `model=FOLDER` loads, beside `log.jsonl`
+    device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
+    seed: of everything
+    model: name or folder, in mini's format
+    steps: in all
+    checkpoint_every: steps between two saved states
+    tasks: share of each of mini's tasks among the prompts
+    new_tokens: length of an answer
+    learning_rate, warmup, schedule: peak, steps to reach it, then `constant` or `cosine`
+    betas, weight_decay, clip: of AdamW, and the gradient norm's limit
+    lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
+    precision: `no` or `bf16`, of the forwards
+    batch_tokens: columns of a training forward at most, which bounds its memory
+    evaluate_every, held_out: steps between two measurements, and on how many prompts nobody was trained on
+    evaluation: a sampler's settings for these; greedy by default
+    tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
+    """
+
+    output: str
+    device: str
+    seed: int
+    model: str
+    steps: int
+    checkpoint_every: int
+    tasks: dict[str, float]
+    new_tokens: int
+    learning_rate: float
+    warmup: int
+    schedule: str
+    betas: tuple[float, float]
+    weight_decay: float
+    clip: float
+    lora: dict[str, float] | None
+    precision: str
+    batch_tokens: int
+    evaluate_every: int
+    held_out: int
+    evaluation: dict[str, Any]
+    tracker: str | None
+
+    name: ClassVar[str]  # on the progress bar
+    free: ClassVar[tuple[str, ...]] = FREE
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "checkpoint_every": 1, "new_tokens": 1, "warmup": 0, "batch_tokens": 1}
+        for name, value in {**least, "evaluate_every": 1, "held_out": 1}.items():
+            if getattr(self, name) < value:
+                raise UserError(f"train.{name} must be at least {value}, not {getattr(self, name)}")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"train.{name} must be a number above 0, not {getattr(self, name)}")
+        for name, choices in (("schedule", ("constant", "cosine")), ("precision", ("no", "bf16"))):
+            if getattr(self, name) not in choices:
+                raise unknown(f"train.{name}", getattr(self, name), choices)
+        for task in self.tasks:
+            if task not in LESSONS:
+                raise unknown("task", task, LESSONS)
+        if self.lora is not None and (set(self.lora) != {"r", "alpha", "dropout"} or not self.lora["r"] >= 1):
+            raise UserError(f"train.lora needs r (from 1 on), alpha and dropout, or is null, not {self.lora}")
+        if self.lora is not None and find_spec("peft") is None:
+            raise UserError("train.lora needs the package peft: pip install dllm-sampler[train]")
+        journal.check(self.tracker)
+
+    # What a trainer says ----------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make what the steps need, from the model as it is before the first step, also in a run that goes on."""
+
+    def others(self) -> dict[str, nn.Module]:
+        """Modules beside the network that change on the way, and so are saved with it."""
+        return {}
+
+    def step(self, number: int) -> dict[str, float]:
+        """One step: any number of `update`s. Returns figures for the log."""
+        raise NotImplementedError
+
+    # What it can use --------------------------------------------------------------------------------------------------
+
+    def sampler(self, **settings: Any) -> Sampler:
+        """A sampler of the model as it is now."""
+        return Sampler(self.denoiser, tokenizer=self.tokenizer, **settings)
+
+    def update(self, backward: Callable[[], float], seed: str) -> tuple[float, float]:
+        """One optimizer step on the gradients that `backward` leaves; returns what it returned, and their norm.
+
+        Gradients that are not finite change nothing, and the user is told.
+        """
+        self.network.train()
+        self.optimizer.zero_grad()
+        with torch.random.fork_rng(devices=self._cuda()):
+            torch.manual_seed(Random(f"{self.seed}/{seed}").getrandbits(62))  # of dropout
+            loss = backward()
+        norm = float(nn.utils.clip_grad_norm_(self._learning(), self.clip))
+        if math.isfinite(norm):
+            self.optimizer.step()
+        else:
+            self.say(f"{seed} (from 0): the gradients are not finite and were left out")
+        self.network.eval()
+        return loss, norm
+
+    def backward(self, losses: Iterator[Callable[[], Tensor]]) -> float:
+        """Sum up losses that are made one after the other, so that one's activations are alive at a time."""
+        total, one = 0.0, next(losses, None)
+        while one is not None:
+            following = next(losses, None)
+            # Gradients of all processes are averaged once, with the last.
+            with self.accelerator.no_sync(self.wrapped) if following else nullcontext():
+                with self.autocast():
+                    loss = one()
+                self.accelerator.backward(loss)
+            total, one = total + float(loss.detach()), following
+        return total
+
+    def autocast(self) -> torch.autocast:
+        """What every forward runs under, a rollout's too; bfloat16 has the range of float32, so no loss is scaled."""
+        return torch.autocast(self.denoiser.spec.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model before training, where adapters learn."""
+        assert self.adapter is not None
+        self.adapter.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self.adapter.enable_adapter_layers()
+
+    def frozen(self) -> Transformer:
+        """A copy of the network that learns nothing."""
+        return deepcopy(self.network).requires_grad_(False).eval()
+
+    def examples(self, seed: str, count: int, *, held: bool = False) -> list[tuple[str, str, str]]:
+        """So many (task, prompt, right answer)."""
+        rng = Random(f"{self.seed}/{seed}/{self.accelerator.process_index}")
+        names = rng.choices(list(self.tasks), list(self.tasks.values()), k=count)
+        return [(name, *draw_example(LESSONS[name], rng, held=held)) for name in names]
+
+    def say(self, text: str) -> None:
+        """A line for the user, above the bar."""
+        self._bar.console.print(text, highlight=False)
+
+    # The run ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Path:
+        """Train from the start or the last saved state, export the result, and return its folder.
+
+        Raises:
+            UserError: a finished run, one of other settings, or a model that does not fit.
+            KeyboardInterrupt: after Ctrl-C, with the state saved.
+        """
+        folder = self.folder = Path(self.output)
+        if (folder / "model.safetensors").exists():
+            raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._load()
+        self.prepare()
+        done = self._resume()
+        with bar(self.name, self.steps, done) as self._bar, interrupts() as interrupted:
+            if done == 0:
+                self._log(0, self.measure())
+            for number in range(done, self.steps):
+                began = time.perf_counter()
+                rate = self.learning_rate * self._share(number)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                figures = self.step(number)
+                figures["seconds"] = time.perf_counter() - began
+                last = number + 1 == self.steps
+                if last or (number + 1) % self.evaluate_every == 0:
+                    figures |= self.measure()
+                self._log(number + 1, figures)
+                self._bar.advance(self._bar.task_ids[0])
+                if last or (number + 1) % self.checkpoint_every == 0 or interrupted.is_set():
+                    self._save(number + 1)
+                if interrupted.is_set() and not last:
+                    raise KeyboardInterrupt
+        return self._finish()
+
+    def measure(self) -> dict[str, float]:
+        """Right answers, forwards and tokens per forward on held-out prompts."""
+        examples = self.examples("held", self.held_out, held=True)
+        sampler = self.sampler(**self.evaluation)
+        right, nfe, tokens = 0, 0, 0
+        for first in range(0, len(examples), 32):
+            some = examples[first : first + 32]
+            with self.autocast():
+                result = sampler.generate([prompt for _, prompt, _ in some], max_new_tokens=self.new_tokens)
+            assert result.texts is not None
+            right += sum(solved(*each, text) for each, text in zip(some, result.texts, strict=True))
+            nfe, tokens = nfe + int(result.nfe.sum()), tokens + int(result.lengths.sum())
+        return {"right": right / len(examples), "nfe": nfe / len(examples), "tokens_per_forward": tokens / nfe}
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Model, adapters, optimizer."""
+        device = as_device(self.device)
+        self.accelerator = Accelerator(cpu=device.type == "cpu")
+        if self.accelerator.distributed_type not in (
+            DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU,
+        ):  # fmt: skip
+            raise UserError(
+                f"dllm-train runs in one process or under DDP, not {self.accelerator.distributed_type.value}"
+            )
+        if self.accelerator.num_processes > 1:
+            device = self.accelerator.device
+        start = Sampler.from_pretrained(self.model, device=device, dtype="float32")
+        denoiser = start.denoiser
+        if not isinstance(denoiser, TransformerDenoiser) or start.tokenizer is None:
+            raise UserError(f"train.model={self.model} is no model in mini's format: start from mini")
+        self.tokenizer = build_tokenizer(denoiser.spec.max_positions)
+        if start.tokenizer.get_vocab() != self.tokenizer.get_vocab():
+            raise UserError(f"train.model={self.model} does not have mini's tokenizer, which the tasks are written in")
+        self.network = denoiser.transformer.float().eval()
+        self.adapter = None
+        if self.lora is not None:
+            from peft import LoraConfig, LoraModel
+
+            shape = LoraConfig(
+                r=int(self.lora["r"]),
+                lora_alpha=self.lora["alpha"],  # pyright: ignore[reportArgumentType] (any number will do)
+                lora_dropout=self.lora["dropout"],
+                target_modules=list(TARGETS),
+            )
+            with torch.random.fork_rng(devices=self._cuda()):
+                torch.manual_seed(self.seed)
+                self.adapter = LoraModel(self.network, shape, "default")
+            self.network.eval()
+        self.optimizer = torch.optim.AdamW(self._learning(), betas=self.betas, weight_decay=self.weight_decay)
+        self.wrapped: nn.Module = self.network
+        if self.accelerator.num_processes > 1:
+            self.wrapped = self.accelerator.prepare_model(self.network, device_placement=False)
+        self.denoiser = TransformerDenoiser(self.wrapped, denoiser.mask_id, denoiser.eos_id, denoiser.pad_id)
+
+    def _resume(self) -> int:
+        """How many steps are done."""
+        mine = {key: value for key, value in asdict(self).items() if key not in self.free}
+        self._settings = json.loads(json.dumps(mine))
+        done = 0
+        if (self.folder / checkpoint.FILE).exists():
+            state = checkpoint.load(self.folder, self.network, self.optimizer, self.others())
+            checkpoint.check_same(self.folder, state["config"], mine)
+            done = state["step"]
+        path = self.folder / journal.FILE
+        self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
+        return done
+
+    def _save(self, done: int) -> None:
+        if self.accelerator.is_main_process:
+            state = {"step": done, "config": self._settings}
+            checkpoint.save(self.folder, self.network, self.optimizer, state, self.others())
+
+    def _finish(self) -> Path:
+        if self.accelerator.is_main_process:
+            network: Any = self.network if self.adapter is None else self.adapter.merge_and_unload()
+            export(network, self.tokenizer, self.folder)
+            (self.folder / checkpoint.FILE).unlink()
+        self._journal.close()
+        self.accelerator.wait_for_everyone()
+        return self.folder
+
+    def _log(self, step: int, figures: dict[str, float]) -> None:
+        line = self._journal.note(step, figures)
+        if "right" in line and self.accelerator.is_main_process:
+            self.say("  ".join(f"{key} {value:.4g}" for key, value in line.items()))
+
+    def _share(self, step: int) -> float:
+        rising = min((step + 1) / max(self.warmup, 1), 1.0)
+        return rising * (1.0 if self.schedule == "constant" else 0.5 + 0.5 * math.cos(math.pi * step / self.steps))
+
+    def _learning(self) -> list[nn.Parameter]:
+        return [weight for weight in self.network.parameters() if weight.requires_grad]
+
+    def _cuda(self) -> list[int]:
+        return list(range(torch.cuda.device_count()))

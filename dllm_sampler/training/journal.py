@@ -1,0 +1,101 @@
+"""The log of a run: a line of JSON for each step, and the same in a tracker of the user's choice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dllm_sampler.errors import UserError, unknown
+
+FILE = "log.jsonl"
+TRACKERS = ("tensorboard", "trackio")
+
+
+def check(tracker: str | None) -> None:
+    """Refuse a tracker that there is not.
+
+    Raises:
+        UserError: its name is unknown, or its package is not installed.
+    """
+    if tracker is None:
+        return
+    if tracker not in TRACKERS:
+        raise unknown("train.tracker", tracker, TRACKERS)
+    if find_spec(tracker) is None:
+        raise UserError(f"train.tracker={tracker} needs the package {tracker}: pip install {tracker}")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; one that a killed process has left unfinished ends it."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+class Journal:
+    """Takes down figures by step. Lines behind the saved state that a run goes on from are taken out, for they are
+    made again.
+
+    Args:
+        path: of the JSON lines; tensorboard's files lie beside it, in a folder with the ending .tensorboard.
+        done: steps of the saved state, 0: a new run.
+        tracker: None, `tensorboard` or `trackio` (where each folder of runs is a project, and shows a step twice that
+            was made twice).
+        settings: of the run, for the tracker.
+        active: False in all processes but one.
+    """
+
+    def __init__(
+        self, path: Path, done: int, tracker: str | None = None, settings: Mapping[str, Any] | None = None,
+        active: bool = True,
+    ):  # fmt: skip
+        self._path, self._active, self._tracker = path, active, tracker
+        self._board: Any = None
+        if not active:
+            return
+        kept = [line for line in read(path) if line["step"] <= done] if done and path.exists() else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        if tracker == "tensorboard":
+            writer = import_module("torch.utils.tensorboard").SummaryWriter
+            self._board = writer(str(path.with_suffix(".tensorboard")), purge_step=done + 1 if done else None)
+        elif tracker == "trackio":
+            run = path.resolve().parent if path.name == FILE else path.resolve().with_suffix("")
+            about = json.loads(json.dumps(settings or {}))
+            name = {"project": run.parent.name or "dllm-train", "name": run.name}
+            with redirect_stdout(sys.stderr):  # it greets
+                self._board = import_module("trackio").init(**name, config=about, resume="allow")
+
+    def note(self, step: int, figures: Mapping[str, float]) -> dict[str, float]:
+        """Write a line, rounded to eight digits, and return it."""
+        line = {"step": step}
+        line |= {key: value if isinstance(value, int) else float(f"{value:.8g}") for key, value in figures.items()}
+        if not self._active:
+            return line
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._tracker == "tensorboard":
+            for key, value in line.items():
+                if key != "step":
+                    self._board.add_scalar(key, value, step)
+            self._board.flush()
+        elif self._tracker == "trackio":
+            self._board.log({key: value for key, value in line.items() if key != "step"}, step=step)
+        return line
+
+    def close(self) -> None:
+        """Nothing more is coming."""
+        if self._tracker == "tensorboard" and self._board is not None:
+            self._board.close()
+        elif self._tracker == "trackio" and self._board is not None:
+            with redirect_stdout(sys.stderr):
+                self._board.finish()

@@ -1,0 +1,143 @@
+"""Rewards in TRL's form: `reward(prompts, completions, **columns) -> list[float | None]`, and advantages from them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.training.tasks import TASKS
+
+Reward = Callable[..., Sequence[float | None]]
+
+
+def solved(task: str, prompt: str, answer: str, text: str) -> bool:
+    """Whether `text` is right for the prompt; a lesson that is no task has the one right `answer`."""
+    name = task if task in TASKS else prompt.partition(":")[0]
+    return TASKS[name].check(prompt, text) if name in TASKS else text == answer
+
+
+def correct(prompts: list[str], completions: list[str], task: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for a right answer to one of mini's tasks, else 0."""
+    return [float(solved(*each)) for each in zip(task, prompts, answer, completions, strict=True)]
+
+
+def partly(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of the characters that are those of the right answer at their place; of use where only one is right."""
+    pairs = zip(completions, answer, strict=True)
+    return [sum(map(str.__eq__, text, right)) / max(len(text), len(right), 1) for text, right in pairs]
+
+
+def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Share of the eight rows and columns of a 4x4 latin square that hold 1 to 4 once each; 0 where a given differs."""
+
+    def score(puzzle: str, text: str) -> float:
+        rows = text.split(", ")
+        same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
+        if not same or [len(row) for row in rows] != [4] * 4:
+            return 0.0
+        return sum(sorted(line) == list("1234") for line in [*rows, *zip(*rows, strict=True)]) / 8
+
+    return [score(prompt.partition(": ")[2], text) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def items(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of a list's items that are those of the right answer, in any order."""
+    lists = zip((text.split(", ") for text in completions), (right.split(", ") for right in answer), strict=True)
+    pairs = [(Counter(one), Counter(other)) for one, other in lists]
+    return [(one & other).total() / max(one.total(), other.total()) for one, other in pairs]
+
+
+REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "items": items}
+
+
+def find(name: str) -> Reward:
+    """A reward by its name, or by `package.module:function`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    if ":" not in name:
+        raise unknown("reward", name, [*REWARDS, "package.module:function"])
+    try:
+        found = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"the reward {name} cannot be had ({error})") from None
+    if not callable(found):
+        raise UserError(f"the reward {name} is no function but a {type(found).__name__}")
+    return cast(Reward, found)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What rewards said of a batch."""
+
+    total: Tensor  # [N] float64 weighted sum; NaN where a sample has no score
+    means: dict[str, float]  # of each reward over the samples that it judged
+    troubles: list[str]  # sentences for the log
+
+
+def judge(
+    rewards: Mapping[str, tuple[Reward, float]],
+    prompts: list[str],
+    completions: list[str],
+    columns: Mapping[str, list[Any]],
+) -> Scores:
+    """Weighted sum of the rewards of N completions.
+
+    `None` means that a reward does not apply to a sample, and adds nothing. A sample has no score where a reward
+    raises, returns something else than one number each, or a number that is not finite, or where none applies.
+    """
+    total = torch.zeros(len(completions), dtype=torch.float64)
+    judged = torch.zeros(len(completions), dtype=torch.bool)
+    means, troubles = {}, []
+    for name, (reward, weight) in rewards.items():
+        try:
+            given = list(reward(prompts=prompts, completions=completions, **columns))
+            values = torch.tensor([0.0 if one is None else float(one) for one in given], dtype=torch.float64)
+        except Exception as error:  # whatever a user's function raises
+            troubles.append(f"reward {name} failed ({type(error).__name__}: {error}): the batch has no score")
+            total.fill_(torch.nan)
+            continue
+        if len(given) != len(completions):
+            troubles.append(f"reward {name} gave {len(given)} numbers for {len(completions)} answers: no score")
+            total.fill_(torch.nan)
+            continue
+        applies = torch.tensor([one is not None for one in given], dtype=torch.bool)
+        bad = applies & ~values.isfinite()
+        if bad.any():
+            troubles.append(f"reward {name} is not finite for {int(bad.sum())} answers: these have no score")
+        total += weight * torch.where(bad, torch.nan, values)
+        judged |= applies
+        good = values[applies & ~bad]
+        means[name] = float(good.mean()) if len(good) else math.nan
+    return Scores(torch.where(judged, total, torch.nan), means, troubles)
+
+
+def advantages(scores: Tensor, group: int, scale: bool) -> Tensor:
+    """`[N]` score minus the mean of the sample's group (`group` consecutive ones); 0 for samples without a score.
+
+    Args:
+        scores: `[N]`, NaN where there is none.
+        scale: also divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not.
+    """
+    groups = scores.view(-1, group)
+    there = ~groups.isnan()
+    count = there.sum(1, keepdim=True).clamp(min=1)
+    mean = groups.nan_to_num(0).sum(1, keepdim=True) / count
+    centred = torch.where(there, groups - mean, 0)
+    # A mean of equal numbers may be off by its rounding, and dividing by the deviation would blow that up.
+    same = (centred.abs() <= 1e-12 * (1 + mean.abs())).all(1, keepdim=True)
+    centred = torch.where(same, 0, centred)
+    if scale:
+        centred = centred / ((centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + 1e-4)
+    return centred.flatten()

@@ -1,0 +1,222 @@
+"""Policy-gradient training on rewards: CJ-GRPO over trajectories (arXiv 2509.23924), and diffu-GRPO as its baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.result import Result
+from dllm_sampler.training import rewards
+from dllm_sampler.training.finetune import FREE, FineTuner
+from dllm_sampler.training.trajectory import Chunk, Trajectories, check
+
+Likelihood = Literal["trajectory", "masked"]
+PATIENCE = 10  # steps in a row without a single score before the run ends
+
+
+@dataclass
+class PolicyTrainer(FineTuner):
+    """Samples `group` answers to each prompt, and makes those more likely that are better than their group's mean.
+
+    The loss is the clipped ratio to the policy that sampled, plus `beta` times an estimate of the divergence from the
+    reference (exp(d) - d - 1 with d = log pi_ref - log pi). It is the mean over a transition's tokens, then over a
+    sample's transitions, then over the samples, however it is cut into forwards; the official code of CJ-GRPO pools
+    the tokens of all samples of a micro-batch instead, which depends on the cut. Probabilities are those of the model
+    itself, without temperature, guide or cache.
+
+    prompts, group: prompts of a step, and answers to each
+    rollout: settings of the sampler; any that commits each position once, at a temperature
+    rewards: weight of each reward: a name of `rewards.py`, or `package.module:function` in TRL's form
+    likelihood: `trajectory`, every token by the state it was committed from (CJ-GRPO); `masked`, all at once with the
+        whole answer and a share of the prompt masked (diffu-GRPO, arXiv 2504.12216)
+    mask_prompt: that share, drawn anew for each update
+    transitions: score at most so many of each answer's; null: all
+    scale: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
+    after_eos: tokens behind the first end token count too, as in the official code
+    updates: optimizer steps on the same answers
+    epsilon, beta: of the clipping, and the weight of the divergence
+    reference_every: steps after which the reference becomes the present model; 0: never. Adapters: always 0, the
+        reference is the model without them
+    """
+
+    prompts: int
+    group: int
+    rollout: dict[str, Any]
+    rewards: dict[str, float]
+    likelihood: str
+    mask_prompt: float
+    transitions: int | None
+    scale: bool
+    after_eos: bool
+    updates: int
+    epsilon: float
+    beta: float
+    reference_every: int
+
+    name: ClassVar[str] = "policy"
+    free: ClassVar[tuple[str, ...]] = FREE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in {"prompts": 1, "group": 2, "updates": 1, "reference_every": 0}.items():
+            if getattr(self, name) < least:
+                raise UserError(f"train.{name} must be at least {least}, not {getattr(self, name)}")
+        if self.transitions is not None and self.transitions < 1:
+            raise UserError(f"train.transitions must be at least 1, or null for all, not {self.transitions}")
+        if self.likelihood not in get_args(Likelihood):
+            raise unknown("train.likelihood", self.likelihood, get_args(Likelihood))
+        if not self.epsilon > 0 or not self.beta >= 0:
+            raise UserError(f"train.epsilon must be above 0 and train.beta at least 0, not {self.epsilon}, {self.beta}")
+        if not 0 <= self.mask_prompt < 1:
+            raise UserError(f"train.mask_prompt must be a share from 0 to below 1, not {self.mask_prompt}")
+        if not self.rollout.get("temperature"):
+            raise UserError("train.rollout.temperature must be above 0: greedy answers to one prompt are all the same")
+        if self.lora is not None and self.reference_every:
+            raise UserError(
+                "train.reference_every must be 0 with train.lora: the reference is the model without adapters"
+            )
+
+    def prepare(self) -> None:
+        """Rewards, the rollouts' sampler and the reference."""
+        self._rewards = {name: (rewards.find(name), weight) for name, weight in self.rewards.items()}
+        self.rollouts = self.sampler(**self.rollout)
+        check(self.rollouts)
+        self._reference: nn.Module | None = None
+        self._unscored = 0
+        if self.beta and self.adapter is None:
+            self._reference = self.frozen()
+
+    def others(self) -> dict[str, nn.Module]:
+        """See `FineTuner.others`."""
+        return {} if self._reference is None else {"reference": self._reference}
+
+    def step(self, number: int) -> dict[str, float]:
+        """Sample, judge, and update."""
+        if self._reference is not None and self.reference_every and number and number % self.reference_every == 0:
+            self._reference.load_state_dict(self.network.state_dict())
+        examples = self.examples(f"step {number}", self.prompts)
+        result = self._sample([prompt for _, prompt, _ in examples], number)
+        repeated = [example for example in examples for _ in range(self.group)]
+        task, prompts, answer = (list(column) for column in zip(*repeated, strict=True))
+        assert result.texts is not None
+        ids = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+        columns = {"completion_ids": ids, "task": task, "answer": answer}
+        scores = rewards.judge(self._rewards, prompts, result.texts, columns)
+        advantage = rewards.advantages(scores.total, self.group, self.scale)
+        figures = self._told(number, scores, advantage, result)
+        there = ~scores.total.isnan()
+        moot = not there.any() or (not advantage.any() and not self.beta)
+        if moot and self.accelerator.num_processes == 1:  # others would wait for this one's gradients
+            return {**figures, "loss": 0.0}
+        views = [self._view(result, number, update) for update in range(self.updates)]
+        # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
+        old = self._score_all(self.network, views) if self.updates > 1 else None
+        reference = None
+        if self.beta:
+            with self.without_adapters() if self.adapter is not None else nullcontext():
+                reference = self._score_all(self._reference or self.network, views)
+        losses, norms, sums = [], [], {"clipped": 0.0, "kl": 0.0}
+        for update, view in enumerate(views):
+            weight = view.weight * (there / there.sum().clamp(min=1))[:, None]
+            then = None if old is None else old[update]
+            goal = Goal(advantage, weight, then, None if reference is None else reference[update])
+            parts = self._parts(view, goal, sums)
+            loss, norm = self.update(partial(self.backward, parts), f"step {number}/{update}")
+            losses, norms = [*losses, loss], [*norms, norm]
+        means = {"loss": sum(losses) / len(losses), "gradient": sum(norms) / len(norms)}
+        return {**figures, **means, **{key: value / self.updates for key, value in sums.items()}}
+
+    def _sample(self, prompts: list[str], number: int) -> Result:
+        seed = Random(f"{self.seed}/rollout/{number}/{self.accelerator.process_index}").getrandbits(48)
+        with self.autocast():
+            return self.rollouts.generate(prompts, max_new_tokens=self.new_tokens, samples=self.group, seed=seed)
+
+    def _told(self, number: int, scores: rewards.Scores, advantage: Tensor, result: Result) -> dict[str, float]:
+        """Figures of the log, and sentences where something is wrong."""
+        for trouble in scores.troubles:
+            self.say(f"step {number + 1}: {trouble}")
+        there = ~scores.total.isnan()
+        self._unscored = 0 if there.any() else self._unscored + 1
+        if self._unscored == PATIENCE:
+            raise UserError(f"no answer of the last {PATIENCE} steps has a reward: see the log's sentences above")
+        flat = int((advantage.view(-1, self.group) == 0).all(1).sum())
+        if flat == self.prompts:
+            self.say(f"step {number + 1}: the answers to each prompt have equal rewards, so there is nothing to learn")
+        known = scores.total[there]
+        return {
+            "reward": float(known.mean()) if len(known) else math.nan,
+            **{f"reward/{name}": mean for name, mean in scores.means.items()},
+            "unscored": int((~there).sum()),
+            "equal_groups": flat / self.prompts,
+            "rollout_nfe": float(result.nfe.double().mean()),
+            "rollout_tokens": float(result.lengths.double().mean()),
+        }
+
+    def _view(self, result: Result, number: int, update: int) -> Trajectories:
+        """What of the answers one update scores."""
+        spec, generator = self.denoiser.spec, torch.Generator()
+        generator.manual_seed(Random(f"{self.seed}/view/{number}/{update}").getrandbits(62))
+        common: dict[str, Any] = {"after_eos": self.after_eos, "shift": spec.shift}
+        if self.likelihood == "masked":
+            blank = torch.rand(result.trace.ids.shape, generator=generator) < self.mask_prompt
+            blank &= torch.arange(blank.shape[1]) < result.trace.origin
+            return Trajectories(result.trace, spec.eos_id, single=True, blank=blank, **common)
+        view = Trajectories(result.trace, spec.eos_id, **common)
+        return view if self.transitions is None else view.sample(self.transitions, generator)
+
+    def _score_all(self, network: nn.Module, views: list[Trajectories]) -> list[Tensor]:
+        """Log-probabilities of each view under `network`, once where the views are the same."""
+        alike = self.likelihood == "trajectory" and self.transitions is None
+        with self.autocast():
+            found = [view.log_probabilities(network, self.batch_tokens) for view in (views[:1] if alike else views)]
+        return found * len(views) if alike else found
+
+    def _parts(self, view: Trajectories, goal: Goal, sums: dict[str, float]) -> Iterator[Callable[[], Tensor]]:
+        """The loss in parts of one forward each; adds to `sums` on the way."""
+
+        def part(chunk: Chunk) -> Tensor:
+            logprob, _ = chunk.to(self.denoiser.spec.device).score(self.wrapped)
+            loss, figures = goal.loss(chunk, logprob, self.epsilon, self.beta)
+            for key, value in figures.items():
+                sums[key] += value
+            return loss
+
+        return (partial(part, chunk) for chunk in view.chunks(self.batch_tokens))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the loss of an update is made of: one number per answer, or per answer and column."""
+
+    advantage: Tensor  # [N]
+    weight: Tensor  # [N, L] sums to 1
+    old: Tensor | None  # [N, L] log-probability under the policy that sampled; None: under the present one
+    reference: Tensor | None  # [N, L] under the reference
+
+    def loss(self, chunk: Chunk, logprob: Tensor, epsilon: float, beta: float) -> tuple[Tensor, Mapping[str, float]]:
+        """The chunk's share of the loss, `logprob [n, Q]` being the tokens', and of the figures."""
+
+        def at(values: Tensor) -> Tensor:
+            found = values[chunk.row[:, None], chunk.columns]
+            return torch.where(chunk.there, found, 0).to(logprob)
+
+        weight, advantage = at(self.weight), self.advantage[chunk.row][:, None].to(logprob)
+        ratio = (logprob - (logprob.detach() if self.old is None else at(self.old))).exp()
+        bounded = ratio.clamp(1 - epsilon, 1 + epsilon)
+        each = -torch.minimum(ratio * advantage, bounded * advantage)
+        figures = {"clipped": float((weight * (bounded * advantage < ratio * advantage)).sum())}
+        if self.reference is not None:
+            away = at(self.reference) - logprob
+            divergence = away.exp() - away - 1
+            figures["kl"] = float((weight * divergence.detach()).sum())
+            each = each + beta * divergence
+        return (weight * each).sum(), figures

@@ -1,0 +1,255 @@
+"""The probability of what a sampler did, under the weights of now and with a gradient.
+
+A trajectory is a sequence of transitions: forward s saw the state X^s and committed the tokens U_s. Its
+log-probability, the order of positions taken as given, is the sum over s and over i in U_s of log p(x_i | X^s)
+(CJ-GRPO, arXiv 2509.23924). States come from the trace's step map; those of many rows and steps share a forward.
+
+Letters: B rows of the trace, L its columns, T forwards' rows ("items"), n items of a chunk, Q tokens asked in an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler import select
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.transformer import block_causal
+from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.trace import Trace
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some items as one forward."""
+
+    row: Tensor  # [n] the trace's row
+    columns: Tensor  # [n, Q] columns of the tokens asked about; any where not `there`
+    there: Tensor  # [n, Q] bool
+    tokens: Tensor  # [n, Q] the tokens that were committed
+    ids: Tensor  # [n, M] what the model sees, M = L or, with a clean copy in front, 2L
+    positions: Tensor  # [n, M]
+    keys: Tensor  # bool [n, M] or [n, M, M]
+    answers: Tensor  # [n, Q] index among the M of the row that predicts each token
+    mask_id: int
+
+    def to(self, device: torch.device) -> Chunk:
+        """The same elsewhere."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
+    def score(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        """Log-probabilities `[n, Q]` of the tokens and entropies `[n, Q]` of their predictions, 0 where none is asked.
+
+        Untempered, in float32 at least. The mask token is no answer, as for the sampler. `model` is a `Transformer` or
+        a wrapper of one (DDP), called as usual, so that gradients flow as usual.
+        """
+        logits = model(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)  # [n, Q, V]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        mask = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
+        sure = logits.masked_fill(mask, -torch.inf).log_softmax(-1)
+        found = sure.gather(-1, self.tokens[..., None])[..., 0]
+        entropy = -(sure.exp() * sure.masked_fill(mask, 0)).sum(-1)
+        # Filler must not be multiplied by 0: it may be -inf.
+        return torch.where(self.there, found, 0), torch.where(self.there, entropy, 0)
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """The transitions of a trace that count, cut into forwards.
+
+    Args:
+        trace: of a sampler that `check` accepts.
+        eos_id: tokens behind a row's first end token do not count, that token does.
+        after_eos: they do (published CJ-GRPO code computes the mask that drops them and does not use it).
+        shift: the model predicts token i from row i-1 (Dream).
+        parallel: block-causal models only: states of different blocks that have the same number inside their block
+            share an item, behind a clean copy of the row (each block sees the clean blocks before it). As many items
+            as the slowest block has steps instead of one per step, each twice as long; the values are the same.
+        single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of the states that
+            were; `blank [B, L]` are prompt tokens masked besides.
+
+    Raises:
+        UserError: a trace whose states cannot be rebuilt.
+    """
+
+    trace: Trace
+    eos_id: int
+    after_eos: bool = False
+    shift: bool = False
+    parallel: bool = False
+    single: bool = False
+    blank: Tensor | None = None
+    valid: Tensor = field(init=False)  # [B, L] bool tokens that count, each in one transition
+    weight: Tensor = field(init=False)  # [B, L] float64: 1 / (transitions of the row * tokens of the transition)
+
+    def __post_init__(self) -> None:
+        trace = self.trace
+        if trace.mask_id is None:
+            raise UserError("this trace is of a model without mask token (uniform diffusion): its states are random")
+        if trace.revised.any() and not self.single:
+            raise UserError(
+                "this trace's scheduler took tokens back or replaced them, so its states cannot be rebuilt: use one"
+                " that commits each position once, fixed or threshold say"
+            )
+        if self.parallel and trace.grid is None:
+            raise UserError("only states of block-causal models can be scored side by side: use parallel=false")
+        column = torch.arange(trace.ids.shape[1])
+        valid = (column >= trace.origin) & (trace.step_map >= 0) & (trace.gone < 0)
+        if not self.after_eos:
+            ends = (trace.ids == self.eos_id) & valid
+            valid = valid & (ends.cumsum(1) - ends.long() == 0)
+        self._select(valid)
+
+    def _select(self, valid: Tensor) -> None:
+        step = torch.zeros_like(self.trace.step_map) if self.single else self.trace.step_map.clamp(min=0)
+        count = valid.new_zeros(len(valid), int(step.max()) + 1, dtype=torch.double)
+        count.scatter_add_(1, step, valid.double())  # [B, S] tokens of each transition
+        transitions = (count > 0).sum(1, keepdim=True)  # [B, 1]
+        weight = torch.where(valid, 1 / (transitions * count.gather(1, step)), 0)
+        object.__setattr__(self, "valid", valid)
+        object.__setattr__(self, "weight", weight)
+
+    def sample(self, steps: int, generator: torch.Generator) -> Self:
+        """At most so many transitions of each row, drawn without replacement; the weights are of those."""
+        step = self.trace.step_map
+        chance = torch.rand(len(step), int(step.max()) + 1, generator=generator)  # [B, S]
+        there = torch.zeros_like(chance).scatter_add_(1, step.clamp(min=0), self.valid.float()) > 0
+        rank = chance.masked_fill(~there, 2).argsort(1).argsort(1)
+        some = replace(self)
+        some._select(self.valid & (rank < steps).gather(1, step.clamp(min=0)))
+        return some
+
+    @property
+    def local(self) -> Tensor:
+        """`[B, L]` what items are told apart by: the step of each token, or its number inside its block."""
+        if self.single:
+            return torch.zeros_like(self.trace.step_map)
+        return self._inside if self.parallel else self.trace.step_map
+
+    @property
+    def _block(self) -> Tensor:
+        """`[B, L]` block of each column, counted from the row's first token."""
+        assert self.trace.grid is not None
+        column = torch.arange(self.trace.ids.shape[1])
+        return (column - self.trace.begin[:, None]).div(self.trace.grid, rounding_mode="floor")
+
+    @property
+    def _inside(self) -> Tensor:
+        """`[B, L]` the step of each token counted from the first commit in its block."""
+        step, block = self.trace.step_map, self._block.clamp(min=0)
+        first = torch.full_like(step, torch.iinfo(step.dtype).max)
+        first = first.scatter_reduce(1, block, torch.where(step >= 0, step, first), "amin")
+        return torch.where(step >= 0, step - first.gather(1, block), -1)
+
+    def items(self) -> Tensor:
+        """`[T, 2]` row and number of each item that has a token, in order."""
+        return torch.stack([self.valid.nonzero()[:, 0], self.local[self.valid]], 1).unique(dim=0)
+
+    def chunks(self, batch_tokens: int) -> Iterator[Chunk]:
+        """All items, as many to a chunk as `batch_tokens` columns hold, but one at least: the bound of the memory."""
+        width = self.trace.ids.shape[1] * (2 if self.parallel else 1)
+        for items in self.items().split(max(1, batch_tokens // width)):
+            yield self.chunk(items)
+
+    def chunk(self, items: Tensor) -> Chunk:
+        """The forward of `items [n, 2]`."""
+        trace, (row, number) = self.trace, items.unbind(1)
+        column = torch.arange(trace.ids.shape[1])
+        begin = trace.begin[row, None]
+        step, ids = trace.step_map[row], trace.ids[row]
+        step_of = number[:, None].expand_as(step)  # [n, L] the step whose state each column belongs to
+        block = self._block[row].clamp(min=0) if self.parallel else torch.zeros_like(step)
+        if self.parallel:
+            first = (step - self._inside[row]).masked_fill(step < 0, 0)
+            # every column of a block gets the block's first step, the prompt's columns in it too
+            step_of = step_of + torch.zeros_like(step).scatter_reduce(1, block, first, "amax").gather(1, block)
+        hidden = (column >= trace.origin) & (step >= step_of)
+        noisy = ids.masked_fill(hidden, trace.mask_id or 0)
+        if self.blank is not None:
+            noisy = noisy.masked_fill(self.blank[row], trace.mask_id or 0)
+        seen = (column >= begin) & ((trace.gone[row] < 0) | (trace.gone[row] >= step_of))  # [n, L]
+        asked = self.valid[row] & (self.local[row] == number[:, None])
+        width = int(asked.sum(1).max())
+        columns = select.columns(torch.cat([asked, torch.zeros_like(asked[:, :1])], 1), width)  # [n, Q]
+        there = columns < len(column)
+        columns = torch.where(there, columns, trace.origin)
+        answers = torch.where(columns > begin, columns - 1, columns) if self.shift else columns
+        positions, keys = column - begin, seen
+        if trace.grid is not None:
+            keys = seen[:, None] & block_causal(positions, positions, trace.grid)
+        if self.parallel:
+            noisy, positions, answers = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1), answers + len(column)
+            keys = self._beside(seen, (column >= begin), block)
+        return Chunk(row, columns, there, ids.gather(1, columns), noisy, positions, keys, answers, trace.mask_id or 0)
+
+    @staticmethod
+    def _beside(seen: Tensor, real: Tensor, block: Tensor) -> Tensor:
+        """`[n, 2L, 2L] bool`: clean columns see clean blocks up to their own, noisy ones the clean ones before it and
+        the noisy ones in it."""
+        own, other = block[:, :, None], block[:, None]
+        clean = torch.cat([real[:, None] & (other <= own), torch.zeros_like(own == other)], 2)
+        noisy = torch.cat([real[:, None] & (other < own), seen[:, None] & (other == own)], 2)
+        return torch.cat([clean, noisy], 1)
+
+    @torch.no_grad()
+    def log_probabilities(self, model: nn.Module, batch_tokens: int = 2**14) -> Tensor:
+        """`[B, L]` on the CPU: log-probability of every token that counts, 0 elsewhere; without a gradient.
+
+        For one with a gradient go over the `chunks`, score each and call `backward` on its share of the loss before
+        the next: no more than one chunk's activations are alive.
+        """
+        device = next(model.parameters()).device
+        found: Tensor | None = None
+        for chunk in self.chunks(batch_tokens):
+            values = chunk.to(device).score(model)[0].cpu()
+            if found is None:
+                found = values.new_zeros(self.trace.ids.shape)
+            at = chunk.there
+            found[chunk.row[:, None].expand_as(at)[at], chunk.columns[at]] = values[at]
+        return torch.zeros(self.trace.ids.shape) if found is None else found
+
+
+def trajectories(trace: Trace, spec: ModelSpec, *, after_eos: bool = False, parallel: bool = False) -> Trajectories:
+    """The trajectories of a trace of the model that `spec` describes."""
+    return Trajectories(trace, spec.eos_id, after_eos=after_eos, shift=spec.shift, parallel=parallel)
+
+
+def check(sampler: Sampler) -> None:
+    """Refuse a sampler whose trajectories cannot be scored again.
+
+    One with an approximate cache is accepted: what is scored is the model's own probability, without the cache.
+
+    Raises:
+        UserError: naming the plug-in and a way out.
+    """
+    plugins, spec = sampler.plugins, sampler.denoiser.spec
+    rule = plugins.scheduler
+    why = {
+        "takes tokens back or replaces them": rule.revises,
+        "takes several steps in one forward": rule.drafts,
+        "hides a part of the canvas": rule.horizon is not None,
+        "adds shadow rows to the forward": rule.blind,
+    }
+    for reason, holds in why.items():
+        if holds:
+            raise UserError(
+                f"scheduler={type(rule).__name__} {reason}, so its trajectories cannot be scored again: use one that"
+                " commits each position once from the canvas as it is, fixed, threshold or ascending say"
+            )
+    for guide in plugins.guides:
+        if guide.measures:
+            raise UserError(
+                f"guide={type(guide).__name__} changes the probabilities that are recorded, and training needs the"
+                " model's own: leave it out, or let it only choose"
+            )
+    if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
+        raise UserError(
+            "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder,"
+            " uniform diffusion or compat"
+        )

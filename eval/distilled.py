@@ -1,0 +1,148 @@
+"""What distilling a model bought: forwards at equal accuracy before and after, several seeds.
+
+`python -m dllm_sampler.eval.distilled --before mini --after runs/distill-0 runs/distill-1 runs/distill-2`
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.curves import pbx
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.comparison import Figures, compare
+from dllm_sampler.training.rewards import solved
+from dllm_sampler.training.tasks import LESSONS, draw_example
+
+SECTION, BATCH = "distilled", 64
+COMMAND = "python -m dllm_sampler.eval.distilled"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
+BOUNDS: Mapping[str, tuple[float, ...]] = {
+    "entropy": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7),
+    "threshold": (0.998, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88, 0.8),
+}
+LEVELS = (0.95, 0.9, 0.85, 0.8, 0.7)
+
+
+def measured(
+    model: str, tasks: Sequence[str], count: int, seed: int, new_tokens: int, length: int
+) -> dict[str, Figures]:
+    """Accuracy and forwards of a model by rule and bound, on prompts that are in nobody's training."""
+    loaded = Sampler.from_pretrained(model, device="cpu", dtype="float32")
+    settings: dict[str, Any] = {"blocks": {"name": "fixed", "length": length}, "cache": "none"}
+    samplers = {
+        f"{rule} {bound:g}": Sampler(
+            loaded.denoiser, tokenizer=loaded.tokenizer, scheduler={"name": rule, rule: bound}, **settings
+        )
+        for rule, bounds in BOUNDS.items()
+        for bound in bounds
+    }
+    rng = Random(f"distilled/{seed}")
+    asked = [(task, *draw_example(LESSONS[task], rng, held=True)) for task in tasks for _ in range(count)]
+    checks = [partial(solved, *each) for each in asked]
+    return compare(samplers, [prompt for _, prompt, _ in asked], new_tokens, BATCH, checks)
+
+
+def forwards(found: Mapping[str, Figures], rule: str, level: float) -> float | None:
+    """Fewest forwards with that accuracy; None: the rule does not reach it.
+
+    Between two neighbouring bounds on a straight line, which is what choosing one of them at random for each prompt
+    would give.
+    """
+    points = [(-found[f"{rule} {bound:g}"]["nfe"], found[f"{rule} {bound:g}"]["right"]) for bound in BOUNDS[rule]]
+    return -pbx(points, level, interpolate=True) or None
+
+
+def equal(before: Mapping[str, Figures], after: Sequence[Mapping[str, Figures]]) -> str:
+    """The table of forwards at equal accuracy."""
+    rows = []
+    for rule in BOUNDS:
+        for level in LEVELS:
+            base, ours = forwards(before, rule, level), [forwards(one, rule, level) for one in after]
+            reached = [one for one in ours if one is not None]
+            cells = ["not reached" if base is None else f"{base:.2f}", spread(reached), "", ""]
+            if len(reached) < len(ours):
+                cells[1] += f", {len(ours) - len(reached)} of {len(ours)} do not reach it"
+            if base is not None and len(reached) == len(ours):
+                cells[2:] = [spread([base / one for one in reached]), ", ".join(f"{one:.2f}" for one in reached)]
+            rows.append([rule, f"{100 * level:g} %", *cells])
+    head = ["rule", "accuracy", "forwards before", "after", "times fewer", "after, by seed"]
+    return markdown.table(head, rows)
+
+
+def points(before: Mapping[str, Figures], after: Sequence[Mapping[str, Figures]]) -> str:
+    """The table of what was measured."""
+    rows = []
+    for name, base in before.items():
+        right, nfe = ([one[name][key] for one in after] for key in ("right", "nfe"))
+        cells = [f"{100 * base['right']:.1f}", f"{base['nfe']:.2f}", spread([100 * one for one in right], 1)]
+        rows.append([name, *cells, spread(nfe)])
+    return markdown.table(["rule", "right before, %", "forwards", "right after, %", "forwards"], rows)
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`mean (lowest to highest)`."""
+    if not values:
+        return "not reached"
+    mean = sum(values) / len(values)
+    return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    try:
+        options = parse(words)
+        page = markdown.read(options.docs, SECTION)
+        torch.set_num_threads(1)
+        sizes = (options.tasks, options.prompts, options.seed, options.new_tokens, options.block_length)
+        before, *after = (measured(model, *sizes) for model in (options.before, *options.after))
+        tasks = ", ".join(options.tasks)
+        text = "\n\n".join(
+            [
+                f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each of {tasks}; canvas"
+                f" of {options.new_tokens} tokens in blocks of {options.block_length}. After: mean and range of"
+                f" {len(after)} seeds.",
+                equal(before, after),
+                "What was measured:",
+                points(before, after),
+            ]
+        )
+        markdown.write(options.docs, markdown.fill(page, SECTION, text))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(prog=COMMAND, description="Compare forwards at equal accuracy before and after a distillation.")
+    add = parser.add_argument
+    add("--before", default="mini", metavar="MODEL", help="name or folder of the model that was distilled (mini)")
+    add("--after", nargs="+", required=True, metavar="MODEL", help="folders of the runs, one per seed")
+    add("--tasks", nargs="+", default=["latin", "sparse latin"], metavar="TASK", help="of mini")
+    add("--prompts", type=positive, default=120, metavar="N", help="held-out prompts per task (120)")
+    add("--seed", type=int, default=0, metavar="N", help="of these prompts (0)")
+    add("--new-tokens", type=positive, default=20, metavar="N", help="length of the canvas (20)")
+    add("--block-length", type=positive, default=20, metavar="N", help="of its blocks (20)")
+    add("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
+    options = parser.parse_args(words)
+    for task in options.tasks:
+        if task not in LESSONS:
+            raise unknown("task", task, LESSONS)
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Certainty-forcing distillation: masks, losses, and whole runs on mini."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import UserError, config
+from dllm_sampler.training.distill import DistillTrainer, Rows, certainty_loss, collate, split
+from tests import toys
+
+MASK = toys.MASK
+
+
+def draw(count: int) -> torch.Generator:
+    return torch.Generator().manual_seed(count)
+
+
+def rows() -> Rows:
+    """Answers of 8 (two whole blocks), 5, 3 (less than one) and 9."""
+    return collate([([1] * 3, [2] * 8), ([1], [2] * 5), ([1] * 6, [2] * 3), ([1] * 2, [2] * 9)], 0)
+
+
+def test_two_halves_of_one_block() -> None:
+    """Over many draws: the halves make up the block, each block has its turn, nothing else is ever masked."""
+    batch, starts = rows(), [set() for _ in range(4)]
+    column = torch.arange(batch.ids.shape[1])
+    for seed in range(60):
+        pair = split(batch, 4, 0.5, draw(seed))
+        active = pair.one | pair.other
+        assert not (pair.one & pair.other).any()
+        for row in range(4):
+            inside = active[row].nonzero()[:, 0]
+            first, end = int(batch.prompt[row]), int(batch.length[row])
+            start, stop = int(inside[0]), int(inside[-1]) + 1
+            assert (start - first) % 4 == 0 and start >= first
+            assert len(inside) == stop - start == min(4, end - start), "a block, or what is left of it"
+            assert torch.equal(pair.future[row], (column >= stop) & (column < end))
+            starts[row].add((start - first) // 4)
+    assert starts == [{0, 1}, {0, 1}, {0}, {0, 1, 2}]
+
+
+def test_the_whole_answer() -> None:
+    batch = rows()
+    pair = split(batch, batch.ids.shape[1], 0.5, draw(0))
+    assert not pair.future.any()
+    assert ((pair.one | pair.other).sum(1) == batch.length - batch.prompt).all()
+
+
+def test_a_row_is_masked_as_it_is_alone_in_number() -> None:
+    """Rows are independent, which they are not in the published code: no two have the same mask."""
+    batch = collate([([1] * 4, [2] * 64)] * 6, 0)
+    pair = split(batch, 64, 0.25, draw(0))
+    assert len({tuple(row) for row in pair.one.tolist()}) == 6
+    many = torch.cat([split(batch, 64, 0.25, draw(seed)).one for seed in range(40)])
+    assert float(many.sum() / (40 * 6 * 64)) == pytest.approx(0.25, abs=0.01)
+
+
+def test_losses_by_hand() -> None:
+    chances = torch.tensor([[0.7, 0.2, 0.1, 0.0], [0.1, 0.8, 0.1, 0.0], [0.25, 0.25, 0.5, 0.0], [0.9, 0.1, 0.0, 0.0]])
+    ids = torch.tensor([[0, 0, 2, 0]])
+    masked = torch.tensor([[True, True, True, False]])
+    logits = chances.clamp(min=1e-30).log()[None]
+    cross, entropy, right = certainty_loss(logits, ids, masked, 0.5, mask_id=3)
+    assert float(cross) == pytest.approx(-float(torch.tensor([0.7, 0.1, 0.5]).log().mean()))
+    sharp = chances[[0, 2], :3].square()
+    sharp = sharp / sharp.sum(1, keepdim=True)
+    assert float(entropy) == pytest.approx(float(torch.special.entr(sharp).sum(1).mean()), rel=1e-5)
+    assert float(right) == pytest.approx(2 / 3)
+    nothing = certainty_loss(logits, ids, torch.zeros_like(masked), 0.5, mask_id=3)
+    assert [float(value) for value in nothing] == [0, 0, 0]
+
+
+def test_no_entropy_gradient_where_nothing_is_right() -> None:
+    logits = torch.randn(2, 5, 7, generator=draw(0)).requires_grad_()
+    wrong = (logits.argmax(-1) + 1) % 6
+    certainty_loss(logits, wrong, torch.ones(2, 5, dtype=torch.bool), 0.5, mask_id=6)[1].sum().backward()
+    assert logits.grad is not None and not logits.grad.any()
+    right = logits.detach()[..., :6].argmax(-1)
+    certainty_loss(logits, right, torch.ones(2, 5, dtype=torch.bool), 0.5, mask_id=6)[1].sum().backward()
+    assert logits.grad.any() and logits.grad.isfinite().all()
+
+
+def test_training_makes_sure() -> None:
+    """On masks nobody was trained on: the entropy term makes surer than cross-entropy alone, and does not cost it."""
+    before, plain, sure = toy_run(60, 0, 0.0), toy_run(60, 60, 0.0), toy_run(60, 60, 2.0)
+    assert sure[1] > max(before[1], plain[1]) + 0.01
+    assert sure[0] < before[0]
+
+
+def toy_run(first: int, more: int, certainty: float) -> tuple[float, float]:
+    """Cross-entropy and mean highest probability after `first` plain steps and `more` others."""
+    model = toys.transformer(dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.3
+    answers = [([5, 6, n], [7 + n % 5, 8, 9, 10 + n % 3, 11, 12]) for n in range(15, 30)]
+    batch = collate(answers, 0)
+
+    def part(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = split(batch, 3, 0.5, draw(seed))
+        return model(batch.ids.masked_fill(pair.one | pair.future, MASK)), pair.one
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(first + more):
+        logits, masked = part(step)
+        cross, entropy, _ = certainty_loss(logits, batch.ids, masked, 0.5, MASK)
+        optimizer.zero_grad()
+        (cross + (certainty if step >= first else 0) * entropy).mean().backward()
+        optimizer.step()
+    crosses, highest = [], []
+    with torch.no_grad():
+        for seed in range(1000, 1010):
+            logits, masked = part(seed)
+            crosses.append(certainty_loss(logits, batch.ids, masked, 0.5, MASK)[0].mean())
+            highest.append(logits.softmax(-1).amax(-1)[masked].mean())
+    return float(torch.stack(crosses).mean()), float(torch.stack(highest).mean())
+
+
+def trainer(output: Path, **changes: Any) -> DistillTrainer:
+    settings = dict(config.entry("train", "distill").settings)
+    settings.pop("_target_")
+    small = {"steps": 3, "answers": 12, "batch": 4, "new_tokens": 12, "held_out": 3, "tasks": {"copy": 1, "reverse": 1}}
+    fixed = {"device": "cpu", "output": str(output), "checkpoint_every": 1, "evaluate_every": 9}
+    teacher = {"scheduler": "threshold", "blocks": {"name": "fixed", "length": 4}, "stop": "none"}
+    return DistillTrainer(**{**settings, **small, **fixed, "teacher": teacher, "block_length": 4, **changes})
+
+
+@pytest.mark.parametrize("changes", [{}, {"masking": "random", "tail": False, "schedule": "cosine"}])
+def test_goes_on_to_the_same_losses(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(tmp_path / "whole", **changes).run()
+    step = DistillTrainer.step
+
+    def killed(self: DistillTrainer, number: int) -> dict[str, float]:
+        if number == 2:
+            raise KeyboardInterrupt
+        return step(self, number)
+
+    monkeypatch.setattr(DistillTrainer, "step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path / "parts", **changes).run()
+    monkeypatch.undo()
+    trainer(tmp_path / "parts", **changes, batch_tokens=1000).run()
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    whole, parts = ([{**json.loads(line), "seconds": 0} for line in log] for log in logs)
+    assert len(whole) == 4
+    assert whole == parts
+    assert whole[-1]["loss"] > 0 and whole[-1]["right"] >= 0
+
+
+def test_rows_may_be_split_over_forwards(tmp_path: Path) -> None:
+    losses = []
+    for budget in (1, 10**6):
+        trainer(tmp_path / str(budget), steps=1, batch_tokens=budget).run()
+        losses.append(json.loads((tmp_path / str(budget) / "log.jsonl").read_text().splitlines()[1]))
+    for key in ("loss", "gradient", "cross_entropy", "entropy", "right_masks"):
+        assert losses[0][key] == pytest.approx(losses[1][key], rel=1e-4), key
+
+
+def test_refusals(tmp_path: Path) -> None:
+    for changes, message in (
+        ({"masking": "none"}, r"unknown train\.masking"),
+        ({"ratio": 1.0}, r"train\.ratio must be a share"),
+        ({"certainty": -1.0}, r"train\.certainty must be at least 0"),
+        ({"answers": 0}, r"train\.answers must be at least 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trainer(tmp_path, **changes)

@@ -1,0 +1,81 @@
+"""Rollouts and trainers in two processes: DDP and FSDP2 over gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+from dllm_sampler import Sampler
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.training import journal
+from dllm_sampler.training.trajectory import trajectories
+from tests import toys
+
+ROOT = Path(__file__).parents[2]
+
+
+def sampled_and_scored(module: Any, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their log-probabilities, and the gradient of these."""
+    sampler = Sampler(TransformerDenoiser(module, toys.MASK, toys.EOS), scheduler="random_order", temperature=1.0)
+    before = torch.get_rng_state()
+    trace = sampler.generate(prompts, max_new_tokens=12, samples=2, seed=4).trace
+    assert torch.equal(torch.get_rng_state(), before)
+    assert module.training and all(p.grad is None and p.requires_grad for p in module.parameters())
+    (chunk,) = trajectories(trace, sampler.denoiser.spec, after_eos=True).chunks(10**6)
+    chunk.score(module)[0].sum().backward()
+    grad = next(iter(module.parameters())).grad
+    return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+
+def worker(rank: int, store: str) -> None:
+    """One of two: its own prompts, so that the gradients are the means of two."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        prompts = toys.PROMPTS[2 * rank : 2 * rank + 2]
+        ids, logprob, own = sampled_and_scored(toys.transformer(), prompts)
+        mean = own.clone()
+        torch.distributed.all_reduce(mean)
+        sharded = toys.transformer()
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        for layer in sharded.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        for module in (nn.parallel.DistributedDataParallel(toys.transformer()), sharded):
+            found = sampled_and_scored(module, prompts)
+            for one, other in zip((ids, logprob, mean / 2), found, strict=True):
+                torch.testing.assert_close(other, one, atol=1e-10, rtol=1e-10)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None:
+    spawn(worker, (str(tmp_path / "store"),), nprocs=2)
+
+
+@pytest.mark.parametrize("name", ["cjgrpo", "distill"])
+def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
+    small = {
+        "cjgrpo": ["prompts=2", "group=2", "rewards={partly: 1}", "tasks={shuffle: 1}", "new_tokens=10"],
+        "distill": ["answers=8", "batch=2", "tasks={copy: 1}", "new_tokens=16", "teacher.scheduler=threshold"],
+    }[name]
+    common = ["device=cpu", "steps=2", "held_out=2", "checkpoint_every=1", "evaluate_every=9", "output=run", *small]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [*torchrun, "-m", "dllm_sampler.training.cli", f"train={name}", *(f"train.{word}" for word in common)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    log = journal.read(tmp_path / "run" / journal.FILE)
+    assert [line["step"] for line in log] == [0, 1, 2], "one process writes"
+    answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=4)
+    assert answer.texts is not None

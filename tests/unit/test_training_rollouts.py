@@ -1,0 +1,177 @@
+"""Rollouts: what a generation leaves behind for a trainer, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler import Sampler, Trace, UserError
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.training.trajectory import trajectories
+from tests import toys
+
+TOKENS = 13
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        {"scheduler": {"name": "threshold", "threshold": 0.6}, "temperature": 1.0},
+        {"scheduler": "random_order", "cache": "dual"},
+        {"scheduler": "fixed", "stop": "truncate", "temperature": 1.5},
+        {"scheduler": "ascending", "blocks": "full", "temperature": 1.0},
+    ],
+    ids=lambda plugins: plugins["scheduler"] if isinstance(plugins["scheduler"], str) else "threshold",
+)
+def test_every_state_is_rebuilt_and_every_run_repeated(plugins: dict[str, Any], tmp_path: Path) -> None:
+    """What the denoiser was shown, from the step map of a saved trace alone; and the same run again from its seeds."""
+    sampler = toys.sampler(**plugins, entropy=True)
+    spy = toys.Spy(sampler.denoiser)
+    sampler.denoiser = spy
+    trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS).trace
+    trace.save(tmp_path / "t")
+    trace = Trace.load(tmp_path / "t")
+    assert not trace.revised.any()
+    for canvas, _, _ in spy.calls:
+        live = ~canvas.done
+        seen = trace.seen(canvas.step)
+        assert torch.equal(seen[live], canvas.seen()[live, :-1])
+        shown = torch.where(seen, trace.state(canvas.step), toys.EOS)
+        assert torch.equal(shown[live], torch.where(seen, canvas.ids[:, :-1], toys.EOS)[live])
+    again = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=trace.seeds.tolist()).trace
+    assert trace.entropy is not None and again.entropy is not None
+    for name in ("ids", "step_map", "gone", "logprob", "entropy"):
+        assert torch.equal(getattr(trace, name), getattr(again, name)), name
+
+
+def test_a_cut_is_recorded() -> None:
+    trace = toys.sampler(stop="truncate", temperature=1.5).generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
+    cut = trace.end < trace.ids.shape[1]
+    assert cut.any()
+    assert torch.equal(cut, (trace.gone >= 0).any(1))
+
+
+def test_what_is_taken_back_is_said() -> None:
+    revising = toys.sampler(scheduler={"name": "remdm"}, temperature=1.0)
+    assert revising.plugins.scheduler.revises
+    assert revising.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace.revised.any()
+
+
+def test_entropy_is_the_predictions() -> None:
+    trace = toys.sampler(entropy=True, temperature=1.0).generate(toys.PROMPTS[1:2], max_new_tokens=TOKENS).trace
+    assert trace.entropy is not None
+    for column in range(trace.origin, trace.ids.shape[1]):
+        state = trace.state(int(trace.step_map[0, column]))
+        with torch.no_grad():
+            logits = toys.transformer()(state)[0, column]
+        logits[toys.MASK] = -torch.inf
+        chances = logits.softmax(-1)
+        assert float(trace.entropy[0, column]) == pytest.approx(float(torch.special.entr(chances).sum()), abs=1e-12)
+        assert float(trace.logprob[0, column]) == pytest.approx(
+            float(chances[trace.ids[0, column]].log()), abs=1e-12
+        ), "of a float64 model in float64"
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream", "causal"])
+def test_samples_are_those_of_repeated_prompts(kind: str) -> None:
+    sampler = toys.sampler(kind, temperature=1.0)
+    prompts = [[*prompt, *range(9)] for prompt in toys.PROMPTS]  # some of whole blocks before the last
+    repeated = [prompt for prompt in prompts for _ in range(3)]
+    one = sampler.generate(prompts, max_new_tokens=TOKENS, samples=3, seed=5)
+    two = sampler.generate(repeated, max_new_tokens=TOKENS, seed=5)
+    assert torch.equal(one.tokens, two.tokens)
+    assert torch.equal(one.nfe, two.nfe)
+    assert torch.equal(one.step_map, two.step_map)
+    torch.testing.assert_close(one.trace.logprob, two.trace.logprob, atol=1e-10, rtol=0)
+    assert len({tuple(row) for row in one.tokens[:3].tolist()}) > 1
+    saved = (two.trace.rows - one.trace.rows).view(-1, 3).tolist()
+    for prompt, rows in zip(prompts, saved, strict=True):
+        shared = len(prompt) // 6 * 6 if kind == "causal" else 0
+        assert rows == [0, shared, shared]
+    with pytest.raises(UserError, match="samples must be a whole number"):
+        sampler.generate(prompts, samples=0)
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    """All that sampling must leave alone."""
+    parameters = list(module.parameters())
+    grads = [None if p.grad is None else p.grad.clone() for p in parameters]
+    return [[p.detach().clone() for p in parameters], grads, [p.requires_grad for p in parameters], module.training]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_module_in_training_is_left_alone(training: bool, autocast: bool) -> None:
+    module = toys.transformer(dtype=torch.float32).train(training)
+    module(torch.tensor([[1, 2, 3]])).square().mean().backward()
+    next(module.parameters()).requires_grad_(False)
+    sampler = Sampler(TransformerDenoiser(module, toys.MASK, toys.EOS), temperature=1.0, entropy=True)
+    before, random = state_of(module), torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, samples=2)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = state_of(module)
+    for one, two in zip(before, after, strict=True):
+        if not isinstance(one, list):
+            assert one == two
+            continue
+        for a, b in zip(one, two, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a is b
+    module(torch.tensor([[1, 2, 3]])).square().mean().backward()  # the graph is still there to be made
+
+
+def test_weights_are_seen_as_they_are_now() -> None:
+    module = toys.transformer()
+    sampler = Sampler(TransformerDenoiser(module, toys.MASK, toys.EOS), scheduler="fixed")
+    one = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
+    with torch.no_grad():
+        module.lm_head.weight.copy_(toys.transformer(seed=3).lm_head.weight)
+    assert not torch.equal(one.tokens, sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).tokens)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_wrapped_modules_sample_and_score_as_they_are() -> None:
+    """Under DDP and FSDP2: the plain module's answers, its log-probabilities, and the gradients of these."""
+    from torch.distributed.fsdp import fully_shard
+
+    def run(module: Any) -> tuple[Tensor, Tensor, Tensor]:
+        sampler = Sampler(TransformerDenoiser(module, toys.MASK, toys.EOS), temperature=1.0)
+        trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, samples=2).trace
+        view = trajectories(trace, sampler.denoiser.spec, after_eos=True)
+        (chunk,) = view.chunks(10**6)
+        loss, _ = chunk.score(module)
+        loss.sum().backward()
+        grad = next(iter(module.parameters())).grad
+        return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+    expected = run(toys.transformer())
+    sharded = toys.transformer()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    for module in (nn.parallel.DistributedDataParallel(toys.transformer()), sharded):
+        for one, two in zip(expected, run(module), strict=True):
+            torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-10)
+
+
+def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Short, and it runs."""
+    folder = Path(__file__).parents[2] / "examples"
+    assert len((folder / "rollouts.py").read_text().splitlines()) < 60
+    monkeypatch.syspath_prepend(folder)
+    assert 0 < import_module("rollouts").main(["--steps", "2", "--group", "2"]) <= 1
+    assert capsys.readouterr().out.startswith("step 1  reward 0.")

@@ -1,0 +1,144 @@
+"""The probability of a recorded trajectory, computed again: the same value, with a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler import Sampler, Trace, UserError
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.training.trajectory import Trajectories, check, trajectories
+from tests import toys
+
+TOKENS = 13
+
+
+def network(kind: str) -> nn.Module:
+    denoiser: Any = toys.denoiser(kind)
+    return denoiser.transformer
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return dict(model.named_parameters())[name]
+
+
+def rollout(kind: str = "llada", **plugins: Any) -> Trace:
+    plugins = {"scheduler": {"name": "threshold", "threshold": 0.6}, "temperature": 1.0, **plugins}
+    return toys.sampler(kind, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS).trace
+
+
+@pytest.mark.parametrize("stop", ["prefix", "truncate"])
+@pytest.mark.parametrize("kind", ["llada", "gqa", "dream", "causal"])
+def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
+    """For every token that counts, whatever is packed into a forward; and side by side, where attention allows it."""
+    trace, spec = rollout(kind, stop=stop), toys.denoiser(kind).spec
+    for parallel in (False, True) if kind == "causal" else (False,):
+        found = trajectories(trace, spec, after_eos=True, parallel=parallel)
+        assert torch.equal(found.valid, (trace.step_map >= 0) & (trace.gone < 0))
+        for budget in (1, 100, 10**6):
+            again = found.log_probabilities(network(kind), budget)
+            torch.testing.assert_close(again, torch.where(found.valid, trace.logprob, 0), atol=1e-11, rtol=0)
+
+
+def test_float32_within_its_precision() -> None:
+    model = toys.transformer(dtype=torch.float32)
+    sampler = Sampler(TransformerDenoiser(model, toys.MASK, toys.EOS), temperature=1.0)
+    trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
+    assert trace.logprob.dtype == torch.float32
+    found = trajectories(trace, sampler.denoiser.spec, after_eos=True)
+    torch.testing.assert_close(
+        found.log_probabilities(model), torch.where(found.valid, trace.logprob, 0), atol=1e-5, rtol=0
+    )
+
+
+def test_side_by_side_saves_forwards() -> None:
+    trace = rollout("causal", scheduler="fixed")
+    serial, parallel = (trajectories(trace, toys.denoiser("causal").spec, parallel=each) for each in (False, True))
+    assert torch.equal(serial.weight, parallel.weight), "every block and step is still its own transition"
+    assert len(parallel.items()) < len(serial.items()) / 2
+    with pytest.raises(UserError, match="only states of block-causal models"):
+        trajectories(rollout(), toys.denoiser().spec, parallel=True)
+
+
+def test_weights_by_hand() -> None:
+    """Mean over the tokens of a transition, then over the transitions of a row; nothing behind the first end token."""
+    end = toys.EOS
+    trace = replace(
+        rollout().row(0),
+        ids=torch.tensor([[5, 1, 2, 3, end, 4, end]]),
+        step_map=torch.tensor([[-1, 0, 2, 2, 2, 1, 0]]),
+        gone=torch.full((1, 7), -1),
+        begin=torch.tensor([0]),
+        origin=1,
+    )
+    some = Trajectories(trace, end)
+    third = 1 / 6
+    assert some.weight.tolist()[0] == pytest.approx([0, 1 / 2, third, third, third, 0, 0])
+    assert some.items().tolist() == [[0, 0], [0, 2]], "step 1 has nothing that counts"
+    whole = Trajectories(trace, end, after_eos=True)
+    ninth = 1 / 9
+    assert whole.weight.tolist()[0] == pytest.approx([0, third, ninth, ninth, ninth, 1 / 3, third])
+    assert Trajectories(trace, end, single=True).weight.tolist()[0] == pytest.approx([0, *[1 / 4] * 4, 0, 0])
+    drawn = whole.sample(1, torch.Generator().manual_seed(0))
+    assert len(drawn.items()) == 1
+    assert float(drawn.weight.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_gradients(parallel: bool) -> None:
+    """By finite differences, and the same however it is cut into forwards."""
+    kind = "causal" if parallel else "llada"
+    model = toys.causal_transformer() if parallel else toys.transformer()
+    found = trajectories(rollout(kind), toys.denoiser(kind).spec, parallel=parallel)
+
+    def total(budget: int, backward: bool) -> float:
+        value = 0.0
+        for chunk in found.chunks(budget):
+            weight = found.weight[chunk.row[:, None], chunk.columns] * chunk.there
+            part: Tensor = (weight * chunk.score(model)[0]).sum()
+            if backward:
+                part.backward()
+            value += float(part.detach())
+        return value
+
+    grads = []
+    for budget in (1, 10**6):
+        model.zero_grad()
+        total(budget, True)
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(*grads, atol=1e-11, rtol=0)
+    weight = parameter(model, "layers.0.q_proj.weight")
+    assert weight.grad is not None
+    for place in ((0, 0), (3, 7), (31, 31)):
+        with torch.no_grad():
+            old, around = float(weight[place]), []
+            for shift in (1e-5, -1e-5):
+                weight[place] = old + shift
+                around.append(total(10**6, False))
+            weight[place] = old
+        assert float(weight.grad[place]) == pytest.approx((around[0] - around[1]) / 2e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "message"),
+    [
+        ({"scheduler": "remdm"}, "takes tokens back"),
+        ({"scheduler": "freedave"}, "takes several steps"),
+        ({"scheduler": "wino"}, "takes tokens back"),
+        ({"guide": {"name": "end_tokens"}}, "changes the probabilities"),
+        ({"compat": True}, "plain masked-diffusion"),
+    ],
+)
+def test_samplers_that_are_refused(plugins: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(toys.sampler(**plugins))
+    check(toys.sampler(scheduler="eoser", temperature=1.0))
+
+
+def test_a_revised_trace_is_refused() -> None:
+    with pytest.raises(UserError, match="took tokens back"):
+        trajectories(rollout(scheduler={"name": "remdm"}), toys.denoiser().spec)
