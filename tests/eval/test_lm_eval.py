@@ -68,6 +68,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     def go(arguments: str) -> dict[str, Any]:
         out, tasks = tmp_path / "out", ",".join(f"mini_{name}" for name in TASKS)
         given = ["--model", "dllm_sampler", "--model_args", arguments, "--tasks", tasks]
+        given += ["--batch_size", "5"]
         assert main([*given, "--include_path", str(tmp_path), "--output_path", str(out)]) == 0
         return json.loads(next(out.rglob("results*.json")).read_text())
 
@@ -76,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
 def test_generation_choice_and_perplexity(run: Callable[..., dict[str, Any]]) -> None:
     found = run(
-        "pretrained=mini,scheduler=threshold,threshold=0.9,batch_size=5,mc_num=32,mc_batch_size=32,check_greedy=false"
+        "pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=32,mc_batch_size=32,check_greedy=false"
     )
     results = found["results"]
     assert results["mini_generate"]["exact_match,none"] == 1.0
@@ -105,6 +106,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
         ("pretrained=mini,scheduler=fixed,steps=many", "scheduler=fixed: steps should be"),
         ("pretrained=mini,mc_num=0", "mc_num must be at least 1"),
         ("pretrained=mini,batch_size=two", "batch_size should be"),
+        ("pretrained=mini,batch_size=auto:4", "batch_size=auto is not supported: name a number"),
         ("pretrained=mini,top_k=0.5,temperature=1", "top_k should be a int"),
         ("pretrained=/nowhere/at-all", "no folder"),
     ],
