@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ import yaml
 
 pytest.importorskip("lm_eval")
 
+import lm_eval
 from lm_eval.config.evaluate_config import EvaluatorConfig
 
 from dllm_sampler import UserError, config
@@ -76,9 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
 
 def test_generation_choice_and_perplexity(run: Callable[..., dict[str, Any]]) -> None:
-    found = run(
-        "pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=32,mc_batch_size=32,check_greedy=false"
-    )
+    found = run("pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=32,mc_batch_size=32,check_greedy=false")
     results = found["results"]
     assert results["mini_generate"]["exact_match,none"] == 1.0
     assert results["mini_choose"]["acc,none"] == 1.0
@@ -228,12 +229,35 @@ def test_what_has_no_such_likelihood_is_refused() -> None:
         check(toys.denoiser("causal").spec)
 
 
-@pytest.mark.parametrize("name", sorted(file.name[:-5] for file in (files("dllm_sampler.conf") / "lm_eval").iterdir()))
+FOLDER = files("dllm_sampler.conf") / "lm_eval"
+CONFIGS = sorted(file.name[:-5] for file in FOLDER.iterdir())
+
+
+def config_file(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_settings_of_papers_are_read(name: str) -> None:
-    given = yaml.safe_load((files("dllm_sampler.conf") / f"lm_eval/{name}.yaml").read_text())
+    given = config_file(name)
     found = parse({**given["model_args"], "batch_size": given.get("batch_size", 1)})
     assert given["model"] == "dllm_sampler"
     assert found.pretrained in config.names("model")
     for group, plugin in found.plugins.items():
         config.build(group, plugin)
     EvaluatorConfig(**given)
+
+
+@pytest.mark.parametrize("name", sorted({task for name in CONFIGS for task in config_file(name)["tasks"]}))
+def test_tasks_of_papers_can_be_loaded_beside_this_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task's own code imports what is not installed with it (MATH), or runs a metric when it is loaded (code)."""
+    metric = SimpleNamespace(compute=lambda **given: [{"pass@1": 0.0}])  # the real one comes from the hub
+    monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=lambda name: metric))
+    files = (Path(lm_eval.__file__).parent / "tasks").rglob(f"{name.replace('_', '?')}.yaml")
+    (folder,) = (f.parent for f in files if re.search(rf"^(task|group): {name}$", f.read_text(), re.MULTILINE))
+    if (code := folder / "utils.py").exists():
+        runpy.run_path(str(code))
+    if name in ("humaneval", "mbpp"):
+        using = [one for one in CONFIGS if name in config_file(one)["tasks"]]
+        texts = [(FOLDER / f"{one}.yaml").read_text() for one in using]
+        assert all("HF_ALLOW_CODE_EVAL=1" in text and "--confirm_run_unsafe_code" in text for text in texts)
