@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ class Run:
 
     about: Mapping[str, Any]
     records: Sequence[Record]
+    folder: Path = Path()  # the one that dllm-eval was told to write to
 
     @cached_property
     def figures(self) -> Figures:
@@ -155,7 +157,7 @@ def load(paths: Sequence[Path]) -> Comparison:
     for folder in folders:
         about = RunFolder(folder).about()
         assert about is not None
-        runs.append(Run(about, RunFolder(folder).records()))
+        runs.append(Run(about, RunFolder(folder).records(), folder.parent))
     if not any(run.records for run in runs):
         where = ", ".join(map(str, paths))
         raise UserError(f"there are no samples under {where}: run dllm-eval, or name the folder it wrote")
@@ -167,7 +169,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     task_labels = _labels(
         [{"name": run.about["choices"]["task"], **_leaves(run.about["config"]["task"])} for run in runs]
     )
-    labels = _method_labels(runs)
+    labels = _apart(runs, task_labels, _method_labels(runs))
     methods: dict[str, tuple[str, dict[str, Run]]] = {}
     tasks: dict[str, str | None] = {}
     refused: dict[tuple[str, str], list[str]] = {}
@@ -196,19 +198,62 @@ def _method_labels(runs: Sequence[Run]) -> list[tuple[str, str]]:
     for one in fields:
         for key, value in one.items():
             known.setdefault(key, set()).add(json.dumps(value))
+    told = _names(known)
     found = []
     for one, own in zip(chosen, fields, strict=True):
         words = [one["scheduler"], *(f"{group}={one[group]}" for group in GROUPS[1:] if len(names[group]) > 1)]
-        varied = {
-            key.rpartition(":")[2]: value for key, value in own.items() if len(known[key]) > 1 and value is not None
-        }
+        varied = {told[key]: value for key, value in own.items() if key in told and value is not None}
         kinds = {key: value for key, value in varied.items() if isinstance(value, str | bool | list)}
         # "threshold 0.9", not "threshold threshold=0.9"
         label, family = (
-            " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in told.items())])
-            for told in (varied, kinds)
+            " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in some.items())])
+            for some in (varied, kinds)
         )
         found.append((label, family))
+    return found
+
+
+def _names(known: Mapping[str, set[str]]) -> dict[str, str]:
+    """What each field that varies is called: by itself, with its group where that could be another group's.
+
+    The scheduler's keep the short name unless another one of that name varies, too.
+    """
+    varied = [key for key, values in known.items() if len(values) > 1]
+
+    def split(key: str) -> tuple[str, str]:
+        owner, _, name = key.rpartition(":")
+        return owner.partition("=")[0], name
+
+    found = {}
+    for key in varied:
+        group, name = split(key)
+        rivals = varied if group == "scheduler" else known
+        shared = any(split(other)[1] == name and split(other)[0] != group for other in rivals)
+        found[key] = f"{group}.{name}" if group and shared else name
+    return found
+
+
+def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The labels, those that stand for several runs of one task with what tells these apart: the folder that they lie
+    in, else the model's path, else the hash of the configuration."""
+    here: dict[str, list[int]] = {}
+    for place, (label, _) in enumerate(labels):
+        here.setdefault(label, []).append(place)
+    found = list(labels)
+    for label, places in here.items():
+        if len({tasks[place] for place in places}) == len(places):
+            continue
+        root = Path(os.path.commonpath([runs[place].folder.parent for place in places]))
+        ways: list[Callable[[Run], str]] = [
+            lambda run, root=root: str(run.folder.relative_to(root)),
+            lambda run: str(run.about["config"]["model"].get("path")),
+            lambda run: str(run.about["name"]).rpartition("-")[2],
+        ]
+        for way in ways:
+            if len({(tasks[place], way(runs[place])) for place in places}) == len(places):
+                break
+        for place in places:
+            found[place] = (f"{label} ({way(runs[place])})", f"{labels[place][1]} ({way(runs[place])})")
     return found
 
 
