@@ -163,19 +163,26 @@ def jobs(words: Sequence[str]) -> list[Job]:
 
 
 def lines(words: Sequence[str]) -> list[list[str]]:
-    """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise."""
+    """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise.
+
+    A task brings the suite of its own name, if there is one.
+    """
     named = [word.partition("=")[2] for word in words if word.startswith("suite=")]
     words = [word for word in words if not word.startswith("suite=")]
+    if not named:
+        tasks = [word.partition("=")[2] for word in words if word.startswith("task=")]
+        named = [task for task in tasks if task in choices("suite")]
     if not named:
         return [words]
     suite = _suite(named[-1])
     given = {_key(word) for word in words}
-    found = []
+    found: list[list[str]] = []
     for sweep in suite["sweeps"]:
-        line = {_key(word): word for word in [*suite.get("common", []), *sweep]}
+        said = {_key(word): word for word in [*suite.get("common", []), *sweep]}
         # another task or scheduler has other fields
-        kept = [word for key, word in line.items() if key not in given and key.partition(".")[0] not in given]
-        found.append([*kept, *words])
+        kept = [word for key, word in said.items() if key not in given and key.partition(".")[0] not in given]
+        if (line := [*kept, *words]) not in found:
+            found.append(line)
     return found
 
 

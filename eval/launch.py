@@ -42,6 +42,12 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
         raise UserError("accelerate has its own processes: leave out workers and hydra/launcher, or accelerate")
+    share = accelerated() or Share()
+    if share.rank == 0:
+        for job in found:
+            RunFolder(job.folder).reopen()
+    if share.world > 1:
+        _state().wait_for_everyone()
     if not named and workers == 1:
         return here(found, console)
     with watched(found, console):

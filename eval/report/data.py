@@ -34,7 +34,12 @@ class Run:
     @cached_property
     def figures(self) -> Figures:
         """Every measure."""
-        return summary(self.records, self.about["score"])
+        return summary(self.records, self.about["score"]) | self.together
+
+    @property
+    def together(self) -> Figures:
+        """What the task says of all answers together, once all are there."""
+        return self.about.get("measures") or {}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -57,7 +62,8 @@ class Method:
 
     def figures(self, tasks: Iterable[str]) -> Figures:
         """Every measure over several tasks: the score is the mean of theirs, whatever their sizes; the others are of
-        all samples. The bounds of the score's interval follow from those of the tasks (MOVER)."""
+        all samples. The bounds of the score's interval follow from those of the tasks (MOVER). What a task says of all
+        its answers together is the mean over tasks, where each has it."""
         runs = [self.runs[task] for task in tasks]
         everything = [record for run in runs for record in run.records]
         each = [run.figures for run in runs]
@@ -69,7 +75,8 @@ class Method:
         scored = {id(record): run.about["score"] for run in runs for record in run.records}
         found = summary(everything, lambda record: record.scores[scored[id(record)]])
         bounds = {"score_low": score - away("score_low"), "score_high": score + away("score_high")}
-        return found | {"score": score, **bounds}
+        shared = [name for name in runs[0].together if all(name in run.together for run in runs)]
+        return found | {"score": score, **bounds} | {name: _mean(run.together[name] for run in runs) for name in shared}
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,12 @@ class Comparison:
             }
             for view, tasks in self.views.items()
         }
+
+    @cached_property
+    def together(self) -> list[str]:
+        """The names of what tasks say of all answers together."""
+        found = [run.together for method in self.methods for run in method.runs.values()]
+        return list(dict.fromkeys(name for one in found for name in one))
 
     @cached_property
     def reference(self) -> Method | None:
@@ -249,11 +262,11 @@ def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str
             lambda run: str(run.about["config"]["model"].get("path")),
             lambda run: str(run.about["name"]).rpartition("-")[2],
         ]
-        for way in ways:
-            if len({(tasks[place], way(runs[place])) for place in places}) == len(places):
-                break
-        for place in places:
-            found[place] = (f"{label} ({way(runs[place])})", f"{labels[place][1]} ({way(runs[place])})")
+        told = [[way(runs[place]) for place in places] for way in ways]
+        told.append([" ".join(ways) for ways in zip(*told, strict=True)])
+        each = [one for one in told if len({(tasks[p], t) for p, t in zip(places, one, strict=True)}) == len(places)]
+        for place, one in zip(places, each[0], strict=True):
+            found[place] = (f"{label} ({one})", f"{labels[place][1]} ({one})")
     return found
 
 
@@ -303,6 +316,10 @@ def _few(names: Sequence[str]) -> str:
 
 def _say(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return fmean(map(_number, values))
 
 
 def _number(value: float | None) -> float:

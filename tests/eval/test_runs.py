@@ -19,6 +19,7 @@ from dllm_sampler.eval import command
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.runner import Runner, Share, run_all
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,27 @@ def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: py
     assert "use cache=none" in capsys.readouterr().err
     assert command.main(["schedular=x"]) == 2
     assert command.main(["foo"]) == 2
+
+
+def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
+    (one,) = jobs(["task.count=2", f"output={tmp_path}"])
+    folder = RunFolder(one.folder)
+    folder.begin(one, "cpu")
+    folder.refuse("it is too slow")
+    folder.begin(one, "cpu")
+    folder.begin(one, "mps")  # another process, elsewhere
+    about = folder.about()
+    assert about is not None and about["refused"] == "it is too slow" and len(about["environments"]) == 2
+    assert launch([], [one], Console(quiet=True)) == {}, "a new command tries again"
+    assert (about := folder.about()) is not None and about["refused"] is None
+
+
+def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["task.count=2", "batch_size=1", f"output={tmp_path}", "device=cpu"]
+    found = jobs(words)
+    run_all(found, Share(0, 2), "cpu", lambda job: None, lambda done: None)
+    command.show(found, {}, load([tmp_path]), Console())
+    assert "1 sample is missing" in capsys.readouterr().out
 
 
 def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,9 +335,8 @@ def test_ideal_and_markov() -> None:
     assert 0 < found["score"] <= 1
     assert chain.grade(sample, Answer("", [0, 1]))["error_truncated"] == 1
     answers = [Answer("", [0, 1, 2, 0])] * 5
-    assert chain.distance([sample] * 5, answers)["tv"] > 0
-    with pytest.raises(UserError, match="whole answers"):
-        chain.distance([sample], [Answer("", [0])])
+    assert chain.together([sample] * 5, answers)["transition_tv"] > 0
+    assert chain.together([sample], [Answer("", [0])]) == {}
 
 
 @pytest.mark.parametrize(
