@@ -17,6 +17,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Job, jobs
 from dllm_sampler.eval.launch import accelerated, launch
 from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.eval.report.command import check, write
 from dllm_sampler.eval.report.data import Comparison, load
 from dllm_sampler.eval.report.markov import drawn
 
@@ -72,6 +73,8 @@ def _run(words: list[str]) -> int:
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
     found = jobs(words)
     report = found[0].options.report
+    if report is not None:
+        check(report)
     refused = launch(words, found, Console(stderr=True))
     if len(refused) == len(found):
         raise UserError(next(iter(refused.values())))
@@ -80,8 +83,6 @@ def _run(words: list[str]) -> int:
         comparison = load([job.folder for job in found])
         show(found, refused, comparison, Console())
         if report is not None:
-            from dllm_sampler.eval.report.command import write  # matplotlib takes a while to import
-
             print(write([job.folder for job in found], report), file=sys.stderr)
         elif comparison.together:
             for name, content in drawn(comparison).items():

@@ -122,7 +122,7 @@ class RunFolder:
         """About how many samples are there: lines, without reading them."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 total += file.read_bytes().count(b"\n")
         return total
 
@@ -161,7 +161,7 @@ class RunFolder:
         found: dict[int, dict[str, Any]] = {}
         # The whole file last: parts that vanish while they are read are in it.
         for file in (*sorted(self.path.glob(PART)), self.path / SAMPLES):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 for line in file.read_bytes().split(b"\n"):
                     with suppress(ValueError, KeyError, TypeError):  # cut in the middle
                         entry = json.loads(line)

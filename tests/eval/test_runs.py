@@ -160,6 +160,48 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     assert (about := folder.about()) is not None and about["refused"] is None
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["device=cudaa"], "unknown device 'cudaa'"),
+        (["device=cuda:99"], "device=cuda:99 needs a GPU"),
+        (["device=cuda:99", "workers=2"], "device=cuda:99 needs a GPU"),
+        (["output=file"], "results cannot be kept in file: "),
+        (["output=file/below"], "results cannot be kept in file/below: "),
+        (["report=report.pdf"], "ends in .html"),
+        (["hydra/launchr=slurm"], "hydra/launchr=slurm is for other processes, and there are none"),
+        (["hydra.launcher.partition=gpu"], "add workers=N or hydra/launcher=NAME"),
+        (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),
+        (["hydra.launcher.n_jbs=2", "workers=2"], "did you mean 'hydra.launcher.n_jobs'"),
+        (["hydra/launcher=jobbib"], "unknown hydra/launcher 'jobbib', did you mean 'joblib'"),
+    ],
+)
+def test_mistakes_are_sentences_before_anything_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    sentence: str,
+) -> None:
+    if any("launch" in word for word in words):
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+        pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("a file")
+    assert command.main(["task.count=2", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.rglob("run.json"))
+
+
+def test_a_missing_launcher_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
+    assert "pip install 'dllm-sampler[eval]' brings the launchers" in capsys.readouterr().err
+
+
 def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["task.count=2", "batch_size=1", f"output={tmp_path}", "device=cpu"]
     found = jobs(words)
@@ -181,10 +223,11 @@ def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    words = [*SMALL, f"output={tmp_path}", "workers=2"]
+    output = tmp_path / "a,b=c d"
+    words = [*SMALL, f"output={output}", "workers=2"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert launch(words, jobs(words), Console(quiet=True)) == {}
-    assert content(tmp_path) == content(whole)
+    assert content(output) == content(whole)
 
 
 def test_the_slurm_launcher_is_submitits() -> None:
