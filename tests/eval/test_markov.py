@@ -99,6 +99,11 @@ def test_floors_shrink_with_the_number_of_samples(chain: MarkovChain) -> None:
     assert abs(few.kl) < 4 * few.kl_floor
 
 
+def test_a_very_peaked_chain_can_be_drawn() -> None:
+    rows = MarkovChain.drawn(8, 4, concentration=1e-4).rows
+    assert all(sum(row) == pytest.approx(1) and max(row) > 0.99 for row in rows)
+
+
 def test_refuses_what_is_no_chain() -> None:
     with pytest.raises(UserError, match="sum to 1"):
         MarkovChain(((0.5, 0.4), (0.5, 0.5)), 3)

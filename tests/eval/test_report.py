@@ -178,6 +178,8 @@ def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     assert 'class="noise"' in dumped("method=2&task=shuffle&sample=1&step=1"), "a position that was never written"
     assert dumped("method=1&task=copy&sample=0&step=1").count('class="noise"') == 3
     assert "★" in dom and "PB80" in dom
+    slow = dumped("method=0&view=%E0%A4%A")  # an address that was cut in the middle of a letter
+    assert 'data-ready="yes"' in slow and "forward 6 of 6" in slow and "6 forwards" in slow
 
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
