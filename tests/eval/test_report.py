@@ -85,6 +85,15 @@ def test_the_same_configuration_twice_is_shown_twice() -> None:
     assert [method.label for method in compare(paths).methods] == ["fixed (a/mini)", "fixed (b/mini)"]
 
 
+def test_the_best_order_of_one_per_step_is_the_reference() -> None:
+    bad = [record(index, nfe=6, scores={"exact_match": 0.0}) for index in range(4)]
+    good = [record(index, nfe=6) for index in range(4)]
+    found = compare([run(bad, "fixed", score="confidence"), run(good, "fixed", score="entropy")])
+    assert found.reference is not None and found.reference.label == "fixed score=entropy"
+    same = compare([run(good, "ascending"), run(good, "fixed")])
+    assert headline.best(same).startswith("No method is faster than fixed"), "nor is one that is as fast"
+
+
 def test_figures_of_several_tasks() -> None:
     found = comparison().figures["all tasks"]["threshold 0.3"]
     assert found["score"] == 0.5 and found["nfe"] == 1
