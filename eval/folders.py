@@ -91,7 +91,7 @@ class RunFolder:
 
     def reopen(self) -> None:
         """Forget that it was refused: once, when a command starts. Its processes may find so again, in any order."""
-        with suppress(UserError):  # where nothing can be read or written `begin` says so
+        with suppress(UserError, OSError):  # where nothing can be read or written `begin` says so
             if (found := self.about()) and found["refused"] is not None:
                 self.refuse(None)
 

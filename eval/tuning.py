@@ -236,13 +236,14 @@ class Tuner:
         return reference, plain, plain
 
     def unseen(self, fresh: Found) -> str:
-        """How many samples it was confirmed on, and how many of these the search did not see."""
+        """How many samples it was confirmed on, and how many of their prompts the search had seen."""
         seen = set(_prompts(self.base))
-        new = sum(prompt not in seen for prompt in _prompts(fresh.jobs))
-        if new == 0:
-            return f"the {fresh.samples} samples of the search, since the task has no others"
-        some = f", {new} of them ones" if new < fresh.samples else ""
-        return f"{fresh.samples} samples{some} that the search did not see"
+        old = sum(prompt in seen for prompt in _prompts(fresh.jobs))
+        if old == fresh.samples:
+            return f"{old} samples with the prompts of the search, under another seed"
+        return f"{fresh.samples} samples " + (
+            f"({old} with prompts of the search)" if old else "that the search did not see"
+        )
 
     def experiment(self, winner: Found, fresh: Found, plain: Found) -> str:
         """The YAML file of the winner: what differs from the defaults."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import yaml
 
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.eval import tuning
-from dllm_sampler.eval.jobs import job
+from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
 
 pytest.importorskip("optuna")
@@ -191,8 +192,15 @@ def test_it_is_confirmed_on_samples_of_another_seed(here: Path) -> None:
 
 
 def test_samples_that_are_no_new_ones_are_not_called_so(here: Path) -> None:
+    """A task whose samples do not depend on its seed, and two seeds, one of which the search has not seen."""
     given = tuner("task=ideal", "task.items=3", "temperature=1")
-    assert given.unseen(given.reference(given.words)) == "the 4 samples of the search, since the task has no others"
+    assert given.unseen(given.reference(given.words)) == "4 samples with the prompts of the search, under another seed"
+    mini = tuner()
+    other, both = (
+        replace(mini.reference(mini.words), jobs=jobs([*WORDS[:-1], f"task.seed={n}"])) for n in ("5", "0,5")
+    )
+    assert mini.unseen(other) == "4 samples that the search did not see"
+    assert mini.unseen(replace(both, samples=8)) == "8 samples (4 with prompts of the search)"
 
 
 def test_a_reference_that_scores_nothing_or_cannot_run_is_refused(
