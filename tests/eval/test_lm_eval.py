@@ -248,15 +248,23 @@ def test_settings_of_papers_are_read(name: str) -> None:
     EvaluatorConfig(**given)
 
 
+def task_folders(name: str) -> set[Path]:
+    """Where the harness keeps a task, or the tasks of a group."""
+    files = (Path(lm_eval.__file__).parent / "tasks").rglob(f"{name.replace('_', '?')}.yaml")
+    texts = {file: file.read_text() for file in files}
+    (file,) = (file for file in texts if re.search(rf"^(task|group): {name}$", texts[file], re.MULTILINE))
+    members = re.findall(r"^ +- (\w+)$", texts[file], re.MULTILINE) if f"group: {name}\n" in texts[file] else []
+    return {folder for member in members for folder in task_folders(member)} or {file.parent}
+
+
 @pytest.mark.parametrize("name", sorted({task for name in CONFIGS for task in config_file(name)["tasks"]}))
 def test_tasks_of_papers_can_be_loaded_beside_this_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task's own code imports what is not installed with it (MATH), or runs a metric when it is loaded (code)."""
     metric = SimpleNamespace(compute=lambda **given: [{"pass@1": 0.0}])  # the real one comes from the hub
     monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=lambda name: metric))
-    files = (Path(lm_eval.__file__).parent / "tasks").rglob(f"{name.replace('_', '?')}.yaml")
-    (folder,) = (f.parent for f in files if re.search(rf"^(task|group): {name}$", f.read_text(), re.MULTILINE))
-    if (code := folder / "utils.py").exists():
-        runpy.run_path(str(code))
+    for folder in task_folders(name):
+        if (code := folder / "utils.py").exists():
+            runpy.run_path(str(code))
     if name in ("humaneval", "mbpp"):
         using = [one for one in CONFIGS if name in config_file(one)["tasks"]]
         texts = [(FOLDER / f"{one}.yaml").read_text() for one in using]
