@@ -76,7 +76,8 @@ def described(name: str, text: str) -> Entry:
     about = comment[1].strip() if comment else ""
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    assert isinstance(settings, dict)
+    if not isinstance(settings, dict):
+        raise ValueError("it should have names with values, not a list")
     return Entry(name, about, paper[1] if paper else None, {str(key): value for key, value in settings.items()})
 
 

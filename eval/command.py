@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -15,7 +16,10 @@ from dllm_sampler.cli.compose import choices, entry
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Job, jobs
 from dllm_sampler.eval.launch import accelerated, launch
-from dllm_sampler.eval.report.data import load
+from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.eval.report.command import check, write
+from dllm_sampler.eval.report.data import Comparison, load
+from dllm_sampler.eval.report.markov import drawn
 
 LONG = 40  # runs; a table of more says nothing
 USAGE = """\
@@ -69,26 +73,33 @@ def _run(words: list[str]) -> int:
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
     found = jobs(words)
     report = found[0].options.report
+    if report is not None:
+        check(report)
     refused = launch(words, found, Console(stderr=True))
     if len(refused) == len(found):
         raise UserError(next(iter(refused.values())))
     share = accelerated()
     if share is None or share.rank == 0:
-        show(found, refused, Console())
+        comparison = load([job.folder for job in found])
+        show(found, refused, comparison, Console())
         if report is not None:
-            from dllm_sampler.eval.report.command import write  # matplotlib takes a while to import
-
             print(write([job.folder for job in found], report), file=sys.stderr)
+        elif comparison.together:
+            for name, content in drawn(comparison).items():
+                file = Path(found[0].options.output).expanduser() / f"{name}.png"
+                write_file(file, content)
+                print(file, file=sys.stderr)
     return 0
 
 
-def show(found: Sequence[Job], refused: dict[str, str], console: Console) -> None:
+def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, console: Console) -> None:
     """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
-    comparison = load([job.folder for job in found])
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("configuration", overflow="fold")
-    for title in ("task", "score", "tokens/forward", "forwards", "tokens/s", "oracle's share"):
-        table.add_column(title, justify="left" if title == "task" else "right")
+    error = comparison.together[:1]  # what a task says first of all answers together
+    named = [name.replace("_", " ") for name in error]
+    for title in ("task", "score", *named, "tokens/forward", "forwards", "tokens/s", "oracle's share"):
+        table.add_column(title, justify="left" if title == "task" else "right", overflow="fold")
     each = comparison.figures["all tasks"]
     if len(found) <= LONG:
         rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
@@ -100,6 +111,7 @@ def show(found: Sequence[Job], refused: dict[str, str], console: Console) -> Non
             Text(label),
             Text(task),
             f"{100 * (figures['score'] or 0):.1f}",
+            *("" if (value := figures.get(name)) is None else f"{value:.4f}" for name in error),
             f"{figures['answer_tokens_per_forward']:.2f}",
             f"{figures['nfe']:.1f}",
             f"{figures['tokens_per_second']:.0f}",
@@ -108,6 +120,9 @@ def show(found: Sequence[Job], refused: dict[str, str], console: Console) -> Non
     console.print(table)
     for label, reason in comparison.refused:
         console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
+    if comparison.missing:
+        few = "1 sample is" if comparison.missing == 1 else f"{comparison.missing} samples are"
+        console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
     console.print(Text(f"{len(found) - len(refused)} runs in {found[0].options.output}"), soft_wrap=True)
 
 

@@ -45,6 +45,7 @@ def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
         interpolate: also between neighbouring points, on straight lines; nothing beyond the last one.
     """
     ordered = sorted(points)
+    least -= 1e-9  # a mean of exactly that may come out a bit below
     found = [rate for rate, score in ordered if score >= least]
     if interpolate:
         for (rate, score), (next_rate, next_score) in pairwise(ordered):

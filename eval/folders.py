@@ -22,6 +22,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.markdown import write
 from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.tasks.base import Task
 
 SCHEMA = 1  # of run.json; docs/formats.md
 ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock"
@@ -71,7 +72,7 @@ class RunFolder:
     def _note(self, job: Job, here: dict[str, Any]) -> None:
         found = self.about()
         places = found["environments"] if found else []
-        if found and here in places and found["refused"] is None:
+        if found and here in places:
             return
         task = job.built_task
         about = {
@@ -82,17 +83,27 @@ class RunFolder:
             "samples": len(task.samples()),
             "score": task.score,
             "dependency": task.dependency,
-            "refused": None,
-            "environments": places if here in places else [*places, here],
+            "refused": found["refused"] if found else None,
+            "measures": found.get("measures") if found else None,
+            "environments": [*places, here],
         }
         write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
 
-    def refuse(self, reason: str) -> None:
+    def reopen(self) -> None:
+        """Forget that it was refused: once, when a command starts. Its processes may find so again, in any order."""
+        with suppress(UserError, OSError):  # where nothing can be read or written `begin` says so
+            if (found := self.about()) and found["refused"] is not None:
+                self.refuse(None)
+
+    def refuse(self, reason: str | None) -> None:
         """Note why this configuration cannot run."""
         with FileLock(self.path / LOCK):
-            about = self.about()
-            assert about is not None
-            write(self.path / ABOUT, json.dumps({**about, "refused": reason}, indent=1, ensure_ascii=False))
+            self._change(refused=reason)
+
+    def _change(self, **fields: Any) -> None:
+        about = self.about()
+        assert about is not None
+        write(self.path / ABOUT, json.dumps({**about, **fields}, indent=1, ensure_ascii=False))
 
     @property
     def complete(self) -> bool:
@@ -111,7 +122,7 @@ class RunFolder:
         """About how many samples are there: lines, without reading them."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 total += file.read_bytes().count(b"\n")
         return total
 
@@ -124,13 +135,18 @@ class RunFolder:
             file.write(text.encode())
             os.fsync(file.fileno())
 
-    def finish(self, count: int) -> bool:
-        """Put the parts together if all `count` samples are there; returns whether they are."""
+    def finish(self, task: Task) -> bool:
+        """Put the parts together if all samples are there; returns whether they are."""
+        samples = task.samples()
         with FileLock(self.path / LOCK):
             lines = self._lines()
-            if len(lines) < count:
+            if len(lines) < len(samples):
                 return False
             if not self.complete:
+                records = [Record.of(line) for _, line in sorted(lines.items())]
+                measures = task.together(samples, [record.graded for record in records])
+                rounded = {name: float(f"{value:.6g}") for name, value in measures.items()}
+                self._change(measures=rounded or None, refused=None)  # first, so that what is complete has them
                 write(self.path / SAMPLES, "".join(_dump(line) for _, line in sorted(lines.items())))
             self.tidy()
         return True
@@ -145,7 +161,7 @@ class RunFolder:
         found: dict[int, dict[str, Any]] = {}
         # The whole file last: parts that vanish while they are read are in it.
         for file in (*sorted(self.path.glob(PART)), self.path / SAMPLES):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 for line in file.read_bytes().split(b"\n"):
                     with suppress(ValueError, KeyError, TypeError):  # cut in the middle
                         entry = json.loads(line)

@@ -163,19 +163,26 @@ def jobs(words: Sequence[str]) -> list[Job]:
 
 
 def lines(words: Sequence[str]) -> list[list[str]]:
-    """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise."""
+    """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise.
+
+    A task brings the suite of its own name, if there is one.
+    """
     named = [word.partition("=")[2] for word in words if word.startswith("suite=")]
     words = [word for word in words if not word.startswith("suite=")]
+    if not named:
+        tasks = [word.partition("=")[2] for word in words if word.startswith("task=")]
+        named = [task for task in tasks if task in choices("suite")]
     if not named:
         return [words]
     suite = _suite(named[-1])
     given = {_key(word) for word in words}
-    found = []
+    found: list[list[str]] = []
     for sweep in suite["sweeps"]:
-        line = {_key(word): word for word in [*suite.get("common", []), *sweep]}
+        said = {_key(word): word for word in [*suite.get("common", []), *sweep]}
         # another task or scheduler has other fields
-        kept = [word for key, word in line.items() if key not in given and key.partition(".")[0] not in given]
-        found.append([*kept, *words])
+        kept = [word for key, word in said.items() if key not in given and key.partition(".")[0] not in given]
+        if (line := [*kept, *words]) not in found:
+            found.append(line)
     return found
 
 
@@ -195,7 +202,11 @@ def values(word: str) -> list[str]:
     if not override.is_sweep_override():
         return [word]
     if isinstance(override.value(), Glob):
-        names = override.value().filter(choices(key)) if key in EVAL.groups else []  # type: ignore[union-attr]
+        if key not in EVAL.groups:
+            raise UserError(
+                f"{word}: glob chooses files, of {', '.join(EVAL.groups)}; write the values of {key} as a,b"
+            )
+        names = override.value().filter(choices(key))  # type: ignore[union-attr]
         if not names:
             raise UserError(f"{word} matches nothing: the choices are {', '.join(choices(key))}")
         return [f"{key}={name}" for name in names]
@@ -205,8 +216,12 @@ def values(word: str) -> list[str]:
 def _suite(name: str) -> dict[str, list[Any]]:
     """A file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
     suite = entry("suite", name).settings
-    if not set(suite) <= {"common", "sweeps"} or not suite.get("sweeps"):
+    if not set(suite) <= {"common", "sweeps"} or not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
         raise UserError(f"suite={name} should have `sweeps`, a list of lists of words, and may have `common` ones")
+    for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in suite["sweeps"])]:
+        if not isinstance(line, list) or not all(isinstance(word, str) and "=" in word for word in line):
+            form = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']"
+            raise UserError(f"suite={name}: {place} should be a list of words, as in {form}, not {line!r}")
     return suite
 
 

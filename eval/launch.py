@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -21,11 +24,12 @@ from hydra.types import HydraContext, RunMode
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dllm_sampler.cli.compose import PACKAGED
-from dllm_sampler.errors import UserError
+from dllm_sampler.cli.compose import PACKAGED, literal
+from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run_all
+from dllm_sampler.models.loading import as_device
 
 LAUNCHER = "hydra/launcher="
 
@@ -42,10 +46,30 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
         raise UserError("accelerate has its own processes: leave out workers and hydra/launcher, or accelerate")
-    if not named and workers == 1:
+    alone = not named and workers == 1
+    idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
+    if idle:
+        raise UserError(f"{idle[0]} is for other processes, and there are none: add workers=N or hydra/launcher=NAME")
+    share = accelerated() or Share()
+    if share.rank == 0:
+        _open(found)
+    if share.world > 1:
+        _state().wait_for_everyone()
+    if alone:
         return here(found, console)
     with watched(found, console):
         return elsewhere(words, found, workers, named)
+
+
+def _open(found: Sequence[Job]) -> None:
+    """Make the output folder, and forget who was refused before."""
+    output = Path(found[0].options.output).expanduser()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"results cannot be kept in {output}: {error.strerror}") from error
+    for job in found:
+        RunFolder(job.folder).reopen()
 
 
 def here(found: Sequence[Job], console: Console) -> dict[str, str]:
@@ -69,29 +93,46 @@ def here(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
     """As many jobs of a launcher as there are workers: each runs its share of everything."""
-    own = [word for word in words if of_hydra(word)]
+    own = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         own.append(f"{LAUNCHER}joblib")
-    joblib = f"{LAUNCHER}joblib" in own
-    if joblib and not any(word.startswith("hydra.launcher.n_jobs=") for word in own):
-        own.append(f"hydra.launcher.n_jobs={workers}")
-    output = [word for word in words if word.startswith("output=")]
-    try:
-        with initialize_config_module(PACKAGED, job_name=EVAL.name, version_base="1.3"):
-            loader = GlobalHydra.instance().config_loader()
+    if f"{LAUNCHER}joblib" in own:
+        device(found, 0)  # said here, not by each process
+        if not any(word.startswith("hydra.launcher.n_jobs=") for word in own):
+            own.append(f"hydra.launcher.n_jobs={workers}")
+    output = [one for word in words if word.startswith("output=") for one in literal(word)]
+    with initialize_config_module(PACKAGED, job_name=EVAL.name, version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        try:
             cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
             context = HydraContext(config_loader=loader, callbacks=_callbacks())
             piece = Piece(tuple(found), workers)
             launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
             done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
-    except (HydraException, ImportError) as error:
-        hint = "; pip install 'dllm-sampler[eval]' brings the launchers" if "launcher" in str(error) else ""
-        raise UserError(f"{str(error).partition(chr(10))[0].rstrip('.')}{hint}") from error
+        except (HydraException, ImportError) as error:
+            raise _explain(error, own, loader) from error
     refused: dict[str, str] = {}
     for job in done:
         refused |= job.return_value  # raises what a worker raised
     return refused
+
+
+def _explain(error: Exception, own: Sequence[str], loader: Any) -> UserError:
+    """Which word about a launcher Hydra does not know, and what was probably meant."""
+    text = str(error).partition("\n")[0].rstrip(".")
+    key = re.search(r"Could not override '(.+?)'", text)
+    chosen = next((word for word in own if word.startswith(LAUNCHER)), LAUNCHER)
+    if key:
+        launcher = loader.load_configuration(EVAL.root, [chosen], RunMode.MULTIRUN).hydra.launcher
+        names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
+        return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
+    if any(find_spec(f"hydra_plugins.hydra_{name}_launcher") is None for name in ("joblib", "submitit")):
+        return UserError(f"{text}; pip install 'dllm-sampler[eval]' brings the launchers")
+    names = loader.get_group_options("hydra/launcher")
+    if chosen.removeprefix(LAUNCHER) not in names:
+        return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
+    return UserError(text)
 
 
 @dataclass(frozen=True)
@@ -110,10 +151,14 @@ class Piece:
 
 
 def device(found: Sequence[Job], local: int) -> str:
-    """Where this process computes; `local` is its number on this machine."""
+    """Where this process computes; `local` is its number on this machine.
+
+    Raises:
+        UserError: there is no such device.
+    """
     given = found[0].options.device
     if given != "auto":
-        return given
+        return str(as_device(given))
     return f"cuda:{local}" if torch.cuda.is_available() else "cpu"
 
 

@@ -127,6 +127,16 @@ def _order(correlation: Callable[..., float | None], padding: bool) -> Callable[
     return lambda records: _mean(order(record, correlation, padding) for record in records)
 
 
+# Those that say how fast a configuration is: larger is better.
+SPEEDS = (
+    "answer_tokens_per_forward",
+    "canvas_tokens_per_forward",
+    "diffusion_gemma_tokens_per_forward",
+    "dinfer_tokens_per_forward",
+    "dinfer_mean_tokens_per_forward",
+    "answer_tokens_per_full_forward",
+    "tokens_per_second",
+)
 MEASURES = (
     Measure(
         "answer_tokens_per_forward",

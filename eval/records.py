@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dllm_sampler.eval.tasks.base import Answer
+
 SCHEMA = 1  # of a line of samples.jsonl; docs/formats.md
 TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run
 
@@ -41,6 +43,11 @@ class Record:
     def full_equivalents(self) -> float:
         """Positions computed, in forwards over the whole prompt and canvas."""
         return self.rows / (self.prompt_tokens + self.canvas)
+
+    @property
+    def graded(self) -> Answer:
+        """What a task grades: the text, and the tokens before the end token."""
+        return Answer(self.text or "", self.tokens[: self.answer - self.ended])
 
     @property
     def after_end(self) -> int:

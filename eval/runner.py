@@ -74,7 +74,7 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
         return None
     folder.begin(job, device)
     samples = job.built_task.samples()
-    if folder.finish(len(samples)):
+    if folder.finish(job.built_task):
         return None
     if job.options.threads:
         torch.set_num_threads(job.options.threads)
@@ -93,7 +93,7 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
         reason = " ".join(str(error).split())
         folder.refuse(reason)
         return reason
-    folder.finish(len(samples))
+    folder.finish(job.built_task)
     return None
 
 

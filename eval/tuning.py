@@ -7,7 +7,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,13 @@ from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job, jobs, of_hydra
 from dllm_sampler.eval.launch import bars, device
 from dllm_sampler.eval.markdown import write
-from dllm_sampler.eval.measures import MEASURES
+from dllm_sampler.eval.measures import SPEEDS
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.runner import Share, run_all
+from dllm_sampler.eval.space import Space
 
 if TYPE_CHECKING:
-    from optuna import Study, Trial
+    from optuna import Study
 
 TUNE = App("dllm-tune", "tune", ("tune",))
 REFERENCE = ("scheduler=fixed", "cache=none")  # one token per step
@@ -53,8 +55,8 @@ The winner, confirmed on samples that the search did not see, is written to
 class Tuning:
     """The fields of a file of `conf/tune`."""
 
-    name: str
-    space: dict[str, Any]
+    name: str = ""
+    space: dict[str, Any] = field(default_factory=dict)
     trials: int = 40
     loss: float = 1.0
     measure: str = "answer_tokens_per_forward"
@@ -67,14 +69,14 @@ class Tuning:
             raise UserError(f"tune.trials should be at least 1, not {self.trials}")
         if not 0 <= self.loss <= 100:
             raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
-        names = [measure.name for measure in MEASURES]
-        if self.measure not in names:
-            raise unknown("measure", self.measure, names)
-        for group, choices in self.space.items():
-            if group not in (*config.GROUPS[1:], "options"):
-                raise unknown("group of tune.space", group, (*config.GROUPS[1:], "options"))
-            for name in choices if group != "options" else ():
-                entry(group, str(name))
+        if self.measure not in SPEEDS:
+            raise unknown("measure of speed", self.measure, SPEEDS)
+        _ = self.choices  # a mistake in it shows here
+
+    @cached_property
+    def choices(self) -> Space:
+        """`space`, checked."""
+        return Space.of(self.space)
 
     @property
     def file(self) -> Path:
@@ -87,6 +89,7 @@ class Found:
     """What a configuration reached over all tasks."""
 
     jobs: Sequence[Job]
+    chosen: Sequence[str]  # its words, beside those of every trial
     score: float
     speed: float
     samples: int
@@ -102,10 +105,9 @@ class Tuner:
     """
 
     def __init__(self, tuning: Tuning, words: Sequence[str], console: Console):
-        chosen = [*(group for group in tuning.space if group != "options"), *tuning.space.get("options", {})]
         for word in words:
-            key = word.partition("=")[0].lstrip("+~").partition(".")[0]
-            if key in chosen:
+            key = word.partition("=")[0].lstrip("+~")
+            if key in tuning.choices.keys or (key := key.partition(".")[0]) in tuning.choices.keys:
                 raise UserError(f"{word}: {key} is what tune.space lets the search choose; take it out of one of them")
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
@@ -120,8 +122,7 @@ class Tuner:
         study = self.study()
         with bars(self.console) as progress:
             every = progress.add_task("one per step", total=tuning.trials)
-            reference = self.measure(self.words, REFERENCE)
-            assert reference is not None
+            reference = self.reference(self.words)
             least = reference.score - tuning.loss / 100
             while (done := _complete(study)) < tuning.trials:
                 progress.update(every, completed=done, description=_best(study))
@@ -132,9 +133,8 @@ class Tuner:
         tuning.file.parent.mkdir(parents=True, exist_ok=True)
         write(tuning.file, text)
         return (
-            f"{_about(winner.jobs[0])}: {_say(fresh, tuning)}; one token per step: {_say(plain, tuning)}, on"
-            f" {fresh.samples} samples that the search did not see. Written to {tuning.file}: use it as"
-            f" experiment={tuning.name}"
+            f"{' '.join(winner.chosen)}: {_say(fresh, tuning)}; one token per step: {_say(plain, tuning)}, on"
+            f" {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}"
         )
 
     def study(self) -> Study:
@@ -170,33 +170,35 @@ class Tuner:
         # Seeded by what is done, not by the process: a search that was cut off goes on as if it had not been.
         study.sampler = optuna.samplers.TPESampler(seed=self.tuning.seed + done)
         trial = study.ask()
-        words = self.suggest(trial)
+        words = self.tuning.choices.choose(trial)
         trial.set_user_attr("words", words)
         found = self.measure(self.words, words)
-        if found is None:
+        if isinstance(found, str):
             study.tell(trial, -1.0)
             return
         trial.set_user_attr("score", found.score)
         study.tell(trial, found.speed if found.score >= least - 1e-9 else found.score - least)
 
-    def suggest(self, trial: Trial) -> list[str]:
-        """The words of a trial: a choice of each group, and values for the knobs of what is chosen."""
-        words = []
-        for group, choices in self.tuning.space.items():
-            if group == "options":
-                words += [f"{knob}={_value(trial, knob, domain)}" for knob, domain in choices.items()]
-                continue
-            name = trial.suggest_categorical(group, list(choices))
-            words.append(f"{group}={name}")
-            for knob, domain in (choices[name] or {}).items():
-                words.append(f"{group}.{knob}={_value(trial, f'{group}.{name}.{knob}', domain)}")
-        return words
+    def reference(self, words: Sequence[str]) -> Found:
+        """What one token per step reaches.
 
-    def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | None:
-        """What a configuration reaches on all tasks; None if it cannot run."""
+        Raises:
+            UserError: it cannot run, or scores nothing.
+        """
+        found = self.measure(words, REFERENCE)
+        if isinstance(found, str):
+            raise UserError(f"one token per step cannot run: {found}")
+        if found.score <= 0:
+            raise UserError(
+                f"one token per step scores 0 on {_tasks(found)}: there is nothing for a faster configuration to keep"
+            )
+        return found
+
+    def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
+        """What a configuration reaches on all tasks, or why it cannot run."""
         found = jobs([*words, *chosen, "oracle=false"])
-        if run_all(found, Share(), self.device, lambda job: None, lambda done: None):
-            return None
+        if refused := run_all(found, Share(), self.device, lambda job: None, lambda done: None):
+            return next(iter(refused.values()))
         runs = {}
         for job in found:
             about = RunFolder(job.folder).about()
@@ -205,7 +207,7 @@ class Tuner:
         figures = Method("", "", runs).figures(runs)
         score, speed = figures["score"], figures[self.tuning.measure]
         assert score is not None
-        return Found(found, score, speed or 0.0, sum(len(run.records) for run in runs.values()))
+        return Found(found, chosen, score, speed or 0.0, sum(len(run.records) for run in runs.values()))
 
     def confirm(self, study: Study, reference: Found) -> tuple[Found, Found, Found]:
         """The fastest configuration that also holds on samples that the search did not see.
@@ -213,10 +215,12 @@ class Tuner:
         Returns:
             The winner, its figures on the other samples, and those of one token per step.
         """
-        other = [word for word in self.words if not word.startswith("task.seed=")]
-        other.append(f"task.seed={int(self.base[0].task['seed']) + 1}")
-        plain = self.measure(other, REFERENCE)
-        assert plain is not None
+        tasks = [job.built_task for job in self.base]
+        # another seed of the sampler, too: where the task's changes nothing, draws do
+        draws = max(job.options.seed for job in self.base) + max(len(task.samples()) for task in tasks)
+        other = [word for word in self.words if not word.startswith(("task.seed=", "seed="))]
+        other += [f"task.seed={max(task.seed for task in tasks) + 1}", f"seed={draws}"]
+        plain = self.reference(other)
         good = [trial for trial in study.get_trials() if trial.value is not None and trial.value > 0]
         tried = set()
         for trial in sorted(good, key=lambda trial: -(trial.value or 0.0)):
@@ -225,9 +229,21 @@ class Tuner:
                 continue
             tried.add(words)
             found, fresh = self.measure(self.words, words), self.measure(other, words)
-            if found and fresh and fresh.score >= plain.score - self.tuning.loss / 100 - 1e-9:
+            if isinstance(found, str) or isinstance(fresh, str):
+                continue
+            if fresh.score >= plain.score - self.tuning.loss / 100 - 1e-9:
                 return found, fresh, plain
         return reference, plain, plain
+
+    def unseen(self, fresh: Found) -> str:
+        """How many samples it was confirmed on, and how many of their prompts the search had seen."""
+        seen = set(_prompts(self.base))
+        old = sum(prompt in seen for prompt in _prompts(fresh.jobs))
+        if old == fresh.samples:
+            return f"{old} samples with the prompts of the search, under another seed"
+        return f"{fresh.samples} samples " + (
+            f"({old} with prompts of the search)" if old else "that the search did not see"
+        )
 
     def experiment(self, winner: Found, fresh: Found, plain: Found) -> str:
         """The YAML file of the winner: what differs from the defaults."""
@@ -246,27 +262,14 @@ class Tuner:
             if fields := _fields(group, known, spec):
                 body[group] = fields
         options = asdict(job.options)
-        names = ("block_length", "temperature", "top_k", "top_p", "max_steps", "compat", "chat")
-        body |= {name: options[name] for name in names if options[name] not in (None, False)}
+        names = ("block_length", "temperature", "top_k", "top_p", "max_steps", "dtype", "compat", "chat")
+        body |= {name: options[name] for name in names if options[name] not in (None, False, "auto")}
         body["max_new_tokens"] = job.max_new_tokens
-        tasks = ", ".join(sorted({_task(job) for job in winner.jobs}))
         return (
-            f"# @package _global_\n# {MARK}: {_say(fresh, self.tuning)} on {tasks}; one token per step:"
-            f" {_say(plain, self.tuning)}; {fresh.samples} samples.\n"
+            f"# @package _global_\n# {MARK}: {_say(fresh, self.tuning)} on {_tasks(winner)}; one token per step:"
+            f" {_say(plain, self.tuning)}; {self.unseen(fresh)}.\n"
             + yaml.safe_dump({"defaults": defaults, **body}, sort_keys=False, allow_unicode=True)
         )
-
-
-def _value(trial: Trial, name: str, domain: Any) -> Any:
-    if isinstance(domain, list):
-        return trial.suggest_categorical(name, domain)
-    if not isinstance(domain, Mapping) or not {"low", "high"} <= set(domain) <= {"low", "high", "log", "step"}:
-        raise UserError(f"tune.space: {name} should be a list of values, or low and high (log, step), not {domain!r}")
-    low, high = domain["low"], domain["high"]
-    if isinstance(low, int) and isinstance(high, int):
-        return trial.suggest_int(name, low, high, step=domain.get("step", 1), log=domain.get("log", False))
-    value = trial.suggest_float(name, low, high, step=domain.get("step"), log=domain.get("log", False))
-    return float(f"{value:.4g}")
 
 
 def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,13 +288,18 @@ def _best(study: Study) -> str:
     return f"best {max(values):.2f}" if values else "searching"
 
 
-def _about(job: Job) -> str:
-    return " ".join(word for word in job.words if word.startswith(("scheduler", "cache", "blocks", "block_", "stop")))
+def _tasks(found: Found) -> str:
+    """The tasks with what was set of them."""
+    names = set()
+    for job in found.jobs:
+        fields = {key: value for key, value in job.task.items() if value is not None}
+        told = [str(value) for key, value in fields.items() if key not in ("name", "_target_", "count", "seed")]
+        names.add(" ".join([job.choices["task"], *told]))
+    return ", ".join(sorted(names))
 
 
-def _task(job: Job) -> str:
-    told = [str(value) for key, value in job.task.items() if key not in ("name", "_target_", "count", "seed")]
-    return " ".join([job.choices["task"], *told])
+def _prompts(found: Sequence[Job]) -> list[str]:
+    return [json.dumps(sample.prompt) for job in found for sample in job.built_task.samples()]
 
 
 def _say(found: Found, tuning: Tuning) -> str:
@@ -310,7 +318,7 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
         if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
             raise UserError(f"{word} is for dllm-eval, not for a search")
     own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
-    settings = composition(TUNE, own).tree["tune"]
+    settings = composition(TUNE, own).tree.get("tune") or {}
     rest = [word for word in words if word not in own]
     if not any(word.startswith("output=") for word in rest):
         rest.append("output=outputs/tune")

@@ -46,6 +46,7 @@ class App:
 
 SAMPLE = App("dllm-sample", "sample", (*config.GROUPS, "experiment"))
 GROUPS = SAMPLE.groups
+SEVERAL = ("guide", "experiment")  # groups of which a list can be chosen
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         if override.is_sweep_override():
             word = override.input_line
             raise UserError(f"{word} gives several values: give one, or quote it, or write a list as [a,b]")
+        group = override.key_or_group
+        if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
+            raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
     try:
         cfg, chosen = _compose(app, words)
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)

@@ -37,16 +37,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def check(output: str) -> Path:
+    """The path of the page.
+
+    Raises:
+        UserError: it does not end in .html, or no picture can be drawn.
+    """
+    available()
+    target = Path(output).expanduser()
+    if target.suffix not in (".html", ".htm"):
+        raise UserError(f"the report should be a file that ends in .html, not {output}")
+    return target
+
+
 def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2) -> str:
     """Write the page and the pictures; returns a line that names them.
 
     Raises:
         UserError: nothing to report on, or nowhere to write it.
     """
-    available()
-    target = Path(output).expanduser()
-    if target.suffix not in (".html", ".htm"):
-        raise UserError(f"the report should be a file that ends in .html, not {output}")
+    target = check(output)
     found = load(runs)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,11 +29,17 @@ class Run:
 
     about: Mapping[str, Any]
     records: Sequence[Record]
+    folder: Path = Path()  # the one that dllm-eval was told to write to
 
     @cached_property
     def figures(self) -> Figures:
         """Every measure."""
-        return summary(self.records, self.about["score"])
+        return summary(self.records, self.about["score"]) | self.together
+
+    @property
+    def together(self) -> Figures:
+        """What the task says of all answers together, once all are there."""
+        return self.about.get("measures") or {}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -55,7 +62,8 @@ class Method:
 
     def figures(self, tasks: Iterable[str]) -> Figures:
         """Every measure over several tasks: the score is the mean of theirs, whatever their sizes; the others are of
-        all samples. The bounds of the score's interval follow from those of the tasks (MOVER)."""
+        all samples. The bounds of the score's interval follow from those of the tasks (MOVER). What a task says of all
+        its answers together is the mean over tasks, where each has it."""
         runs = [self.runs[task] for task in tasks]
         everything = [record for run in runs for record in run.records]
         each = [run.figures for run in runs]
@@ -67,7 +75,8 @@ class Method:
         scored = {id(record): run.about["score"] for run in runs for record in run.records}
         found = summary(everything, lambda record: record.scores[scored[id(record)]])
         bounds = {"score_low": score - away("score_low"), "score_high": score + away("score_high")}
-        return found | {"score": score, **bounds}
+        shared = [name for name in runs[0].together if all(name in run.together for run in runs)]
+        return found | {"score": score, **bounds} | {name: _mean(run.together[name] for run in runs) for name in shared}
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,15 @@ class Comparison:
         }
 
     @cached_property
+    def together(self) -> list[str]:
+        """The names of what tasks say of all answers together."""
+        found = [run.together for method in self.methods for run in method.runs.values()]
+        return list(dict.fromkeys(name for one in found for name in one))
+
+    @cached_property
     def reference(self) -> Method | None:
-        """One token per step: what the others are measured against; None if it was not run."""
+        """One token per step: what the others are measured against, the best if there are several (a test bed's samples
+        are exact in one order, and not in another); None if it was not run."""
         whole = self.figures["all tasks"]
         slow = [
             method
@@ -115,7 +131,7 @@ class Comparison:
             if method.label in whole and _number(whole[method.label]["canvas_tokens_per_forward"]) <= 1.001
         ]
         plain = [m for m in slow if next(iter(m.runs.values())).about["choices"]["scheduler"] == "fixed"]
-        return next(iter([*plain, *slow]), None)
+        return max(plain or slow, key=lambda method: _number(whole[method.label]["score"]), default=None)
 
     def front(self, view: str, rate: str) -> set[str]:
         """The methods that no other one beats in score and rate."""
@@ -155,7 +171,7 @@ def load(paths: Sequence[Path]) -> Comparison:
     for folder in folders:
         about = RunFolder(folder).about()
         assert about is not None
-        runs.append(Run(about, RunFolder(folder).records()))
+        runs.append(Run(about, RunFolder(folder).records(), folder.parent))
     if not any(run.records for run in runs):
         where = ", ".join(map(str, paths))
         raise UserError(f"there are no samples under {where}: run dllm-eval, or name the folder it wrote")
@@ -167,7 +183,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     task_labels = _labels(
         [{"name": run.about["choices"]["task"], **_leaves(run.about["config"]["task"])} for run in runs]
     )
-    labels = _method_labels(runs)
+    labels = _apart(runs, task_labels, _method_labels(runs))
     methods: dict[str, tuple[str, dict[str, Run]]] = {}
     tasks: dict[str, str | None] = {}
     refused: dict[tuple[str, str], list[str]] = {}
@@ -196,19 +212,62 @@ def _method_labels(runs: Sequence[Run]) -> list[tuple[str, str]]:
     for one in fields:
         for key, value in one.items():
             known.setdefault(key, set()).add(json.dumps(value))
+    told = _names(known)
     found = []
     for one, own in zip(chosen, fields, strict=True):
         words = [one["scheduler"], *(f"{group}={one[group]}" for group in GROUPS[1:] if len(names[group]) > 1)]
-        varied = {
-            key.rpartition(":")[2]: value for key, value in own.items() if len(known[key]) > 1 and value is not None
-        }
+        varied = {told[key]: value for key, value in own.items() if key in told and value is not None}
         kinds = {key: value for key, value in varied.items() if isinstance(value, str | bool | list)}
         # "threshold 0.9", not "threshold threshold=0.9"
         label, family = (
-            " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in told.items())])
-            for told in (varied, kinds)
+            " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in some.items())])
+            for some in (varied, kinds)
         )
         found.append((label, family))
+    return found
+
+
+def _names(known: Mapping[str, set[str]]) -> dict[str, str]:
+    """What each field that varies is called: by itself, with its group where that could be another group's.
+
+    The scheduler's keep the short name unless another one of that name varies, too.
+    """
+    varied = [key for key, values in known.items() if len(values) > 1]
+
+    def split(key: str) -> tuple[str, str]:
+        owner, _, name = key.rpartition(":")
+        return owner.partition("=")[0], name
+
+    found = {}
+    for key in varied:
+        group, name = split(key)
+        rivals = varied if group == "scheduler" else known
+        shared = any(split(other)[1] == name and split(other)[0] != group for other in rivals)
+        found[key] = f"{group}.{name}" if group and shared else name
+    return found
+
+
+def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The labels, those that stand for several runs of one task with what tells these apart: the folder that they lie
+    in, else the model's path, else the hash of the configuration."""
+    here: dict[str, list[int]] = {}
+    for place, (label, _) in enumerate(labels):
+        here.setdefault(label, []).append(place)
+    found = list(labels)
+    for label, places in here.items():
+        if len({tasks[place] for place in places}) == len(places):
+            continue
+        root = Path(os.path.commonpath([runs[place].folder.parent for place in places]))
+        ways: list[Callable[[Run], str]] = [
+            lambda run, root=root: str(run.folder.relative_to(root)),
+            lambda run: str(run.about["config"]["model"].get("path")),
+            lambda run: str(run.about["name"]).rpartition("-")[2],
+        ]
+        told = [[way(runs[place]) for place in places] for way in ways]
+        told.append([" ".join(ways) for ways in zip(*told, strict=True)])
+        each = [one for one in told if len({(tasks[p], t) for p, t in zip(places, one, strict=True)}) == len(places)]
+        for place, one in zip(places, each[0], strict=True):
+            found[place] = (f"{label} ({one})", f"{labels[place][1]} ({one})")
     return found
 
 
@@ -258,6 +317,10 @@ def _few(names: Sequence[str]) -> str:
 
 def _say(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    return fmean(map(_number, values))
 
 
 def _number(value: float | None) -> float:

@@ -6,7 +6,8 @@ const space = find("chart").namespaceURI;
 // What is shown, and what the address says: a link to a point is a link to its replay.
 const state = { view: "all tasks", rate: Object.keys(data.rates)[0], method: null, task: null, sample: 0, step: null, colour: "step", cell: "score", sort: "score", down: true };
 for (const part of location.hash.slice(1).split("&")) {
-  const [key, value] = part.split("=").map(decodeURIComponent);
+  let key, value;
+  try { [key, value] = part.split("=").map(decodeURIComponent); } catch { continue; }  // an address that was cut
   if (key in state && value !== undefined) state[key] = ["method", "sample", "step"].includes(key) ? Number(value) : value;
 }
 if (!(state.view in data.views)) state.view = "all tasks";
@@ -179,7 +180,7 @@ function one() {
   const replay = run.replays[state.sample];
   for (const id of ["play", "step"]) find(id).disabled = !replay;
   if (!replay) { find("canvas").textContent = "no sample of this run was kept"; find("prompt").textContent = find("verdict").textContent = ""; return; }
-  const last = Math.max(...replay.steps, ...replay.revisions.map(event => event[0]), 0) + 1;
+  const last = Math.max(replay.nfe, ...replay.steps.map(step => step + 1), ...replay.revisions.map(event => event[0] + 1));
   if (state.step === null || state.step > last) state.step = last;
   const slider = find("step");
   slider.max = last;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -71,7 +72,7 @@ def data(found: Comparison, replays: int) -> dict[str, Any]:
     for view, figures in found.figures.items():
         views[view] = {
             "tasks": found.views[view],
-            "figures": {index[label]: _rounded(one) for label, one in figures.items()},
+            "figures": {index[label]: _rounded(one, found.together) for label, one in figures.items()},
             "front": {rate: sorted(index[label] for label in found.front(view, rate)) for rate in RATES},
             "oracle": found.oracle(view),
         }
@@ -90,7 +91,10 @@ def data(found: Comparison, replays: int) -> dict[str, Any]:
         "tasks": list(found.tasks),
         "reference": index[found.reference.label] if found.reference else None,
         "rates": {rate: TITLES[rate] for rate in RATES},
-        "measures": [{"name": one.name, "title": one.title, "about": one.about} for one in MEASURES],
+        "measures": [
+            *({"name": name, "title": name.replace("_", " "), "about": "of all answers"} for name in found.together),
+            *({"name": one.name, "title": one.title, "about": one.about} for one in MEASURES),
+        ],
         "families": [
             {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
             for row in family_rows(found)
@@ -98,8 +102,8 @@ def data(found: Comparison, replays: int) -> dict[str, Any]:
     }
 
 
-def _rounded(figures: dict[str, float | None]) -> dict[str, float | None]:
-    found = {name: figures[name] for name in SHOWN}
+def _rounded(figures: dict[str, float | None], together: Sequence[str]) -> dict[str, float | None]:
+    found = {name: figures.get(name) for name in (*SHOWN, *together)}
     return {name: None if value is None else float(f"{value:.5g}") for name, value in found.items()}
 
 

@@ -6,6 +6,7 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dllm_sampler.eval.report import markov
 from dllm_sampler.eval.report.data import Comparison
 from dllm_sampler.eval.scheduler_plot import BEST, BOUND, PLAIN, available, label
 from dllm_sampler.eval.scheduler_runs import ORACLE
@@ -38,7 +39,7 @@ def pictures(found: Comparison) -> dict[str, bytes]:
         drawn |= {"front": pareto(found), "tasks": tasks(found)}
     if all(found.figures.get(f"{level} dependency") for level in ("low", "high")):
         drawn["dependency"] = dependency(found)
-    return drawn
+    return drawn | markov.drawn(found)
 
 
 def pareto(found: Comparison) -> bytes:

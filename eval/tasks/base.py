@@ -55,6 +55,10 @@ class Task:
         """Measures of one answer by name; `score` among them."""
         raise NotImplementedError
 
+    def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
+        """Measures by name that are of all answers together, where one by one does not tell."""
+        return {}
+
     @property
     def dependency(self) -> Literal["low", "high"] | None:
         """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""

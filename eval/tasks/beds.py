@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from math import exp
 from random import Random
@@ -82,8 +82,8 @@ class Ideal(Drawn):
 class Markov(Drawn):
     """Continuations of a Markov chain by a model that knows every posterior marginal exactly (arXiv 2602.19619).
 
-    What a sampler does to transitions shows over a set of answers (`distance`, or
-    `python -m dllm_sampler.eval.markov`). To be drawn at temperature 1.
+    What a sampler does to transitions shows over a set of answers (`together`). `task=markov` brings `suite=markov`:
+    every scheduler at several settings, at temperature 1 in one block without cache.
 
     Args:
         states: of the chain.
@@ -123,9 +123,10 @@ class Markov(Drawn):
         return [start], {"start": start, "entropy_rate": round(self.law.entropy_rate, 9)}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`log_likelihood`: nats per token under the chain; `score`: exp of it over what is typical, 1 at most.
+        """`log_likelihood`: nats per token under the chain; `score`: 1 where that is what is typical, less by a factor
+        of e for each nat that it is above or below.
 
-        Too likely is no better than typical, only a set of answers tells that.
+        Too likely is as wrong as too unlikely. Exact answers vary, too, so their score is below 1.
         """
         ids = list(answer.ids)[: self.length]
         if len(ids) < self.length or any(one >= self.states for one in ids):
@@ -133,18 +134,28 @@ class Markov(Drawn):
         start = torch.tensor([int(sample.facts["start"])])
         found = float(self.law.log_likelihood(torch.tensor([ids]), start)[0]) / self.length
         return {
-            "score": min(1.0, exp(found + self.law.entropy_rate)),
+            "score": exp(-abs(found + self.law.entropy_rate)),
             "log_likelihood": found,
             "error_truncated": 0.0,
         }
 
-    def distance(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """How far a set of whole answers is from the chain, with what exact samples show (`chain.Distance`)."""
+    def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
+        """How far the set of answers is from the chain, each with what exact samples show (`chain.Distance`); nothing
+        where an answer is cut."""
         rows = [(list(a.ids)[: self.length], int(s.facts["start"])) for s, a in zip(samples, answers, strict=True)]
-        if any(len(ids) < self.length for ids, _ in rows):
-            raise UserError("the distance from a chain is that of whole answers, and some are shorter than task.length")
+        if any(len(ids) < self.length or max(ids) >= self.states for ids, _ in rows):
+            return {}
         ids, starts = zip(*rows, strict=True)
-        return asdict(self.law.distance(torch.tensor(ids), torch.tensor(starts)))
+        found = self.law.distance(torch.tensor(ids), torch.tensor(starts))
+        return {
+            "transition_kl": found.kl,
+            "transition_kl_floor": found.kl_floor,
+            "transition_tv": found.tv,
+            "transition_tv_floor": found.tv_floor,
+            "likelihood_gap": found.gap,
+            "likelihood_gap_floor": found.gap_floor,
+            "impossible_transitions": found.impossible,
+        }
 
     def denoiser(self) -> Denoiser:
         """See `Task.denoiser`."""

@@ -12,6 +12,7 @@ from dllm_sampler.errors import UserError
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 LEFTOVER = re.compile(r"<\|[^|>]*\|>|</?s>|\[(?:MASK|EOS|PAD|UNK|SEP|CLS)\]|�")
 SOUNDS_LIKE_YOU = re.compile(r"(?:uni[^nm]|use|usu|eu|one\b|once\b|ufo|uk\b)", re.IGNORECASE)
+EITHER = re.compile(r"herb|histori", re.IGNORECASE)  # as one says the h
 SILENT_H = re.compile(r"(?:hour|honest|honou?r|heir)", re.IGNORECASE)
 
 
@@ -41,6 +42,8 @@ def fluency_proxy(text: str) -> float:
 def _article_fits(article: str, word: str) -> bool:
     if word.isupper() or len(word) == 1:
         return True  # letters are spelt, and how depends on the letter
+    if EITHER.match(word):
+        return True
     vowel = word[0].lower() in "aeiou"
     vowel = (vowel and not SOUNDS_LIKE_YOU.match(word)) or bool(SILENT_H.match(word))
     return vowel == (article.lower() == "an")

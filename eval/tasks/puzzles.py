@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import permutations, product
+from math import ceil
 from random import Random
 from string import ascii_uppercase, digits
 from typing import Any
@@ -29,7 +30,6 @@ class LatinSquare(Drawn):
     """
 
     name = "latin_square"
-    max_new_tokens = 64
     many = True
 
     side: int = 4
@@ -39,6 +39,11 @@ class LatinSquare(Drawn):
         super().__post_init__()
         if not 2 <= self.side <= 9:
             raise UserError(f"task.side must be from 2 to 9, not {self.side!r}")
+
+    @property
+    def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Room for a token per cell and one behind it; 64 up to a side of 5."""
+        return max(64, 32 * ceil(2 * self.side**2 / 32))
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """Symbols, and an example with others."""

@@ -19,6 +19,7 @@ from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.names import GIVEN, SURNAMES
 from dllm_sampler.eval.testbeds.laws import LAWS
 
+PLACE = "\0"  # no one's name
 FRAME = """People are queueing at the counter of a repair shop. This is the queue, whoever is next comes first:
 {queue}
 {task}
@@ -47,9 +48,11 @@ class WaitingLine(Drawn):
         if not self.items or min(self.items) < 2 or max(self.items) > len(GIVEN):
             raise UserError(f"task.items must be list lengths from 2 to {len(GIVEN)}, not {list(self.items)}")
         try:
-            self._message("", "", 0)
-        except (KeyError, IndexError, ValueError) as error:
+            whole = PLACE in self._message(PLACE, "", 0)
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(f"task.template may have {{queue}}, {{word}} and {{index}} only ({error})") from None
+        if not whole:
+            raise UserError("task.template should have {queue}, where the waiting line stands")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

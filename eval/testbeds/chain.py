@@ -62,6 +62,9 @@ class MarkovChain:
         rng = Random(f"chain/{states}/{concentration}/{seed}")
         # No entry below 0.001: a chain has to be irreducible, and its log-probabilities of a size that averages.
         weights = [[rng.gammavariate(concentration, 1) for _ in range(states)] for _ in range(states)]
+        for row in weights:
+            if not sum(row):  # too peaked for a float: all of it in one place
+                row[rng.randrange(states)] = 1.0
         mixed = [[0.999 * one / sum(row) + 0.001 / states for one in row] for row in weights]
         return MarkovChain(tuple(map(tuple, mixed)), length)
 

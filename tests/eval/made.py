@@ -1,5 +1,6 @@
 """Records made by hand: two configurations on two tasks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from dllm_sampler.eval.records import Record
@@ -47,9 +48,14 @@ def record(index: int = 0, **changes: Any) -> Record:
 
 
 def run(
-    records: list[Record], scheduler: str, operation: str = "copy", refused: str | None = None, **fields: Any
+    records: list[Record],
+    scheduler: str,
+    operation: str = "copy",
+    refused: str | None = None,
+    others: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> Run:
-    """A run of these records."""
+    """A run of these records; `fields` of the scheduler, `others` of the configuration."""
     about = {
         "schema": 1,
         "name": f"{scheduler}-{operation}",
@@ -68,6 +74,7 @@ def run(
             "scheduler": {"name": scheduler, **fields},
             "guide": [],
             "seed": 0,
+            **(others or {}),
         },
         "samples": len(records),
         "score": "exact_match",

@@ -46,6 +46,8 @@ def test_what_changes_no_answer_is_the_same_run() -> None:
         (["batch_size=x"], "batch_size should be a valid integer"),
         (["suite=copare"], "unknown suite 'copare', did you mean 'compare'"),
         (["scheduler=glob(x*)"], "matches nothing"),
+        (["task.operation=glob(*)"], "glob chooses files, of task, model, scheduler"),
+        (["scheduler=[threshold,wino]"], "scheduler=[threshold,wino] names several"),
     ],
 )
 def test_mistakes_are_sentences(words: list[str], sentence: str) -> None:
@@ -65,6 +67,25 @@ def test_a_suite_of_ones_own_and_words_that_overrule_it(tmp_path: Path, monkeypa
     assert {one.task["count"] for one in jobs(["suite=mine", "task.count=7"])} == {7}
     other = jobs(["suite=mine", "task=mini", "scheduler=factor"])
     assert [(one.choices["scheduler"], one.task["count"]) for one in other] == [("factor", 100)], "with its own fields"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sweeps:\n  - [scheduler: threshold]\n", "a sweep should be a list of words"),
+        ("sweeps:\n  - scheduler=threshold\n", "not 'scheduler=threshold'"),
+        ("sweeps: [[scheduler=wino]]\ncommon: seed=1\n", "common should be a list of words"),
+        ("- [scheduler=threshold]\n", "conf/suite/mine.yaml cannot be read: it should have names with values"),
+        ("sweeps: wino\n", "should have `sweeps`, a list of lists of words"),
+    ],
+)
+def test_mistakes_in_a_suite(text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "suite").mkdir(parents=True)
+    (tmp_path / "conf" / "suite" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        jobs(["suite=mine"])
+    assert sentence in str(caught.value)
 
 
 def test_ones_own_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

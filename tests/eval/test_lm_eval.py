@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ import yaml
 
 pytest.importorskip("lm_eval")
 
+import lm_eval
 from lm_eval.config.evaluate_config import EvaluatorConfig
 
 from dllm_sampler import UserError, config
@@ -68,6 +71,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     def go(arguments: str) -> dict[str, Any]:
         out, tasks = tmp_path / "out", ",".join(f"mini_{name}" for name in TASKS)
         given = ["--model", "dllm_sampler", "--model_args", arguments, "--tasks", tasks]
+        given += ["--batch_size", "5"]
         assert main([*given, "--include_path", str(tmp_path), "--output_path", str(out)]) == 0
         return json.loads(next(out.rglob("results*.json")).read_text())
 
@@ -75,9 +79,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
 
 def test_generation_choice_and_perplexity(run: Callable[..., dict[str, Any]]) -> None:
-    found = run(
-        "pretrained=mini,scheduler=threshold,threshold=0.9,batch_size=5,mc_num=32,mc_batch_size=32,check_greedy=false"
-    )
+    found = run("pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=32,mc_batch_size=32,check_greedy=false")
     results = found["results"]
     assert results["mini_generate"]["exact_match,none"] == 1.0
     assert results["mini_choose"]["acc,none"] == 1.0
@@ -105,6 +107,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
         ("pretrained=mini,scheduler=fixed,steps=many", "scheduler=fixed: steps should be"),
         ("pretrained=mini,mc_num=0", "mc_num must be at least 1"),
         ("pretrained=mini,batch_size=two", "batch_size should be"),
+        ("pretrained=mini,batch_size=auto:4", "batch_size=auto is not supported: name a number"),
         ("pretrained=mini,top_k=0.5,temperature=1", "top_k should be a int"),
         ("pretrained=/nowhere/at-all", "no folder"),
     ],
@@ -226,12 +229,43 @@ def test_what_has_no_such_likelihood_is_refused() -> None:
         check(toys.denoiser("causal").spec)
 
 
-@pytest.mark.parametrize("name", sorted(file.name[:-5] for file in (files("dllm_sampler.conf") / "lm_eval").iterdir()))
+FOLDER = files("dllm_sampler.conf") / "lm_eval"
+CONFIGS = sorted(file.name[:-5] for file in FOLDER.iterdir())
+
+
+def config_file(name: str) -> dict[str, Any]:
+    return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_settings_of_papers_are_read(name: str) -> None:
-    given = yaml.safe_load((files("dllm_sampler.conf") / f"lm_eval/{name}.yaml").read_text())
+    given = config_file(name)
     found = parse({**given["model_args"], "batch_size": given.get("batch_size", 1)})
     assert given["model"] == "dllm_sampler"
     assert found.pretrained in config.names("model")
     for group, plugin in found.plugins.items():
         config.build(group, plugin)
     EvaluatorConfig(**given)
+
+
+def task_folders(name: str) -> set[Path]:
+    """Where the harness keeps a task, or the tasks of a group."""
+    files = (Path(lm_eval.__file__).parent / "tasks").rglob(f"{name.replace('_', '?')}.yaml")
+    texts = {file: file.read_text() for file in files}
+    (file,) = (file for file in texts if re.search(rf"^(task|group): {name}$", texts[file], re.MULTILINE))
+    members = re.findall(r"^ +- (\w+)$", texts[file], re.MULTILINE) if f"group: {name}\n" in texts[file] else []
+    return {folder for member in members for folder in task_folders(member)} or {file.parent}
+
+
+@pytest.mark.parametrize("name", sorted({task for name in CONFIGS for task in config_file(name)["tasks"]}))
+def test_tasks_of_papers_can_be_loaded_beside_this_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task's own code imports what is not installed with it (MATH), or runs a metric when it is loaded (code)."""
+    metric = SimpleNamespace(compute=lambda **given: [{"pass@1": 0.0}])  # the real one comes from the hub
+    monkeypatch.setitem(sys.modules, "evaluate", SimpleNamespace(load=lambda name: metric))
+    for folder in task_folders(name):
+        if (code := folder / "utils.py").exists():
+            runpy.run_path(str(code))
+    if name in ("humaneval", "mbpp"):
+        using = [one for one in CONFIGS if name in config_file(one)["tasks"]]
+        texts = [(FOLDER / f"{one}.yaml").read_text() for one in using]
+        assert all("HF_ALLOW_CODE_EVAL=1" in text and "--confirm_run_unsafe_code" in text for text in texts)

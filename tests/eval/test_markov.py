@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
+from math import exp
 from pathlib import Path
 from random import Random
 
@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from dllm_sampler import Sampler, UserError, config
-from dllm_sampler.eval import markov
+from dllm_sampler.eval import command
+from dllm_sampler.eval.jobs import jobs, lines, values
+from dllm_sampler.eval.report import markov
+from dllm_sampler.eval.report.data import load
+from dllm_sampler.eval.report.page import page
+from dllm_sampler.eval.report.pictures import pictures
+from dllm_sampler.eval.tasks.base import Answer
+from dllm_sampler.eval.tasks.beds import Markov
 from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import UNKNOWN
@@ -92,6 +99,11 @@ def test_floors_shrink_with_the_number_of_samples(chain: MarkovChain) -> None:
     assert abs(few.kl) < 4 * few.kl_floor
 
 
+def test_a_very_peaked_chain_can_be_drawn() -> None:
+    rows = MarkovChain.drawn(8, 4, concentration=1e-4).rows
+    assert all(sum(row) == pytest.approx(1) and max(row) > 0.99 for row in rows)
+
+
 def test_refuses_what_is_no_chain() -> None:
     with pytest.raises(UserError, match="sum to 1"):
         MarkovChain(((0.5, 0.4), (0.5, 0.5)), 3)
@@ -99,36 +111,60 @@ def test_refuses_what_is_no_chain() -> None:
         MarkovChain(((0.5, 0.5),), 3)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--rows", "40", "--length", "6", "--states", "3"]
-    assert markov.main(["--output", str(tmp_path / "out"), *size, "--only", "threshold", "random_order", "wino"]) == 0
-    data = json.loads((tmp_path / "out.json").read_text())
-    assert {point["scheduler"] for point in data["points"]} == {"threshold", "random_order"}
-    assert [point["settings"]["steps"] for point in data["points"] if "steps" in point["settings"]] == [1, 2, 4]
-    assert "wino" in data["refused"]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert "wino: not measured" in capsys.readouterr().out
+SIZE = ["task=markov", "task.count=40", "task.length=6", "task.states=3", "device=cpu"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--output", "x", "--only", "treshold"], "did you mean 'threshold'"),
-        (["--output", "nowhere/x"], "no folder"),
-        (["--output", "x", "--states", "1"], "at least 2"),
-        ([], "--output"),
-    ],
-)
-def test_command_refuses(
-    given: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert markov.main(given) == 2
-    assert said in capsys.readouterr().err
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error against forwards is drawn, and stands in the table, the directories and the report."""
+    words = [*SIZE, f"output={tmp_path}", "scheduler=fixed,random_order", "scheduler.steps=1,6"]
+    monkeypatch.setenv("COLUMNS", "150")
+    assert command.main(words) == 0
+    assert "transition kl" in capsys.readouterr().out
+    assert (tmp_path / "markov.png").read_bytes().startswith(b"\x89PNG")
+    found = load([tmp_path])
+    assert set(markov.curves(found, "markov")) == {"fixed", "random_order"} and len(found.methods) == 4
+    for scheduler in ("fixed", "random_order"):
+        fast, slow = (found.figures["all tasks"][f"{scheduler} steps={steps}"]["transition_kl"] for steps in (1, 6))
+        assert fast is not None and slow is not None and fast > slow
+    assert "markov" in pictures(found)
+    assert '"name":"transition_kl"' in page(found, "A chain", 0)
+    assert all(run.about["config"]["temperature"] == 1 for method in found.methods for run in method.runs.values())
 
 
-def test_knobs_are_fields() -> None:
-    """Every scheduler is in the picture, under names that exist."""
-    for name, settings in markov.plans(16):
-        assert set(settings) <= set(config.entry("scheduler", name).settings)
-    assert {name for name, _ in markov.plans(16)} == set(config.names("scheduler"))
+def test_two_chains_are_two_pictures(tmp_path: Path) -> None:
+    words = [*SIZE, f"output={tmp_path}", "scheduler=random_order", "task.chain=0,1"]
+    assert command.main(words) == 0
+    found = load([tmp_path])
+    assert set(markov.drawn(found)) == {"markov", "markov1"}
+    (method,) = found.methods
+    each = [run.together["transition_tv"] or 0.0 for run in method.runs.values()]
+    assert found.figures["all tasks"][method.label]["transition_tv"] == pytest.approx(sum(each) / 2)
+
+
+def test_too_likely_is_as_wrong_as_too_unlikely() -> None:
+    task = Markov(count=1, length=4, states=3, concentration=1.0)
+    (sample,) = task.samples()
+    graded = [task.grade(sample, Answer("", list(ids))) for ids in product(range(3), repeat=4)]
+    assert any(one["log_likelihood"] > -task.law.entropy_rate for one in graded)
+    for one in graded:
+        assert one["score"] == pytest.approx(exp(-abs(one["log_likelihood"] + task.law.entropy_rate)))
+
+
+def test_the_suite_has_every_scheduler_under_names_that_exist() -> None:
+    found = set()
+    for line in lines(["task=markov"]):
+        given = {word.partition("=")[0]: values(word) for word in line}
+        names = [word.partition("=")[2] for word in given["scheduler"]]
+        found |= set(names)
+        for key in given:
+            if key.startswith("scheduler."):
+                assert all(key.partition(".")[2] in config.entry("scheduler", name).settings for name in names)
+    assert found == set(config.names("scheduler"))
+
+
+def test_a_task_brings_the_suite_of_its_name() -> None:
+    (only,) = jobs(["task=markov", "scheduler=wino"])
+    assert (only.options.temperature, only.plugins["blocks"]["name"]) == (1, "full")
+    assert only.plugins["stop"]["name"] == "none" == only.plugins["cache"]["name"]
+    (other,) = jobs(["task=markov", "scheduler=wino", "temperature=null", "blocks=fixed"])
+    assert (other.options.temperature, other.plugins["blocks"]["name"]) == (None, "fixed")

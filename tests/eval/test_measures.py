@@ -76,6 +76,7 @@ def test_pbx_as_published() -> None:
     assert found == pytest.approx([4.09, 4.82, 5.42], abs=0.01)
     assert curves.pbx(points, 0.8, interpolate=False) == 3.42
     assert curves.pbx(points, 0.9, interpolate=True) == 0
+    assert curves.pbx([(2, sum([0.7] * 20) / 20)], 0.7, interpolate=False) == 2, "0.7 but for rounding"
     assert curves.pbx(points, 0.4, interpolate=True) == 8.27, "nothing beyond the last point"
 
 

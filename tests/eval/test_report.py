@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,45 @@ def test_labels_are_what_differs() -> None:
     assert list(found.families) == ["threshold"]
     assert found.reference is not None and found.reference.label == "fixed"
     assert found.refused == [("wino (copy)", "cannot a b c")]
+
+
+def shown(found: Comparison) -> int:
+    return sum(len(method.runs) for method in found.methods)
+
+
+def test_fields_of_one_name_are_told_apart_by_their_groups() -> None:
+    runs = [
+        run([record()], "threshold", threshold=bold, others={"blocks": {"threshold": wide}, "compat": compat})
+        for bold, wide, compat in product((0.3, 0.9), (0.2, 0.4), (False, True))
+    ]
+    found = compare(runs)
+    assert shown(found) == len(found.methods) == len(runs)
+    assert found.methods[0].label == "threshold scheduler.threshold=0.3 blocks.threshold=0.2 compat=false"
+    only = compare([run([record()], "threshold", threshold=0.9, others={"blocks": {"threshold": w}}) for w in (1, 2)])
+    assert [method.label for method in only.methods] == ["threshold blocks.threshold=1", "threshold blocks.threshold=2"]
+
+
+def test_the_same_configuration_twice_is_shown_twice() -> None:
+    runs = [
+        replace(run([record()], scheduler, operation), folder=Path("/runs") / folder)
+        for folder, scheduler, operation in product(("old", "new/er"), ("fixed", "wino"), ("copy", "sort"))
+    ]
+    found = compare(runs)
+    assert shown(found) == len(runs)
+    assert [method.label for method in found.methods] == [
+        "fixed (old)", "wino (old)", "fixed (new/er)", "wino (new/er)",
+    ]  # fmt: skip
+    paths = [run([record()], "fixed", others={"model": {"path": path}}) for path in ("a/mini", "b/mini")]
+    assert [method.label for method in compare(paths).methods] == ["fixed (a/mini)", "fixed (b/mini)"]
+
+
+def test_the_best_order_of_one_per_step_is_the_reference() -> None:
+    bad = [record(index, nfe=6, scores={"exact_match": 0.0}) for index in range(4)]
+    good = [record(index, nfe=6) for index in range(4)]
+    found = compare([run(bad, "fixed", score="confidence"), run(good, "fixed", score="entropy")])
+    assert found.reference is not None and found.reference.label == "fixed score=entropy"
+    same = compare([run(good, "ascending"), run(good, "fixed")])
+    assert headline.best(same).startswith("No method is faster than fixed"), "nor is one that is as fast"
 
 
 def test_figures_of_several_tasks() -> None:
@@ -128,11 +169,11 @@ def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
         f"--user-data-dir={tmp_path}/p",
     ]
 
-    def shown(state: str) -> str:
+    def dumped(state: str) -> str:
         command = [browser, *flags, "--dump-dom", f"file://{file}#{state}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
-    dom = shown("method=2&task=shuffle&sample=1&step=0")
+    dom = dumped("method=2&task=shuffle&sample=1&step=0")
     assert 'data-ready="yes"' in dom, "the script ran to its end"
     assert "<title>Compared</title>" in dom
     tags = Elements(dom).tags
@@ -143,9 +184,11 @@ def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     assert len(circles) == 3 + 2 * 3, "a point for each configuration, and for each group of tasks"
     assert sum("chosen" in (attributes.get("class") or "") for attributes in circles) == 3
     assert dom.count('class="noise"') == 6, "before the first forward everything is noise"
-    assert 'class="noise"' in shown("method=2&task=shuffle&sample=1&step=1"), "a position that was never written"
-    assert shown("method=1&task=copy&sample=0&step=1").count('class="noise"') == 3
+    assert 'class="noise"' in dumped("method=2&task=shuffle&sample=1&step=1"), "a position that was never written"
+    assert dumped("method=1&task=copy&sample=0&step=1").count('class="noise"') == 3
     assert "★" in dom and "PB80" in dom
+    slow = dumped("method=0&view=%E0%A4%A")  # an address that was cut in the middle of a letter
+    assert 'data-ready="yes"' in slow and "forward 6 of 6" in slow and "6 forwards" in slow
 
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

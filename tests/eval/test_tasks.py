@@ -156,6 +156,17 @@ def test_template() -> None:
     assert sample.prompt[2]["content"].endswith(f"{sample.facts['word']} {sample.facts['index']}")
     with pytest.raises(UserError, match="queue"):
         task("copy", template="{people}")
+    with pytest.raises(UserError, match="only"):
+        task("copy", template="{queue.people}")
+    with pytest.raises(UserError, match=r"should have \{queue\}"):
+        task("copy", template="Say it again.")
+
+
+def test_a_latin_square_has_room() -> None:
+    for side in range(2, 10):
+        square = task("latin_square", side=side)
+        assert square.max_new_tokens >= 2 * side**2, "cells, what stands between them, and an end token"
+    assert task("latin_square").max_new_tokens == 64
 
 
 def test_latin_square() -> None:
@@ -209,6 +220,7 @@ def test_words() -> None:
     ("text", "good"),
     [
         ("An honest man bought a unicorn.", 1),
+        ("An herb is a herb.", 1),
         ("It was an hour, she said (in a whisper).", 1),
         ("He said: “Go!”", 1),
         ("", 0),
@@ -335,9 +347,8 @@ def test_ideal_and_markov() -> None:
     assert 0 < found["score"] <= 1
     assert chain.grade(sample, Answer("", [0, 1]))["error_truncated"] == 1
     answers = [Answer("", [0, 1, 2, 0])] * 5
-    assert chain.distance([sample] * 5, answers)["tv"] > 0
-    with pytest.raises(UserError, match="whole answers"):
-        chain.distance([sample], [Answer("", [0])])
+    assert chain.together([sample] * 5, answers)["transition_tv"] > 0
+    assert chain.together([sample], [Answer("", [0])]) == {}
 
 
 @pytest.mark.parametrize(

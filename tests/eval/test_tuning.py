@@ -1,13 +1,18 @@
 """The search: resumed, confirmed, and its winner usable by name."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.eval import tuning
-from dllm_sampler.eval.jobs import job
+from dllm_sampler.eval.jobs import job, jobs
+from dllm_sampler.eval.space import Space
 
 pytest.importorskip("optuna")
 
@@ -38,7 +43,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_winner_is_an_experiment(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tuning.main(WORDS) == 0, capsys.readouterr().err
+    words = [*WORDS, "dtype=float64"]
+    assert tuning.main(words) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "one token per step" in said and "experiment=quick" in said
     file = here / "conf" / "experiment" / "quick.yaml"
@@ -46,13 +52,14 @@ def test_the_winner_is_an_experiment(
     written = yaml.safe_load(first)
     assert {"override /model": "mini"} in written["defaults"] and written["max_new_tokens"] == 24
     chosen, evaluated = settings(["experiment=quick"]), job(["experiment=quick"])
+    assert chosen.options.dtype == "float64"
     assert chosen.options.block_length == 24 == evaluated.options.block_length
     assert chosen.plugins == evaluated.plugins
 
     # the same command does nothing again, and ends up in the same file
     asked: list[int] = []
     monkeypatch.setattr(tuning.Tuner, "trial", lambda *given: asked.append(1))
-    assert tuning.main(WORDS) == 0
+    assert tuning.main(words) == 0
     assert not asked and file.read_text() == first
 
 
@@ -79,7 +86,10 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
     [
         (["tune=fats"], "unknown tune 'fats', did you mean 'fast'"),
         (["tune.trails=3"], "unknown field of tune=fast 'trails', did you mean 'trials'"),
-        (["tune.measure=speed"], "unknown measure 'speed'"),
+        (["tune.measure=speed"], "unknown measure of speed 'speed'"),
+        (["tune.measure=nfe"], "unknown measure of speed 'nfe'"),
+        (["tune.space.scheduler=threshold"], "tune.space.scheduler should be written scheduler: {NAME: {}, ...}"),
+        (["device=cuda:99"], "device=cuda:99 needs a GPU"),
         (["tune.name=a/b"], "tune.name should be letters"),
         (["scheduler=wino"], "scheduler is what tune.space lets the search choose"),
         (["workers=2"], "is for dllm-eval"),
@@ -91,6 +101,116 @@ def test_mistakes_are_sentences(
 ) -> None:
     assert tuning.main(words) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("space", "sentence"),
+    [
+        ("", "tune.space has nothing to choose from"),
+        ("space: {}", "tune.space has nothing to choose from"),
+        ("space: 3", "space should be a valid dictionary"),
+        ("space: {sheduler: {wino: {}}}", "unknown group of tune.space 'sheduler', did you mean 'scheduler'"),
+        ("space: {scheduler: {}}", "tune.space.scheduler should be written scheduler: {NAME: {}, ...}, not {}"),
+        ("space: {scheduler: [threshold, wino]}", "tune.space.scheduler should be written"),
+        ("space: {scheduler: {threshold: 3}}", "tune.space.scheduler.threshold should have knobs"),
+        ("space: {scheduler: {tresh: {}}}", "unknown scheduler 'tresh'"),
+        ("space: {scheduler: {threshold: {tresh: [1]}}}", "unknown field of scheduler=threshold 'tresh'"),
+        ("space: {scheduler: {threshold: {threshold: 3}}}", "should be a list of values, or low and high (log, step)"),
+        ("space: {scheduler: {threshold: {threshold: []}}}", "should have at least one value"),
+        ("space: {scheduler: {threshold: {threshold: [a]}}}", "threshold should be a valid number, not 'a'"),
+        ("space: {scheduler: {threshold: {threshold: {low: .9, high: .1}}}}", "low should be at most high"),
+        ("space: {scheduler: {threshold: {threshold: {low: a, high: b}}}}", "low and high should be numbers"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, log: true}}}}", "low above 0"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, step: 0}}}}", "step should be a number above 0"),
+        ("space: {scheduler: {fixed: {steps: {low: 1.5, high: 3}}}}", "steps should be a valid integer"),
+        ("space: {options: {block_lenth: [8]}}", "unknown option 'block_lenth', did you mean 'block_length'"),
+        ("space: {options: {output: [a]}}", "unknown option 'output'"),
+    ],
+)
+def test_spaces_are_checked_before_anything_runs(
+    here: Path, space: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "conf" / "tune" / "mine.yaml").write_text(f"# Mine.\nname: mine\n{space}\n")
+    assert tuning.main(["tune=mine"]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (here / "outputs").exists()
+
+
+def test_an_empty_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "conf" / "tune" / "mine.yaml").write_text("")
+    assert tuning.main(["tune=mine"]) == 2
+    assert "tune.name should be letters" in capsys.readouterr().err
+
+
+class Asked:
+    """An Optuna trial that takes the low end of what it is asked for, and writes down which kind it was."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, str] = {}
+
+    def suggest_categorical(self, name: str, values: Sequence[Any]) -> Any:
+        return values[0]
+
+    def suggest_int(self, name: str, low: int, high: int, **_: object) -> int:
+        self.kinds[name] = "int"
+        return low
+
+    def suggest_float(self, name: str, low: float, high: float, **_: object) -> float:
+        self.kinds[name] = "float"
+        return low
+
+
+def test_a_number_is_whole_where_its_field_is() -> None:
+    asked = Asked()
+    space = Space.of(
+        {
+            "scheduler": {"localleap": {"threshold": {"low": 0, "high": 1}, "radius": {"low": 1, "high": 8}}},
+            "guide": {"temperature": {"value": {"low": 1, "high": 2}}},
+            "options": {"top_p": {"low": 0, "high": 1}, "top_k": {"low": 1, "high": 9}, "block_length": [None, 8]},
+        }
+    )
+    words = space.choose(cast(Any, asked))
+    assert words == [
+        "scheduler=localleap", "scheduler.threshold=0.0", "scheduler.radius=1", "guide=temperature",
+        "guide.temperature.value=1.0", "top_p=0.0", "top_k=1", "block_length=null",
+    ]  # fmt: skip
+    assert {name.rpartition(".")[2]: kind for name, kind in asked.kinds.items()} == {
+        "threshold": "float", "radius": "int", "value": "float", "top_p": "float", "top_k": "int",
+    }  # fmt: skip
+    assert job(words).plugins["guide"] == [{**job(["guide=temperature"]).plugins["guide"][0], "value": 1.0}]
+
+
+def tuner(*words: str) -> tuning.Tuner:
+    return tuning.Tuner(*tuning.tuning([*WORDS, *words]), tuning.Console(quiet=True))
+
+
+def test_it_is_confirmed_on_samples_of_another_seed(here: Path) -> None:
+    one = tuner("task.seed=1,2", "tune.trials=1")
+    one.search()
+    seeds = {json.loads(file.read_text())["config"]["task"]["seed"] for file in here.rglob("run.json")}
+    assert seeds == {1, 2, 3}
+
+
+def test_samples_that_are_no_new_ones_are_not_called_so(here: Path) -> None:
+    """A task whose samples do not depend on its seed, and two seeds, one of which the search has not seen."""
+    given = tuner("task=ideal", "task.items=3", "temperature=1")
+    assert given.unseen(given.reference(given.words)) == "4 samples with the prompts of the search, under another seed"
+    mini = tuner()
+    other, both = (
+        replace(mini.reference(mini.words), jobs=jobs([*WORDS[:-1], f"task.seed={n}"])) for n in ("5", "0,5")
+    )
+    assert mini.unseen(other) == "4 samples that the search did not see"
+    assert mini.unseen(replace(both, samples=8)) == "8 samples (4 with prompts of the search)"
+
+
+def test_a_reference_that_scores_nothing_or_cannot_run_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tuning.main([*WORDS, "max_new_tokens=1"]) == 2
+    assert "one token per step scores 0 on mini copy:" in capsys.readouterr().err
+    monkeypatch.setattr(tuning.Tuner, "measure", lambda *given: "there is no room")
+    assert tuning.main([*WORDS, "max_new_tokens=2"]) == 2
+    assert "one token per step cannot run: there is no room" in capsys.readouterr().err
 
 
 def test_a_file_of_the_user_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

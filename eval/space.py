@@ -1,0 +1,159 @@
+"""What a search may choose: the `space` of a file of `conf/tune`, checked before anything is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from dllm_sampler import config
+from dllm_sampler.cli.compose import entry
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.jobs import ELSEWHERE, Options
+
+if TYPE_CHECKING:
+    from optuna import Trial
+
+Check = Callable[[object], None]  # raises UserError where a knob cannot have the value
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What a knob may be: one of `values`, or a number from `low` to `high`."""
+
+    values: tuple[str | float | None, ...] = ()
+    low: float = 0
+    high: float = 0
+    log: bool = False
+    step: float | None = None
+    real: bool = True  # not whole numbers alone
+
+    @staticmethod
+    def of(where: str, given: object, check: Check) -> Domain:
+        """From YAML; `check` judges single values.
+
+        Raises:
+            UserError: nothing can be chosen from it.
+        """
+        if isinstance(given, list):
+            if not given or not all(value is None or isinstance(value, str | int | float) for value in given):
+                raise UserError(f"{where} should have at least one value in its list, no lists in it, not {given!r}")
+            for value in given:
+                check(value)
+            return Domain(tuple(given))
+        if not isinstance(given, Mapping) or not {"low", "high"} <= set(given) <= {"low", "high", "log", "step"}:
+            raise UserError(f"{where} should be a list of values, or low and high (log, step), not {given!r}")
+        low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
+        if not all(isinstance(bound, int | float) and not isinstance(bound, bool) for bound in (low, high)):
+            raise UserError(f"{where}: low and high should be numbers, not {low!r} and {high!r}")
+        if low > high:
+            raise UserError(f"{where}: low should be at most high, and {low} is above {high}")
+        if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
+            raise UserError(f"{where}: log should be true or false, and true only with low above 0 and without step")
+        if step is not None and (not isinstance(step, int | float) or isinstance(step, bool) or step <= 0):
+            raise UserError(f"{where}: step should be a number above 0, not {step!r}")
+        check(low)
+        check(high)
+        return Domain((), low, high, log, step, _real(check) or not float(step or 1).is_integer())
+
+    def choose(self, trial: Trial, name: str) -> str:
+        """A value as a word of the command line has it."""
+        if self.values:
+            value = trial.suggest_categorical(name, self.values)
+            return "null" if value is None else str(value)
+        if not self.real:
+            step = int(self.step or 1)
+            return str(trial.suggest_int(name, int(self.low), int(self.high), step=step, log=self.log))
+        value = trial.suggest_float(name, float(self.low), float(self.high), step=self.step, log=self.log)
+        return str(float(f"{value:.4g}"))
+
+
+Knobs = Mapping[str, Domain]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Group -> choice -> its knobs, and the knobs of the options."""
+
+    groups: Mapping[str, Mapping[str, Knobs]]
+    options: Knobs
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Space:
+        """From YAML.
+
+        Raises:
+            UserError: something unknown, empty or of another form.
+        """
+        if not given:
+            raise UserError(
+                "tune.space has nothing to choose from: name groups with their choices, as conf/tune/fast.yaml"
+            )
+        groups: dict[str, Mapping[str, Knobs]] = {}
+        for group, choices in given.items():
+            if group not in (known := (*config.GROUPS[1:], "options")):
+                raise unknown("group of tune.space", group, known)
+            if not isinstance(choices, Mapping) or not choices:
+                form = "KNOB: [VALUE, ...]" if group == "options" else f"{group}: {{NAME: {{}}, ...}}"
+                raise UserError(f"tune.space.{group} should be written {form}, not {choices!r}")
+            if group != "options":
+                groups[group] = {str(name): _knobs(group, str(name), knobs) for name, knobs in choices.items()}
+        options = {knob: _option(knob, domain) for knob, domain in given.get("options", {}).items()}
+        return Space(groups, options)
+
+    @property
+    def keys(self) -> list[str]:
+        """What a word must not set, since it is searched."""
+        return [*self.groups, *self.options]
+
+    def choose(self, trial: Trial) -> list[str]:
+        """The words of a trial: a choice of each group, and values for the knobs of what is chosen."""
+        words = []
+        for group, choices in self.groups.items():
+            name = trial.suggest_categorical(group, list(choices))
+            words.append(f"{group}={name}")
+            owner = f"{group}.{name}" if group == "guide" else group
+            for knob, domain in choices[name].items():
+                words.append(f"{owner}.{knob}={domain.choose(trial, f'{group}.{name}.{knob}')}")
+        return [*words, *(f"{knob}={domain.choose(trial, knob)}" for knob, domain in self.options.items())]
+
+
+def _knobs(group: str, name: str, given: object) -> Knobs:
+    where, settings = f"tune.space.{group}.{name}", entry(group, name).settings
+    if given is not None and not isinstance(given, Mapping):
+        raise UserError(f"{where} should have knobs, as in {{KNOB: [VALUE, ...]}}, or {{}}, not {given!r}")
+    found = {}
+    for knob, domain in (given or {}).items():
+        names = [field for field in settings if field != "_target_"]
+        if knob not in names:
+            raise unknown(f"field of {group}={name}", str(knob), names)
+        target = resolve_name(str(settings["_target_"]))
+
+        def check(value: object, knob: str = knob, target: Any = target) -> None:
+            config.check(where, target, {knob: value})
+
+        found[knob] = Domain.of(f"{where}.{knob}", domain, check)
+    return found
+
+
+def _option(knob: str, domain: object) -> Domain:
+    where = f"tune.space.options.{knob}"
+    names = [name for name in Options.__dataclass_fields__ if name not in ELSEWHERE]
+    if "." not in knob and knob not in names:
+        raise unknown("option", knob, names)
+
+    def check(value: object) -> None:
+        if "." not in knob:
+            config.check("tune.space.options", Options, {knob: value})
+
+    return Domain.of(where, domain, check)
+
+
+def _real(check: Check) -> bool:
+    """Whether fractions are among what a knob can have."""
+    try:
+        check(0.5)
+    except UserError:
+        return False
+    return True
