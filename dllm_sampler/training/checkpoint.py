@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,28 @@ def save(
     write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
 
 
+@contextmanager
+def _opened(folder: Path) -> Iterator[Any]:
+    try:
+        with safe_open(folder / FILE, "pt") as file:
+            yield file
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run anew") from None
+
+
+def peek(folder: Path) -> dict[str, Any]:
+    """The `state` alone, to see whether the rest would fit."""
+    with _opened(folder) as file:
+        return json.loads(file.metadata()["state"])
+
+
 def load(
     folder: Path, model: nn.Module, optimizer: optim.Optimizer, others: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Any]:
     """Put weights and moments back and return the `state` that was saved with them."""
-    try:
-        with safe_open(folder / FILE, "pt") as file:
-            state = json.loads(file.metadata()["state"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run anew") from None
+    with _opened(folder) as file:
+        state = json.loads(file.metadata()["state"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
     for other, module in (others or {}).items():
         prefix = f"other.{other}."

@@ -283,9 +283,8 @@ class FineTuner:
         self._settings = json.loads(json.dumps(mine))
         done = 0
         if (self.folder / checkpoint.FILE).exists():
-            state = checkpoint.load(self.folder, self.network, self.optimizer, self.others())
-            checkpoint.check_same(self.folder, state["config"], mine)
-            done = state["step"]
+            checkpoint.check_same(self.folder, checkpoint.peek(self.folder)["config"], mine)
+            done = checkpoint.load(self.folder, self.network, self.optimizer, self.others())["step"]
         path = self.folder / journal.FILE
         self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
         return done

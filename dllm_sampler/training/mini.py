@@ -120,8 +120,8 @@ class MiniTrainer:
         fresh = {"step": 0, "pool": 0, "place": 0, "tokens": 0, "seconds": 0.0, "loss_sum": 0.0, "loss_steps": 0}
         if not (folder / checkpoint.FILE).exists():
             return {**fresh, "config": mine}
+        checkpoint.check_same(folder, checkpoint.peek(folder)["config"], mine)
         state = checkpoint.load(folder, self.network, self.optimizer)
-        checkpoint.check_same(folder, state["config"], mine)
         return {**state, "loss_sum": 0.0, "loss_steps": 0}
 
     def _batches(self, state: dict[str, Any]) -> Iterator[Batch]:

@@ -181,7 +181,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", ["cjgrpo", "grpo"])
 def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the third step, with the reference moved on and a line of a lost step in the log."""
-    changes = {"steps": 3, "reference_every": 1, "learning_rate": 1e-3, "transitions": 2}
+    changes = {"steps": 3, "beta": 0.04, "reference_every": 1, "learning_rate": 1e-3, "transitions": 2}
     trainer(name, tmp_path / "whole", **changes).run()
     step = PolicyTrainer.step
 
@@ -196,8 +196,9 @@ def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.undo()
     with (tmp_path / "parts" / "log.jsonl").open("a") as log:
         log.write('{"step": 3, "loss": 7}\n{"st')
-    with pytest.raises(UserError, match=r"another train\.beta"):
-        trainer(name, tmp_path / "parts", **changes, beta=0.5).run()
+    for other in ({"beta": 0.0}, {"beta": 0.5}):
+        with pytest.raises(UserError, match=r"another train\.beta"):
+            trainer(name, tmp_path / "parts", **{**changes, **other}).run()
     trainer(name, tmp_path / "parts", **changes).run()
     whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
     assert [line["step"] for line in whole] == [0, 1, 2, 3]
