@@ -319,10 +319,11 @@ class StaticEngine(Engine):
         state.buffers.complete = True
         try:
             return Step(record(lambda: self._measured(state)), copied(state))
-        except RuntimeError as error:
+        except Exception as error:  # what the step itself raises, it raises again without a recording
             self.record = None
             cause: BaseException = error
-            while isinstance(cause.__context__, RuntimeError):  # ending a recording that failed fails too
+            while isinstance(cause, RuntimeError) and isinstance(cause.__context__, Exception):
+                # ending a recording that failed fails too
                 cause = cause.__context__
             warn(f"a step cannot be recorded as a CUDA graph and runs without one: {first_line(cause)}")
             return None

@@ -36,7 +36,8 @@ KERNELS = (
 
 def translated(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
     """Triton's compiler up to its first intermediate form, where a kernel that makes no sense fails."""
-    backend, context = make_backend(target), ir.context()
+    context = ir.context()
+    backend: Any = make_backend(target)
     parsed = backend.parse_options({**(options or {}), **source.parse_options()})
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -95,7 +96,7 @@ def attentions(rows: int) -> None:
     q = torch.randn(1, rows, 1, 16)
     positions = torch.arange(rows)[None]
     slots = torch.randn(1, rows + 2, 1, 16), torch.randn(1, rows + 2, 1, 16)
-    ends = {"begin": torch.zeros(1, dtype=torch.long), "limit": torch.ones(1, dtype=torch.long)}
+    ends: dict[str, Any] = {"begin": torch.zeros(1, dtype=torch.long), "limit": torch.ones(1, dtype=torch.long)}
     for splits in (1, 2):
         attention.block_attention(q, q, q, slots, positions, grid=rows, **ends, splits=splits)
         attention.block_attention(q, None, None, slots, positions, **ends, splits=splits)
