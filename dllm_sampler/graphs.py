@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -277,15 +277,10 @@ class StaticEngine(Engine):
             return plain
         return state
 
-    def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
-        """See `Engine.run`."""
-        state = None
-        try:
-            for state in super().run(canvas, max_steps):
-                yield state
-        finally:
-            if isinstance(state, InPlace):
-                self.free = state.buffers
+    def end(self, state: State) -> None:
+        """See `Engine.end`. The next generation may have the buffers."""
+        if isinstance(state, InPlace):
+            self.free = state.buffers
 
     def step(self, state: State) -> None:
         """See `Engine.step`."""
