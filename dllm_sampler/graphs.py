@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
 from dllm_sampler.loop import Engine, State
+from dllm_sampler.models.fused import hooked
+from dllm_sampler.models.moe import Experts, waits
 from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Denoiser, ModelSpec
@@ -47,8 +49,9 @@ def check(choice: object) -> None:
         raise UserError(f"cuda_graph must be true, false or auto, not {choice!r}")
 
 
-def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
+def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Why steps of these cannot be recorded; None: they can."""
+    spec = denoiser.spec
     if spec.device.type != "cuda":
         return f"graphs are CUDA's, and the model is on {spec.device.type}"
     if plugins.cache.syncs:
@@ -59,7 +62,34 @@ def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
         return "this model's encoder keeps what it read in an object of its own"
     if not plugins.scheduler.static:
         return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+    return next(filter(None, (_unfit(network, spec.device) for network in networks(denoiser))), None)
+
+
+def _unfit(network: nn.Module, device: torch.device) -> str | None:
+    """What a forward does besides launches on one GPU; None: nothing."""
+    weights = list(network.parameters())
+    places = sorted({str(weight.device) for weight in weights})
+    if len(places) > 1 or places == ["meta"]:
+        return f"the model's weights lie on {' and '.join(places)}"
+    if any(hasattr(weight, "device_mesh") for weight in weights):
+        return "the model's weights are sharded, and gathered in each forward"
+    for name, module in network.named_modules():
+        if hooked(module):
+            return (
+                f"a hook or another forward is at the model's {name or type(module).__name__}, and no replay calls it"
+            )
+        if isinstance(module, Experts) and waits(module, device):
+            return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
+
+
+def networks(denoiser: object) -> Iterator[nn.Module]:
+    """The networks of a denoiser and of those inside it, without the wrapper of `torch.compile`."""
+    for value in getattr(denoiser, "__dict__", {}).values():
+        if isinstance(value, nn.Module):
+            yield getattr(value, "_orig_mod", value)
+        elif hasattr(value, "spec"):
+            yield from networks(value)
 
 
 @cache
@@ -101,13 +131,10 @@ def cuda(run: Callable[[], None]) -> Callable[[], None]:
 def model(denoiser: object) -> tuple[Hashable, ...]:
     """What a recording takes for granted of the model: where its weights lie, its mode, autocast."""
     found: list[Hashable] = []
-    for value in getattr(denoiser, "__dict__", {}).values():
-        if isinstance(value, nn.Module):
-            kind = next((weight.device.type for weight in value.parameters()), "cpu")
-            found += [value.training, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
-            found += [_address(weight) for weight in (*value.parameters(), *value.buffers())]
-        elif hasattr(value, "spec"):  # a denoiser inside this one
-            found += model(value)
+    for network in networks(denoiser):
+        kind = next((weight.device.type for weight in network.parameters()), "cpu")
+        found += [network.training, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+        found += [_address(weight) for weight in (*network.parameters(), *network.buffers())]
     return tuple(found)
 
 
