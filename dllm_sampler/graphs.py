@@ -75,9 +75,7 @@ def _unfit(network: nn.Module, device: torch.device) -> str | None:
         return "the model's weights are sharded, and gathered in each forward"
     for name, module in network.named_modules():
         if hooked(module):
-            return (
-                f"a hook or another forward is at the model's {name or type(module).__name__}, and no replay calls it"
-            )
+            return f"a hook or another forward is at the model's {name or type(module).__name__}: no replay calls it"
         if isinstance(module, Experts) and waits(module, device):
             return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
@@ -166,7 +164,7 @@ class Buffers:
 
     def settle(self, state: State) -> Hashable:
         """Move every tensor of `state` to its home; returns what a recording of the next step depends on."""
-        moves: list[tuple[Tensor, Tensor]] = []
+        moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that are not made for this
         key: list[Hashable] = []
 
         def visit(path: str, value: Any) -> Any:
@@ -179,7 +177,8 @@ class Buffers:
             if home is None:
                 return self._house(name, value)
             if value is not home and isinstance(value, Slots):
-                moves.extend(zip(home.keys + home.values, value.keys + value.values, strict=True))
+                new = [None] * (2 * len(home.keys)) if value.untouched else value.keys + value.values
+                moves.extend(zip(home.keys + home.values, new, strict=True))
             elif isinstance(value, Tensor) and value is not home:
                 moves.append((home, value))
             return home
@@ -187,9 +186,9 @@ class Buffers:
         for part in PARTS:
             setattr(state, part, walk(getattr(state, part), visit, part))
         # What one buffer takes over from another is put aside before any is overwritten.
-        aside = [new.clone() if storage(new) in self.storages else new for _, new in moves]
+        aside = [new.clone() if new is not None and storage(new) in self.storages else new for _, new in moves]
         for (home, _), new in zip(moves, aside, strict=True):
-            home.copy_(new)
+            home.zero_() if new is None else home.copy_(new)
         return tuple(key)
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from dllm_sampler.cache.base import Slots
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.graphs import InPlace, Record, StaticEngine, Step, obstacle, walk
 from dllm_sampler.kernels import backend
-from dllm_sampler.loop import Engine
+from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.moe import MoE, MoeConfig
 from dllm_sampler.noise import CounterNoise, ReplayNoise
 from dllm_sampler.plugins import Plugins
@@ -182,6 +182,28 @@ def test_recordings_hold_for_weights_where_they_are(engines: Engines) -> None:
     assert buffers[0] is buffers[1] is not buffers[2]
 
 
+def test_slots_are_made_once(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation that finds the recordings of another works in its slots, and they are zeros again."""
+    made: list[Slots] = []
+    buffers, step = Slots._buffers, Taped.step
+    monkeypatch.setattr(Slots, "_buffers", lambda self: (made.append(self), buffers(self))[1])
+    it = toys.sampler("gqa", cache="dual", blocks={"name": "fixed", "length": 6})
+    held: list[float] = []
+
+    def noted(self: Taped, state: State) -> None:
+        slots = state.cache.slots
+        assert slots is not None
+        held.append(sum(float(one.abs().sum()) for one in slots.keys + slots.values))
+        step(self, state)
+
+    monkeypatch.setattr(Taped, "step", noted)
+    for _ in range(3):
+        held.clear()
+        it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+        assert held[0] == 0 < held[1]
+    assert len(made) == 2 and made[0] is made[1]  # keys and values
+
+
 def test_generations_that_overlap(engines: Engines) -> None:
     it = toys.sampler("llada", cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
     alone = [it.generate(toys.PROMPTS[i], max_new_tokens=12, seed=i) for i in (0, 0)]
@@ -276,11 +298,11 @@ class Sharded(torch.nn.Parameter):
     device_mesh = "as a DTensor has"
 
 
-def hook(network: torch.nn.Module) -> None:
+def hook(network: Any) -> None:
     network.layers[1].register_forward_hook(lambda *_: None)
 
 
-def forward(network: torch.nn.Module) -> None:
+def forward(network: Any) -> None:
     network.lm_head.forward = lambda hidden: hidden
 
 
@@ -291,15 +313,15 @@ def forward(network: torch.nn.Module) -> None:
         (lambda network: network.layers[1].to("meta"), "weights lie on cpu and meta"),
         (lambda network: network.to("meta"), "weights lie on meta"),
         (lambda network: setattr(network.norm, "weight", Sharded(network.norm.weight)), "weights are sharded"),
-        (hook, r"is at the model's layers\.1, "),
-        (forward, "is at the model's lm_head, "),
+        (hook, r"is at the model's layers\.1: "),
+        (forward, "is at the model's lm_head: "),
     ],
     ids=["as it is", "two devices", "meta", "sharded", "hook", "forward"],
 )
 def test_models_that_no_recording_repeats(change: Callable[[Any], object], why: str | None) -> None:
     network, it = toys.transformer(), toys.sampler()
     change(network)
-    for there in (on_a_gpu(it.denoiser, network), on_a_gpu(it.denoiser, torch.compile(network))):
+    for there in (on_a_gpu(it.denoiser, network), on_a_gpu(it.denoiser, cast(torch.nn.Module, torch.compile(network)))):
         found = obstacle(it.plugins, it.noise, there)
         assert found is None if why is None else re.search(why, found or "")
 
