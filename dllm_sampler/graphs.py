@@ -62,20 +62,21 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return "this model's encoder keeps what it read in an object of its own"
     if not plugins.scheduler.static:
         return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
-    return next(filter(None, (_unfit(network, spec.device) for network in networks(denoiser))), None)
+    return _unfit(nn.ModuleList(networks(denoiser)), spec.device)
 
 
-def _unfit(network: nn.Module, device: torch.device) -> str | None:
+def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
     """What a forward does besides launches on one GPU; None: nothing."""
-    weights = list(network.parameters())
+    weights = list(networks.parameters())
     places = sorted({str(weight.device) for weight in weights})
     if len(places) > 1 or places == ["meta"]:
         return f"the model's weights lie on {' and '.join(places)}"
     if any(hasattr(weight, "device_mesh") for weight in weights):
         return "the model's weights are sharded, and gathered in each forward"
-    for name, module in network.named_modules():
+    for name, module in networks.named_modules():
         if hooked(module):
-            return f"a hook or another forward is at the model's {name or type(module).__name__}: no replay calls it"
+            name = name.partition(".")[2] or type(module).__name__
+            return f"a hook or another forward is at the model's {name}: no replay calls it"
         if isinstance(module, Experts) and waits(module, device):
             return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
@@ -112,14 +113,12 @@ def cuda(run: Callable[[], None]) -> Callable[[], None]:
     """
     graph = torch.cuda.CUDAGraph()
     # Graphs may share memory: each copies what it made into buffers that belong to none of them.
-    pool, stream, _ = _resources(torch.cuda.current_device())
     try:
         # A capture that failed cannot be ended either, and then leaves its stream the current one.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
-        ):
-            run()
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            pool, stream, _ = _resources(torch.cuda.current_device())
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
     except BaseException:
         _resources.cache_clear()  # a capture that was not ended keeps its pool to itself
         raise

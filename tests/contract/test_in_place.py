@@ -326,6 +326,15 @@ def test_models_that_no_recording_repeats(change: Callable[[Any], object], why: 
         assert found is None if why is None else re.search(why, found or "")
 
 
+def test_two_networks_on_two_devices_are_not_recorded() -> None:
+    it = toys.sampler()
+    other = SimpleNamespace(spec=it.denoiser.spec, model=torch.nn.Linear(1, 1, device="meta"))
+    there = on_a_gpu(it.denoiser, toys.transformer())
+    assert obstacle(it.plugins, it.noise, there) is None
+    there.weak = other
+    assert "lie on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "major", "waiting"),
     [
