@@ -6,7 +6,8 @@
 
 A row has `--slots` columns, the last `window` of which are one block under the dual cache: the first forward computes
 and stores every slot (`refresh`), each later one the window. A step is timed from its first launch until the host
-knows what came of it; figures are medians over steps and repeats, with the range.
+knows what came of it; figures are medians over steps and repeats, with the range. What fails is a line that says so,
+and a side that fell back to torch says that too. Each line is in `--json` as soon as it is measured.
 
 `floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
             measured in this run. A tenth above it is 1.10.
@@ -25,7 +26,9 @@ import argparse
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,11 +44,13 @@ from torch import Tensor
 
 from dllm_sampler import layout
 from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.errors import FallbackWarning
+from dllm_sampler.eval import markdown
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.graphs import cuda as record
-from dllm_sampler.kernels.backend import TORCH, select
-from dllm_sampler.loop import Engine
+from dllm_sampler.kernels.backend import TORCH, first_line, forget, select
+from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
@@ -157,22 +162,23 @@ class Bench:
         # The rows asked about become fewer; the floor is that of half of them.
         window_row = Row("window", side, batch, window, floor=self.floor(batch, window, max(1, window // 2), side))
         refresh = Row("refresh", side, batch, window, floor=self.floor(batch, self.options.slots, window, side))
-        alone: dict[int, Callable[[], None]] = {}  # by step; others replay one before them
+        # By step; others repeat one before them. Beside each stands what it reads, which a recording does not keep.
+        alone: dict[int, tuple[Callable[[], None], partial[None]]] = {}
         for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
             canvas = layout.canvas(
                 prompts, window, range(batch), spy.spec, sampler.plugins.blocks, sampler.noise, cuts=False
             )
-            run = iter(engine.run(canvas, window))
+            state = engine.begin(canvas)  # makes the slots, which belongs to no step
             for step in range(window):
                 row, spy.last = window_row if step else refresh, None
-                seconds = self.now(lambda run=run: next(run))
+                seconds = self.now(lambda state=state, step=step: one_step(engine, state, step, window))
                 if spy.last is not None:  # a replay asks nothing
                     again = partial(spy.again, spy.last)
-                    alone[step] = record(again) if side == "graph" else again
+                    alone[step] = (record(again) if side == "graph" else again), again
                 if repeat > 1:
                     row.seconds.append(seconds)
-                    row.model.append(self.now(alone[max(one for one in alone if one <= step)]))
-            run.close()  # pyright: ignore[reportAttributeAccessIssue]
+                    row.model.append(self.now(alone[max(one for one in alone if one <= step)][0]))
+            engine.end(state)
         return [window_row, refresh]
 
     def generate(self, side: str) -> Row:
@@ -225,12 +231,25 @@ class Bench:
                 yield from self._guarded("window", side, batch, window, run)
 
     def _guarded(self, kind: str, side: str, batch: int, window: int, run: Callable[[], list[Row]]) -> list[Row]:
-        """What does not fit into memory is a line that says so."""
-        try:
-            return run()
-        except torch.OutOfMemoryError:
+        """What fails, or falls back, says so in its line; the others are measured all the same."""
+        forget()
+        with warnings.catch_warnings(record=True) as met:
+            warnings.simplefilter("always", FallbackWarning)
+            try:
+                rows = run()
+            except Exception as error:
+                rows = [Row(kind, side, batch, window, note=f"failed: {type(error).__name__}: {first_line(error)}")]
+        with suppress(RuntimeError):  # of a device that is lost
             torch.cuda.empty_cache()
-            return [Row(kind, side, batch, window, note="out of memory")]
+        fell = [str(one.message) for one in met if issubclass(one.category, FallbackWarning)]
+        for row in rows:
+            row.note = "; ".join(filter(None, (row.note, *fell)))
+        return rows
+
+
+def one_step(engine: Engine, state: State, step: int, last: int) -> None:
+    engine.step(state)
+    engine.poll(state, step + 1, last=step + 1 == last)
 
 
 def table(rows: list[Row]) -> Table:
@@ -293,12 +312,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench, console = Bench(options), Console(width=max(Console().width, 140))
     about = kernel_bench.circumstances(bench.device, bench.copied) | {"product TFLOP/s": round(bench.peak / 1e12, 3)}
     console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
-    rows = list(bench.measure())
+    rows: list[Row] = []
+    for row in bench.measure():
+        rows.append(row)
+        if options.json:
+            text = json.dumps({"about": about, "rows": [asdict(one) for one in rows]}, indent=1)
+            markdown.write(options.json, text)
     console.print(table(rows))
     if bench.device.type == "cpu":
         console.print("A tiny model on a CPU: nothing about a GPU was measured, and no kernel or graph ran.")
-    if options.json:
-        options.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
     return 0
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -83,6 +84,15 @@ def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) ->
             return it.readout(logits, mask_id=vocab - 1, **arguments)
 
         yield Case(f"readout {rows} x {vocab} {what}", run, moved)
+    if rows > 1024 and importlib.util.find_spec("triton") is not None:  # where one program does a whole row
+
+        def split(it: Backend) -> Any:
+            from dllm_sampler.kernels import readout
+
+            with mock.patch.object(readout, "MANY", rows + 1):
+                return it.readout(logits, mask_id=vocab - 1)
+
+        yield Case(f"readout {rows} x {vocab} greedy, split", split, size(logits))
 
 
 def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Iterator[Case]:
@@ -174,6 +184,9 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield from layers(device, torch.bfloat16, rows, window, 1024, 28, 4, 128)
 
 
+FLUSHES = 16  # about a millisecond on a GPU, in which the host is through with the launches of what is timed
+
+
 class Clock:
     """Seconds of a call on the device, with cold caches."""
 
@@ -182,7 +195,8 @@ class Clock:
         self.flush = torch.empty(2**26 if device.type == "cuda" else 2**20, device=device)
 
     def __call__(self, run: Callable[[], object]) -> float:
-        self.flush.zero_()
+        for _ in range(FLUSHES if self.device.type == "cuda" else 1):
+            self.flush.zero_()
         if self.device.type == "cpu":
             begun = time.perf_counter()
             run()

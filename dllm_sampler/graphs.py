@@ -9,6 +9,7 @@ allocate workspaces. The second is recorded; from then on it is replayed.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -24,6 +25,8 @@ from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
 from dllm_sampler.loop import Engine, State
+from dllm_sampler.models.fused import hooked
+from dllm_sampler.models.moe import Experts, waits
 from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Denoiser, ModelSpec
@@ -46,8 +49,9 @@ def check(choice: object) -> None:
         raise UserError(f"cuda_graph must be true, false or auto, not {choice!r}")
 
 
-def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
+def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Why steps of these cannot be recorded; None: they can."""
+    spec = denoiser.spec
     if spec.device.type != "cuda":
         return f"graphs are CUDA's, and the model is on {spec.device.type}"
     if plugins.cache.syncs:
@@ -58,35 +62,76 @@ def obstacle(plugins: Plugins, noise: Noise, spec: ModelSpec) -> str | None:
         return "this model's encoder keeps what it read in an object of its own"
     if not plugins.scheduler.static:
         return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+    return _unfit(nn.ModuleList(networks(denoiser)), spec.device)
+
+
+def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
+    """What a forward does besides launches on one GPU; None: nothing."""
+    weights = list(networks.parameters())
+    places = sorted({str(weight.device) for weight in weights})
+    if len(places) > 1 or places == ["meta"]:
+        return f"the model's weights lie on {' and '.join(places)}"
+    if any(hasattr(weight, "device_mesh") for weight in weights):
+        return "the model's weights are sharded, and gathered in each forward"
+    for name, module in networks.named_modules():
+        if hooked(module):
+            name = name.partition(".")[2] or type(module).__name__
+            return f"a hook or another forward is at the model's {name}: no replay calls it"
+        if isinstance(module, Experts) and waits(module, device):
+            return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
 
 
+def networks(denoiser: object) -> Iterator[nn.Module]:
+    """The networks of a denoiser and of those inside it, without the wrapper of `torch.compile`."""
+    for value in getattr(denoiser, "__dict__", {}).values():
+        if isinstance(value, nn.Module):
+            yield getattr(value, "_orig_mod", value)
+        elif hasattr(value, "spec"):
+            yield from networks(value)
+
+
 @cache
-def _resources(device: int) -> tuple[Any, torch.cuda.Stream]:
-    """What the recordings on one GPU share: a pool of memory, and the stream they are made on."""
-    return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+def _resources(device: int) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """What the recordings on one GPU share: a pool of memory, the stream they are made on, and an empty recording.
+
+    A pool whose graphs are all gone takes no new one while anything still lives in it, such as a library's workspace.
+    The empty recording keeps it open.
+    """
+    pool, stream, empty = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is empty
+        with torch.cuda.graph(empty, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            pass
+    return pool, stream, empty
 
 
 def cuda(run: Callable[[], None]) -> Callable[[], None]:
-    """Record a function's launches on the current GPU as a CUDA graph; none of them happens before a replay."""
+    """Record a function's launches on the current GPU as a CUDA graph; none of them happens before a replay.
+
+    A recording owns what was allocated while it was made, nothing else: whatever `run` reads has to outlive it.
+    """
     graph = torch.cuda.CUDAGraph()
     # Graphs may share memory: each copies what it made into buffers that belong to none of them.
-    pool, stream = _resources(torch.cuda.current_device())
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        run()
+    try:
+        # A capture that failed cannot be ended either, and then leaves its stream the current one.
+        with torch.cuda.stream(torch.cuda.current_stream()):
+            pool, stream, _ = _resources(torch.cuda.current_device())
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+    except BaseException:
+        _resources.cache_clear()  # a capture that was not ended keeps its pool to itself
+        raise
     return graph.replay
 
 
 def model(denoiser: object) -> tuple[Hashable, ...]:
     """What a recording takes for granted of the model: where its weights lie, its mode, autocast."""
     found: list[Hashable] = []
-    for value in getattr(denoiser, "__dict__", {}).values():
-        if isinstance(value, nn.Module):
-            kind = next((weight.device.type for weight in value.parameters()), "cpu")
-            found += [value.training, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
-            found += [_address(weight) for weight in (*value.parameters(), *value.buffers())]
-        elif hasattr(value, "spec"):  # a denoiser inside this one
-            found += model(value)
+    for network in networks(denoiser):
+        kind = next((weight.device.type for weight in network.parameters()), "cpu")
+        found += [network.training, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+        found += [_address(weight) for weight in (*network.parameters(), *network.buffers())]
     return tuple(found)
 
 
@@ -118,7 +163,7 @@ class Buffers:
 
     def settle(self, state: State) -> Hashable:
         """Move every tensor of `state` to its home; returns what a recording of the next step depends on."""
-        moves: list[tuple[Tensor, Tensor]] = []
+        moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that are not made for this
         key: list[Hashable] = []
 
         def visit(path: str, value: Any) -> Any:
@@ -131,7 +176,8 @@ class Buffers:
             if home is None:
                 return self._house(name, value)
             if value is not home and isinstance(value, Slots):
-                moves.extend(zip(home.keys + home.values, value.keys + value.values, strict=True))
+                new = [None] * (2 * len(home.keys)) if value.untouched else value.keys + value.values
+                moves.extend(zip(home.keys + home.values, new, strict=True))
             elif isinstance(value, Tensor) and value is not home:
                 moves.append((home, value))
             return home
@@ -139,9 +185,9 @@ class Buffers:
         for part in PARTS:
             setattr(state, part, walk(getattr(state, part), visit, part))
         # What one buffer takes over from another is put aside before any is overwritten.
-        aside = [new.clone() if storage(new) in self.storages else new for _, new in moves]
+        aside = [new.clone() if new is not None and storage(new) in self.storages else new for _, new in moves]
         for (home, _), new in zip(moves, aside, strict=True):
-            home.copy_(new)
+            home.zero_() if new is None else home.copy_(new)
         return tuple(key)
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
@@ -258,15 +304,10 @@ class StaticEngine(Engine):
             return plain
         return state
 
-    def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
-        """See `Engine.run`."""
-        state = None
-        try:
-            for state in super().run(canvas, max_steps):
-                yield state
-        finally:
-            if isinstance(state, InPlace):
-                self.free = state.buffers
+    def end(self, state: State) -> None:
+        """See `Engine.end`. The next generation may have the buffers."""
+        if isinstance(state, InPlace):
+            self.free = state.buffers
 
     def step(self, state: State) -> None:
         """See `Engine.step`."""
@@ -300,10 +341,11 @@ class StaticEngine(Engine):
         state.buffers.complete = True
         try:
             return Step(record(lambda: self._measured(state)), copied(state))
-        except RuntimeError as error:
+        except Exception as error:  # what the step itself raises, it raises again without a recording
             self.record = None
             cause: BaseException = error
-            while isinstance(cause.__context__, RuntimeError):  # ending a recording that failed fails too
+            while isinstance(cause, RuntimeError) and isinstance(cause.__context__, Exception):
+                # ending a recording that failed fails too
                 cause = cause.__context__
             warn(f"a step cannot be recorded as a CUDA graph and runs without one: {first_line(cause)}")
             return None

@@ -149,19 +149,25 @@ class Engine:
         device = canvas.ids.device
         with torch.no_grad(), _current(device):
             state = self.begin(canvas)
-        for step in range(1, max_steps + 1):
-            # not inference_mode: its tensors could not be used by autograd later
-            with torch.no_grad(), _current(device):
-                state.begun = perf_counter()
-                self.step(state)
-                try:
-                    self.poll(state, step, last=step == max_steps)
-                except NotFiniteError as error:
-                    error.state = state
-                    raise
-            yield state
-            if state.finished:
-                return
+        try:
+            for step in range(1, max_steps + 1):
+                # not inference_mode: its tensors could not be used by autograd later
+                with torch.no_grad(), _current(device):
+                    state.begun = perf_counter()
+                    self.step(state)
+                    try:
+                        self.poll(state, step, last=step == max_steps)
+                    except NotFiniteError as error:
+                        error.state = state
+                        raise
+                yield state
+                if state.finished:
+                    return
+        finally:
+            self.end(state)
+
+    def end(self, state: State) -> None:
+        """After the last step, however that came about."""
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -252,7 +252,7 @@ class Sampler:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
         if self.cuda_graph is False:
             return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
-        why = graphs.obstacle(plugins, self.noise, self.denoiser.spec)
+        why = graphs.obstacle(plugins, self.noise, self.denoiser)
         if why is not None and self.cuda_graph is True:
             raise UserError(f"cuda_graph=true cannot be: {why}")
         if why is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,16 +17,33 @@ from dllm_sampler.protocols import Denoiser, LayerParts, ModelSpec, Plan, Schedu
 
 
 class Slots:
-    """Keys and values of every column, one buffer per layer, written in place; nothing is concatenated per step."""
+    """Keys and values of every column, one buffer per layer, written in place; nothing is concatenated per step.
+
+    Made, of zeros, when they are asked for first: a generation that takes over another's (`graphs.py`) never has any.
+    """
 
     def __init__(self, spec: ModelSpec, batch: int, columns: int):
-        shape = (batch, columns, spec.num_kv_heads, spec.head_dim)
-        self.columns = columns
+        self.spec, self.columns = spec, columns
+        self.shape = (batch, columns, spec.num_kv_heads, spec.head_dim)
 
-        def buffers() -> list[Tensor]:
-            return [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
+    @cached_property
+    def keys(self) -> list[Tensor]:
+        """`[B, L+1, Hkv, Dh]` of each layer."""
+        return self._buffers()
 
-        self.keys, self.values = buffers(), buffers()
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """`[B, L+1, Hkv, Dh]` of each layer."""
+        return self._buffers()
+
+    def _buffers(self) -> list[Tensor]:
+        spec = self.spec
+        return [torch.zeros(self.shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has asked for any yet."""
+        return not {"keys", "values"} & vars(self).keys()
 
     def write(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> None:
         """Store `k, v [B, Hkv, M, Dh]` at the plan's positions of layer `index`."""

@@ -172,7 +172,7 @@ def combine_kernel(
     total = tl.zeros([LINES], tl.float32)
     acc = tl.zeros([LINES, BLOCK_D], tl.float32)
     for split in range(splits):
-        there = line + split * lines.to(tl.int64)
+        there = line + split * tl.cast(lines, tl.int64)
         its = tl.load(peaks + there, mask=line < lines, other=float("-inf"))
         highest = tl.maximum(peak, its)
         base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -406,11 +406,12 @@ _GIVEN = [  # decoding, block-causal, drafts, one that stores, a cache's own mas
 ]
 
 
-def _combination(dtype: str, size: int) -> Configuration:
+def _combination(dtype: str, size: int, one: bool = False) -> Configuration:
     pointers = {"parts": "*fp32", "peaks": "*fp32", "totals": "*fp32", "out": f"*{dtype}"}
-    constants = {"DH": size, "BLOCK_D": triton.next_power_of_2(size), "LINES": _LINES}
+    constants = {"DH": size, "BLOCK_D": triton.next_power_of_2(size), "LINES": _LINES} | ({"lines": 1} if one else {})
     signature = pointers | {"lines": "i32", "splits": "i32"} | dict.fromkeys(constants, "constexpr")
-    return Configuration(f"attention combine {dtype} Dh={size}", combine_kernel, signature, constants)
+    name = f"attention combine {dtype} Dh={size}{' one line' if one else ''}"
+    return Configuration(name, combine_kernel, signature, constants)
 
 
 CONFIGURATIONS = [
@@ -428,4 +429,5 @@ CONFIGURATIONS = [
         for given in (("range", "split"), ("range", "fresh", "tree", "grid", "split"))
     ),
     *(_combination(dtype, size) for dtype in ("bf16", "fp16", "fp32") for size in (64, 80, 96, 128)),
+    _combination("bf16", 128, one=True),
 ]

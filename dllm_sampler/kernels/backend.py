@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, wraps
+from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -139,21 +141,48 @@ def _triton() -> Backend:
     )
 
 
-def guarded(fused: Function, plain: Function) -> Function:
-    """`fused`, and for good `plain` once it does not compile or asks for more than the GPU has."""
-    from triton.errors import TritonError
+def forget() -> None:
+    """Warn again of what was warned of, and try again what failed."""
+    for kept in (warn, driver, _triton):
+        kept.cache_clear()
 
-    failed = False
+
+def guarded(fused: Function, plain: Function) -> Function:
+    """`fused`, and `plain` for good in arguments like those it failed for: other sizes and types are other kernels."""
+    failed: set[Hashable] = set()
 
     @wraps(fused)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal failed
-        if not failed:
+        if not failed or alike((args, kwargs)) not in failed:
             try:
                 return fused(*args, **kwargs)
-            except TritonError as error:
-                failed = True
+            except Exception as error:
+                if not replaceable(error):
+                    raise
+                failed.add(alike((args, kwargs)))
                 warn(f"the Triton kernel {fused.__name__} cannot run, torch takes its place: {first_line(error)}")
         return plain(*args, **kwargs)
 
     return cast(Function, call)
+
+
+def alike(value: Any) -> Hashable:
+    """What arguments of one kernel have in common: types, and sizes up to a power of two."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple((size - 1).bit_length() for size in value.shape)
+    if isinstance(value, dict):
+        return tuple((name, alike(item)) for name, item in value.items())
+    if isinstance(value, tuple):
+        return tuple(alike(item) for item in value)
+    return value if isinstance(value, (bool, int, NoneType)) else type(value)
+
+
+def replaceable(error: Exception) -> bool:
+    """Whether an error says that a kernel cannot be had, and not that the device is lost or a recording spoilt."""
+    from triton.errors import TritonError
+
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return False
+    if isinstance(error, (TritonError, subprocess.CalledProcessError)):  # the latter: the C compiler, for a launcher
+        return True
+    return type(error) is RuntimeError and str(error).startswith(("PassManager::run failed", "Triton Error ["))

@@ -100,7 +100,10 @@ def compiled(module: str, place: int, target: str) -> Compiled:
 
 
 def build(it: Configuration, target: Target) -> Any:
-    """The binary, specialised as a launch would: pointers and strides are multiples of 16."""
+    """The binary of a launch whose pointers and strides are multiples of 16.
+
+    An integer that is 1 becomes a constant in a launch: configurations of one row name it among theirs.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

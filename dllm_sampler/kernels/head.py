@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dllm_sampler.kernels.partial import (
     LOW,
+    ONE_ROW,
     configuration,
     finish,
     finishing,
@@ -91,7 +92,7 @@ def head_kernel(
         present = tl.max(tl.where(name == asked, seen, -float("inf")), 1, keep_dims=True)
     at = row * PARTS + part
     found = reduce(x, names_here, nothing, nothing, nothing + LOW, score, names_here, x, cross)
-    put(reals, names, at, inside, rows.to(tl.int64) * PARTS, found, present)
+    put(reals, names, at, inside, tl.cast(rows, tl.int64) * PARTS, found, present)
     if TOP:
         place = tl.arange(0, TOP)[None]
         tl.store(lists + at * TOP + place, tl.topk(sortable(seen, names_here, V), TOP), mask=inside)
@@ -179,7 +180,8 @@ def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> 
     absent += [] if diverge else ["then_rows", "then_stride", "then_logsumexp", "then_index"]
     absent += [] if top else ["lists"]
     constants = _constants(vocab, width, vocab - 1, draw, draw, shape, top) | dict.fromkeys(absent)
-    many = "few rows" if rows <= 16 else "many rows"
+    constants |= ONE_ROW if rows == 1 else {}
+    many = "one row" if rows == 1 else "few rows" if rows <= 16 else "many rows"
     return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, constants, warps, stages)
 
 
@@ -189,6 +191,7 @@ CONFIGURATIONS = [
         for vocab, width in ((126464, 4096), (152064, 3584), (262144, 4096))
         for rows, what in ((16, "greedy"), (64, "draw"))
     ),
+    _configuration("bf16", 1, 126464, 4096, "greedy"),
     _configuration("bf16", 16, 126464, 4096, "draw current KL"),
     _configuration("bf16", 64, 126464, 4096, "greedy KL"),
     _configuration("bf16", 64, 126464, 4096, "greedy top"),

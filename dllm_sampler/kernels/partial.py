@@ -230,7 +230,7 @@ def combine_kernel(
 ):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    combine(row, rows.to(tl.int64) * PARTS, reals, names, lists,
+    combine(row, tl.cast(rows, tl.int64) * PARTS, reals, names, lists,
             token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
             PARTS, LANES, DRAW, TOP, CHUNK)  # fmt: skip
 
@@ -284,6 +284,9 @@ TYPES = {
 }
 
 
+ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
+
+
 def configuration(
     name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: int = 2
 ) -> Configuration:
@@ -297,13 +300,14 @@ def configuration(
 
 CONFIGURATIONS = [
     configuration(
-        f"combine {parts} parts{' top 8' if top else ''}",
+        f"combine {parts} parts{' top 8' if top else ''}{' one row' if one else ''}",
         combine_kernel,
         "bf16",
         finishing(parts, draw=True, top=top)
         | dict.fromkeys(("current", "divergence"))
-        | ({} if top else dict.fromkeys(("lists", "values", "ids"))),
+        | ({} if top else dict.fromkeys(("lists", "values", "ids")))
+        | one,
         warps=4,
     )
-    for parts, top in ((31, 0), (64, 8), (2048, 8))
+    for parts, top, one in ((31, 0, {}), (31, 0, ONE_ROW), (64, 8, {}), (2048, 8, {}))
 ]

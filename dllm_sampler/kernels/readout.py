@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dllm_sampler.kernels.partial import (
     LOW,
+    ONE_ROW,
     combine,
     configuration,
     finish,
@@ -52,7 +53,7 @@ def readout_kernel(
     A thread keeps statistics of the logits that it has seen; they meet at the end of a part.
     """
     row = tl.program_id(0).to(tl.int64)
-    size = rows.to(tl.int64) * PARTS
+    size = tl.cast(rows, tl.int64) * PARTS
     logits += row * stride
     one = tl.zeros([1, 1], tl.int64)
     always = one == 0
@@ -193,12 +194,14 @@ def _configuration(dtype: str, vocab: int, what: str) -> Any:
     absent += [] if "KL" in what else ["then_rows", "then_stride", "then_logsumexp", "then_index", "divergence"]
     absent += [] if top else ["lists", "values", "ids"]
     constants = _constants(vocab, vocab - 1, draw, draw, whole, top) | dict.fromkeys(absent)
+    constants |= ONE_ROW if "one row" in what else {}
     warps = _warps(draw, "KL" in what, top)
     return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, constants, warps)
 
 
 CONFIGURATIONS = [
     *(_configuration("bf16", vocab, what) for vocab in (126464, 152064, 262144) for what in ("greedy", "draw")),
+    _configuration("bf16", 126464, "greedy one row"),
     _configuration("bf16", 126464, "greedy whole"),
     _configuration("bf16", 126464, "greedy KL"),
     _configuration("bf16", 126464, "draw current KL top"),

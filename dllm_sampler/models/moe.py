@@ -1,7 +1,7 @@
 """Mixture-of-experts feed-forward: every token goes to a few experts, whose outputs it sums by weight.
 
-Nothing here reads the host: shapes do not depend on where tokens go. T tokens, E experts, k chosen per token, D width
-of the stream, F width of an expert.
+Shapes do not depend on where tokens go, and nothing of ours reads the device. torch does, where its grouped product is
+a loop over the experts (`waits`). T tokens, E experts, k chosen per token, D width of the stream, F width of an expert.
 """
 
 from __future__ import annotations
@@ -100,12 +100,28 @@ class MoE(nn.Module):
         return out if self.shared is None else out + self.shared(hidden)
 
 
+GROUPED = (9, 10)  # major compute capabilities with a grouped product in one launch, in bfloat16: H100, B200
+
+
+def waits(experts: Experts, device: torch.device) -> bool:
+    """Whether multiplying by expert on a GPU waits for it: torch then reads where each expert's rows end."""
+    dtype = experts.gate_proj.dtype
+    if device.type != "cuda" or not _grouped(experts.gate_proj, dtype):
+        return False
+    major = torch.cuda.get_device_capability(device)[0]
+    return dtype != torch.bfloat16 or torch.version.hip is not None or major not in GROUPED
+
+
+def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch has a grouped product for these matrices: none in float64, none of rows that are not aligned."""
+    return dtype != torch.float64 and not any(size * dtype.itemsize % 16 for size in weight.shape[1:])
+
+
 def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     """`[R, out]` each of `rows [R, in]` times its expert's matrix of `weight [E, out, in]`; `expert [R]` is sorted."""
-    aligned = not any(size * rows.element_size() % 16 for size in weight.shape[1:])
-    if rows.dtype != torch.float64 and aligned and rows.device.type in ("cpu", "cuda"):
+    if _grouped(weight, rows.dtype) and rows.device.type in ("cpu", "cuda"):
         number = torch.arange(weight.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, number, right=True).int()  # [E] where each expert's rows end
         return F.grouped_mm(rows, weight.to(rows.dtype).mT, offs=ends)
-    # One matrix per row: dear in memory, but no kernel groups rows in float64, and exact whatever else is in the batch.
+    # One matrix per row: dear in memory, but exact whatever else is in the batch.
     return (weight[expert] @ rows[..., None])[..., 0]

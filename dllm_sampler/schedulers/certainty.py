@@ -1,7 +1,7 @@
 """Certainty prior: positions among committed ones come first."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     return (weight * ~masked).sum(-1) / total
 
 
-@lru_cache(maxsize=16)
+@cache  # for good: a recorded step (`graphs.py`) reads these tensors where they are
 def bell(sigma: float, reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets `[2 reach + 1]`, a Gaussian over them, and its sum: the same in every step."""
     ahead = torch.arange(-reach, reach + 1, device=device)

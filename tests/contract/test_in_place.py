@@ -7,9 +7,11 @@ took from the first run, or a tensor that moved, shows as a wrong token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,9 +24,11 @@ from dllm_sampler.cache.base import Slots
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.graphs import InPlace, Record, StaticEngine, Step, obstacle, walk
 from dllm_sampler.kernels import backend
-from dllm_sampler.loop import Engine
+from dllm_sampler.loop import Engine, State
+from dllm_sampler.models.moe import MoE, MoeConfig
 from dllm_sampler.noise import CounterNoise, ReplayNoise
 from dllm_sampler.plugins import Plugins
+from dllm_sampler.protocols import Denoiser
 from tests import toys
 from tests.contract.cases import CASES, Case
 
@@ -178,6 +182,28 @@ def test_recordings_hold_for_weights_where_they_are(engines: Engines) -> None:
     assert buffers[0] is buffers[1] is not buffers[2]
 
 
+def test_slots_are_made_once(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation that finds the recordings of another works in its slots, and they are zeros again."""
+    made: list[Slots] = []
+    buffers, step = Slots._buffers, Taped.step
+    monkeypatch.setattr(Slots, "_buffers", lambda self: (made.append(self), buffers(self))[1])
+    it = toys.sampler("gqa", cache="dual", blocks={"name": "fixed", "length": 6})
+    held: list[float] = []
+
+    def noted(self: Taped, state: State) -> None:
+        slots = state.cache.slots
+        assert slots is not None
+        held.append(sum(float(one.abs().sum()) for one in slots.keys + slots.values))
+        step(self, state)
+
+    monkeypatch.setattr(Taped, "step", noted)
+    for _ in range(3):
+        held.clear()
+        it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+        assert held[0] == 0 < held[1]
+    assert len(made) == 2 and made[0] is made[1]  # keys and values
+
+
 def test_generations_that_overlap(engines: Engines) -> None:
     it = toys.sampler("llada", cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
     alone = [it.generate(toys.PROMPTS[i], max_new_tokens=12, seed=i) for i in (0, 0)]
@@ -258,9 +284,77 @@ def test_what_is_refused(options: dict[str, Any], why: str) -> None:
 )
 def test_what_is_refused_on_a_gpu(plugins: dict[str, Any], noise: Any, why: str) -> None:
     it = toys.sampler(noise=noise, **plugins)
-    spec = replace(it.denoiser.spec, device=torch.device("cuda"))
-    assert why in (obstacle(it.plugins, it.noise, spec) or "")
-    assert obstacle(toys.sampler().plugins, CounterNoise(), spec) is None
+    there = on_a_gpu(it.denoiser, torch.nn.Linear(1, 1))
+    assert why in (obstacle(it.plugins, it.noise, there) or "")
+    assert obstacle(toys.sampler().plugins, CounterNoise(), there) is None
+
+
+def on_a_gpu(denoiser: Denoiser, network: torch.nn.Module) -> Any:
+    """What a denoiser of this network says of itself there."""
+    return SimpleNamespace(spec=replace(denoiser.spec, device=torch.device("cuda")), model=network)
+
+
+class Sharded(torch.nn.Parameter):
+    device_mesh = "as a DTensor has"
+
+
+def hook(network: Any) -> None:
+    network.layers[1].register_forward_hook(lambda *_: None)
+
+
+def forward(network: Any) -> None:
+    network.lm_head.forward = lambda hidden: hidden
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda network: None, None),
+        (lambda network: network.layers[1].to("meta"), "weights lie on cpu and meta"),
+        (lambda network: network.to("meta"), "weights lie on meta"),
+        (lambda network: setattr(network.norm, "weight", Sharded(network.norm.weight)), "weights are sharded"),
+        (hook, r"is at the model's layers\.1: "),
+        (forward, "is at the model's lm_head: "),
+    ],
+    ids=["as it is", "two devices", "meta", "sharded", "hook", "forward"],
+)
+def test_models_that_no_recording_repeats(change: Callable[[Any], object], why: str | None) -> None:
+    network, it = toys.transformer(), toys.sampler()
+    change(network)
+    for there in (on_a_gpu(it.denoiser, network), on_a_gpu(it.denoiser, cast(torch.nn.Module, torch.compile(network)))):
+        found = obstacle(it.plugins, it.noise, there)
+        assert found is None if why is None else re.search(why, found or "")
+
+
+def test_two_networks_on_two_devices_are_not_recorded() -> None:
+    it = toys.sampler()
+    other = SimpleNamespace(spec=it.denoiser.spec, model=torch.nn.Linear(1, 1, device="meta"))
+    there = on_a_gpu(it.denoiser, toys.transformer())
+    assert obstacle(it.plugins, it.noise, there) is None
+    there.weak = other
+    assert "lie on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "major", "waiting"),
+    [
+        (torch.bfloat16, 16, 9, False),
+        (torch.bfloat16, 16, 10, False),
+        (torch.bfloat16, 16, 8, True),
+        (torch.bfloat16, 16, 12, True),
+        (torch.float16, 16, 9, True),
+        (torch.float32, 16, 9, True),
+        (torch.float64, 16, 8, False),
+        (torch.bfloat16, 12, 8, False),  # not aligned
+    ],
+)
+def test_experts_that_wait(
+    dtype: torch.dtype, width: int, major: int, waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    config, it = MoeConfig(num_experts=2, top_k=1, expert_size=16, layers=frozenset()), toys.sampler()
+    found = obstacle(it.plugins, it.noise, on_a_gpu(it.denoiser, MoE(config, width, None).to(dtype)))
+    assert ("waits for the GPU" in (found or "")) == waiting
 
 
 def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,18 @@
 """The benchmark runs, and refuses to compare sides that do different work."""
 
 import json
+import weakref
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from dllm_sampler.kernels.backend import TORCH
+from tests.contract.test_in_place import Taped, taped
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -100,3 +107,48 @@ def test_recording(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "bytes per column: 20, with the entropy 24" in printed
     assert "smoke, batch 1, trace and entropy" in printed
+
+
+def test_a_decoding_step_that_fails_is_a_line_and_the_rest_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, bench = tmp_path / "steps.json", import_module("decode_step")
+    written: list[int] = []
+
+    def fails(self: Any, side: str) -> Any:
+        bench.select("triton", self.device, torch.float64)  # which has no kernels
+        raise RuntimeError("CUDA error: out of luck\nmore of it")
+
+    def falls(self: Any, side: str) -> Any:
+        written.append(len(json.loads(file.read_text())["rows"]))
+        bench.select("triton", self.device, torch.float64)
+        return bench.Row("generate", side, 1, 8)
+
+    monkeypatch.setattr(bench.Bench, "readout", fails)
+    monkeypatch.setattr(bench.Bench, "generate", falls)
+    monkeypatch.setattr(bench.Bench, "steps", lambda self, side, batch, window: [])
+    assert bench.main(["--smoke", "--json", str(file)]) == 0
+    notes = [row["note"] for row in json.loads(file.read_text())["rows"]]
+    assert written == [1]
+    assert notes[0].startswith("failed: RuntimeError: CUDA error: out of luck; Triton kernels cannot run here")
+    assert notes[1].startswith("Triton kernels cannot run here, torch takes their place")
+
+
+def test_what_a_recorded_model_reads_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording keeps nothing: what it reads would be freed, and the memory used again."""
+    bench, alive = import_module("decode_step"), []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        if not isinstance(run, partial):  # a step of the engine, whose tensors have homes
+            return taped(run)
+        _, query, plan = run.args[0]
+        read = [weakref.ref(one) for one in (query.positions, query.ids, plan.positions)]
+        return lambda: alive.extend(one() is not None for one in read)
+
+    monkeypatch.setattr(bench, "record", record)
+    monkeypatch.setattr(bench, "StaticEngine", Taped)
+    monkeypatch.setattr(bench, "select", lambda *_: TORCH)
+    with torch.no_grad():
+        rows = bench.Bench(bench.arguments(["--smoke"])).steps("graph", 1, 8)
+    assert [(row.kind, len(row.seconds), len(row.model)) for row in rows] == [("window", 7, 7), ("refresh", 1, 1)]
+    assert alive and all(alive)

@@ -103,21 +103,66 @@ def test_an_unknown_backend() -> None:
         select("cuda", CPU, torch.float32)
 
 
-def test_a_kernel_that_does_not_launch_is_replaced_for_good() -> None:
-    OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
+def failures() -> list[Exception]:
+    errors = pytest.importorskip("triton.runtime.errors")
+    return [
+        errors.OutOfResources(1, 0, "shared memory"),
+        errors.PTXASError("no such instruction"),
+        RuntimeError("PassManager::run failed"),
+        RuntimeError("Triton Error [CUDA]: invalid argument"),
+        subprocess.CalledProcessError(1, ["gcc"]),
+    ]
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_kernel_that_does_not_launch_is_replaced_for_good(which: int) -> None:
     calls = []
 
-    def fused(value: int) -> int:
-        calls.append(value)
-        raise OutOfResources(1, 0, "shared memory")
+    def fused(value: torch.Tensor, **options: Any) -> torch.Tensor:
+        calls.append(value.numel())
+        if len(value) == 1:
+            raise failures()[which]
+        return value
 
-    call = backend.guarded(fused, lambda value: -value)
-    with pytest.warns(RuntimeWarning, match="fused cannot run.*shared memory"):
-        assert call(3) == -3
+    call = backend.guarded(fused, lambda value, **options: -value)
+    one, many = torch.ones(1, 3), torch.ones(2, 3)
+    with pytest.warns(RuntimeWarning, match="fused cannot run, torch takes its place: "):
+        assert torch.equal(call(one, top=0), -one)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert call(4) == -4
-    assert calls == [3]
+        assert torch.equal(call(one, top=0), -one)
+        assert torch.equal(call(many, top=0), many)  # another kernel
+    assert calls == [3, 6]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: device-side assert triggered", 710),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        AssertionError("neither fresh keys nor stored ones"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_torch_would_meet_too_is_raised(error: Exception) -> None:
+    pytest.importorskip("triton")
+
+    def fused(value: int) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        backend.guarded(fused, lambda value: -value)(3)
+
+
+def test_nothing_is_replaced_inside_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused(value: int) -> int:
+        raise failures()[0]
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(type(failures()[0])):
+        backend.guarded(fused, lambda value: -value)(3)
 
 
 def command(

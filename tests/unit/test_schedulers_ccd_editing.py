@@ -17,7 +17,7 @@ from dllm_sampler.protocols import Scheduler
 from dllm_sampler.result import Result
 from dllm_sampler.schedulers.ccd import Coherent
 from dllm_sampler.schedulers.ccd_marginal import CoherentMarginal
-from dllm_sampler.schedulers.certainty import CertaintyPrior
+from dllm_sampler.schedulers.certainty import CertaintyPrior, bell
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.editing import TokenEditing
@@ -58,6 +58,14 @@ def test_density_right_of_the_end_is_as_the_last_position() -> None:
     weight = torch.exp(-(torch.arange(-4.0, 5.0) ** 2) / 4.5)  # a generation's length on either side
     want = float((weight[:2].sum() + weight[5:].sum()) / weight.sum())
     assert float(CertaintyPrior(sigma=1.5).density(canvas, torch.tensor([[3]]))) == pytest.approx(want)
+
+
+def test_a_bell_stays_where_it_is() -> None:
+    """A recorded step reads it at its address, whatever generations of other lengths come between."""
+    first = bell(10.0, 1, torch.device("cpu"))
+    for reach in range(2, 40):
+        bell(10.0, reach, torch.device("cpu"))
+    assert bell(10.0, 1, torch.device("cpu")) is first
 
 
 def test_certainty_goes_from_left_to_right() -> None:

@@ -1,0 +1,136 @@
+"""Launches as a GPU would see them, without one: the JIT makes an integer that is 1 a constant of the kernel.
+
+The interpreter does not, and configurations compiled ahead of time have only the constants that they name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter specialises nothing", allow_module_level=True)
+
+import triton.compiler
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ir, make_backend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from dllm_sampler.kernels import attention, commit, head, norm, partial, readout, rope, swiglu
+from dllm_sampler.kernels.statistics import Then
+
+TARGET = GPUTarget("cuda", 90, 32)
+PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
+KERNELS = (
+    attention.attention_kernel, attention.combine_kernel, commit.commit_kernel, head.head_kernel, norm.norm_kernel,
+    partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel, swiglu.swiglu_kernel,
+)  # fmt: skip
+
+
+def translated(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+    """Triton's compiler up to its first intermediate form, where a kernel that makes no sense fails."""
+    context = ir.context()
+    backend: Any = make_backend(target)
+    parsed = backend.parse_options({**(options or {}), **source.parse_options()})
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    return SimpleNamespace()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The names of the kernels that were launched on an H100 which is not there."""
+    names: set[str] = set()
+    run = JITFunction.run
+
+    def warm(self: Any, *given: Any, **options: Any) -> Any:
+        names.add(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}")
+        return run(self, *given, **(options | {"warmup": True}))
+
+    here = SimpleNamespace(
+        get_current_device=lambda: PLACE, get_current_stream=lambda _=None: 0, get_current_target=lambda: TARGET
+    )
+    monkeypatch.setattr(driver, "_active", here)
+    monkeypatch.setattr(JITFunction, "run", warm)
+    monkeypatch.setattr(triton.compiler, "compile", translated)
+    yield names
+    for kernel in KERNELS:
+        kernel.device_caches.pop(PLACE, None)
+
+
+def readouts(rows: int, **options: Any) -> None:
+    for vocab in (45, 4099):  # a part and two
+        logits = torch.randn(rows, vocab, dtype=torch.bfloat16)
+        readout.readout(logits)
+        then = Then(logits.clone(), torch.zeros(rows, dtype=torch.float64), torch.arange(rows))
+        named = torch.zeros(rows, dtype=torch.long)
+        keys = torch.arange(rows)
+        readout.readout(logits, temperature=0.7, keys=keys, mask_id=1, current=named, then=then, top=1, measured=True)
+        hidden, weight = torch.randn(rows, 64), torch.randn(vocab, 64)
+        head.head(hidden, weight)
+        then = Then(hidden.clone(), torch.zeros(rows, dtype=torch.float64), torch.arange(rows))
+        asked = {"index": keys, "temperature": 0.7, "keys": keys, "current": named, "then": then}
+        head.head(hidden, weight, mask_id=1, top=3, **asked)
+
+
+def commits(rows: int) -> None:
+    for width in (1, 8):
+        ids, masked = torch.zeros(rows, 9, dtype=torch.long), torch.ones(rows, 9, dtype=torch.bool)
+        positions = torch.arange(width).expand(rows, -1).contiguous()
+        score, may = torch.rand(rows, width, dtype=torch.float64), torch.ones(rows, width, dtype=torch.bool)
+        given = ids, masked, positions, positions, score, may, torch.zeros(rows, dtype=torch.bool)
+        commit.commit(*given, threshold=0.5)
+        commit.commit(*given, count=torch.ones(rows, dtype=torch.long))
+
+
+def attentions(rows: int) -> None:
+    """A row of `rows` positions; one of them is one line of one head in the kernel that adds parts up."""
+    q = torch.randn(1, rows, 1, 16)
+    positions = torch.arange(rows)[None]
+    slots = torch.randn(1, rows + 2, 1, 16), torch.randn(1, rows + 2, 1, 16)
+    ends: dict[str, Any] = {"begin": torch.zeros(1, dtype=torch.long), "limit": torch.ones(1, dtype=torch.long)}
+    for splits in (1, 2):
+        attention.block_attention(q, q, q, slots, positions, grid=rows, **ends, splits=splits)
+        attention.block_attention(q, None, None, slots, positions, **ends, splits=splits)
+    seen = torch.ones(1, 1, rows + 2, dtype=torch.bool)
+    attention.block_attention(q, None, None, slots, positions, mask=seen, splits=2)
+    attention.block_attention(q, q, q, None, positions, tree=torch.ones(1, rows, rows, dtype=torch.bool), splits=1)
+
+
+def layers(rows: int) -> None:
+    for width in (1, 64):
+        x = torch.randn(rows, width)
+        norm.norm(x, torch.ones(width), 1e-5)
+        norm.norm(x, torch.ones(width), 1e-5, x)
+        swiglu.swiglu(x, x)
+    fused, turn = torch.randn(1, rows, 3 * 16), torch.randn(1, 1, rows, 16)
+    rope.qkv_rope(fused, turn, turn, 1, 1)
+    slots = torch.zeros(1, 5, 1, 16), torch.zeros(1, 5, 1, 16)
+    rope.qkv_rope(fused, turn, turn, 1, 1, slots=slots, positions=torch.zeros(1, rows, dtype=torch.long), fresh=False)
+
+
+@pytest.mark.parametrize(
+    ("launch", "kernels"),
+    [
+        (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
+        (commits, {"commit.commit_kernel"}),
+        (attentions, {"attention.attention_kernel", "attention.combine_kernel"}),
+        (layers, {"norm.norm_kernel", "swiglu.swiglu_kernel", "rope.qkv_kernel"}),
+    ],
+)
+def test_a_launch_of_one_row_compiles(launch: Callable[[int], None], kernels: set[str], launched: set[str]) -> None:
+    launch(1)
+    assert launched == kernels
+
+
+def test_a_row_done_by_one_program_compiles(launched: set[str]) -> None:
+    readout.readout(torch.randn(readout.MANY, 45))
+    assert launched == {"readout.readout_kernel"}
