@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
 from dllm_sampler.kernels.rope import put
 
 _LOG2E = 1.4426950408889634
@@ -238,10 +238,10 @@ def block_attention(
     mask = None if mask is None else mask.expand(batch, width, columns).view(torch.uint8)
     tree = None if tree is None else tree.expand(batch, rows, rows).view(torch.uint8)
     shape, warps, stages = _shape(rows * heads // kv_heads, size, q.dtype.itemsize, k is not None or mask is not None)
-    tiles = triton.cdiv(rows * heads // kv_heads, shape["BLOCK_M"])
+    tiles = cdiv(rows * heads // kv_heads, shape["BLOCK_M"])
     if splits is None:
         length = (columns if reads else 0) + (rows if k is not None else 0)
-        splits = _splits(tiles * len(q) * kv_heads, triton.cdiv(length, shape["BLOCK_N"]), q.device)
+        splits = _splits(tiles * len(q) * kv_heads, cdiv(length, shape["BLOCK_N"]), q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
@@ -263,7 +263,7 @@ def block_attention(
     if parts is not None:
         lines = out.numel() // size
         launch = {"DH": size, "BLOCK_D": shape["BLOCK_D"], "LINES": _LINES, "num_warps": 4, "enable_fp_fusion": True}
-        combine_kernel[(triton.cdiv(lines, _LINES),)](parts, peaks, totals, out, lines, splits, **launch)
+        combine_kernel[(cdiv(lines, _LINES),)](parts, peaks, totals, out, lines, splits, **launch)
     return out
 
 
@@ -370,8 +370,8 @@ def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str
     """Blocks, warps and stages for `packed` queries per key head; heavy: fresh keys or masks want registers too."""
     wide = itemsize > 2  # float32 is multiplied exactly, without tensor cores
     most = 32 if wide else 64 if heavy else 128
-    block_m = min(max(16, triton.next_power_of_2(packed)), most)
-    blocks = {"BLOCK_D": triton.next_power_of_2(size), "BLOCK_M": block_m, "BLOCK_N": 32 if wide or heavy else 64}
+    block_m = min(max(16, next_power_of_2(packed)), most)
+    blocks = {"BLOCK_D": next_power_of_2(size), "BLOCK_M": block_m, "BLOCK_N": 32 if wide or heavy else 64}
     return blocks, 8 if wide or block_m == most else 4, 2
 
 
@@ -408,7 +408,7 @@ _GIVEN = [  # decoding, block-causal, drafts, one that stores, a cache's own mas
 
 def _combination(dtype: str, size: int, one: bool = False) -> Configuration:
     pointers = {"parts": "*fp32", "peaks": "*fp32", "totals": "*fp32", "out": f"*{dtype}"}
-    constants = {"DH": size, "BLOCK_D": triton.next_power_of_2(size), "LINES": _LINES} | ({"lines": 1} if one else {})
+    constants = {"DH": size, "BLOCK_D": next_power_of_2(size), "LINES": _LINES} | ({"lines": 1} if one else {})
     signature = pointers | {"lines": "i32", "splits": "i32"} | dict.fromkeys(constants, "constexpr")
     name = f"attention combine {dtype} Dh={size}{' one line' if one else ''}"
     return Configuration(name, combine_kernel, signature, constants)

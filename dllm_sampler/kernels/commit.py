@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
 from dllm_sampler.kernels.statistics import check_rule
 
 PAIRS = 4096  # of positions that are compared at once
@@ -121,7 +121,7 @@ def _bytes(flags: Tensor) -> Tensor:
 
 
 def _shape(width: int) -> tuple[dict[str, int], int]:
-    block = max(2, triton.next_power_of_2(width))
+    block = max(2, next_power_of_2(width))
     return {"BLOCK": block, "STEP": max(2, min(block, PAIRS // block))}, 4 if block <= 256 else 8
 
 

@@ -26,3 +26,16 @@ class Configuration:
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 2
+
+
+# Triton's functions of these names are for kernels too, and so are said to return what a launch cannot count with.
+
+
+def cdiv(size: int, part: int) -> int:
+    """How many parts hold `size`."""
+    return -(-size // part)
+
+
+def next_power_of_2(size: int) -> int:
+    """The least power of two that is `size` at least; 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0

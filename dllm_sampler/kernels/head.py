@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     LOW,
     ONE_ROW,
@@ -134,7 +135,7 @@ def head(
     constants = _constants(vocab, width, mask_id, draw, measured and draw, shape, top)
     parts = constants["PARTS"]
     buffers = room(rows, parts, constants["TOP"], hidden.device)
-    head_kernel[triton.cdiv(rows, shape["BLOCK_R"]), parts](
+    head_kernel[cdiv(rows, shape["BLOCK_R"]), parts](
         hidden,
         hidden.stride(0),
         weight.contiguous(),
@@ -165,7 +166,7 @@ def _constants(
     vocab: int, width: int, mask_id: int | None, draw: bool, measured: bool, shape: dict[str, int], top: int
 ) -> dict[str, Any]:
     mask = -1 if mask_id is None else mask_id
-    parts = triton.cdiv(vocab, shape["BLOCK_V"])
+    parts = cdiv(vocab, shape["BLOCK_V"])
     ends = finishing(parts, draw, top)
     own = {"D": width, "V": vocab, "MASK": mask, "DRAW": draw, "MEASURED": measured, **shape}
     own["WIDE"] = triton.knobs.runtime.interpret  # which multiplies matrices of bfloat16 by their bits

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
         block, rows, warps = _tile(width)
         launch: dict[str, Any] = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
         launch["enable_fp_fusion"] = True
-        norm_kernel[(triton.cdiv(len(flat), rows),)](
+        norm_kernel[(cdiv(len(flat), rows),)](
             flat,
             None if delta is None else delta.contiguous(),
             weight,
@@ -74,7 +74,7 @@ def norm_reference(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | N
 
 def _tile(width: int) -> tuple[int, int, int]:
     """Padded width, rows of a program, and warps: about 1024 numbers a program at least, 32 a thread at most."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return block, max(1, 1024 // block), min(16, max(4, block // 1024))
 
 

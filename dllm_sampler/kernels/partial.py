@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler import noise, readout
-from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
 from dllm_sampler.kernels.statistics import Statistics
 
 LOW = tl.constexpr(-1e30)
@@ -253,13 +253,13 @@ def outputs(out: Statistics) -> tuple[Any, ...]:
 
 def padded(top: int) -> int:
     """Length of a list of `top` in a kernel; 0: none. Triton 3.7's `topk` knows no list of one."""
-    return max(2, triton.next_power_of_2(top)) if top else 0
+    return max(2, next_power_of_2(top)) if top else 0
 
 
 def finishing(parts: int, draw: bool, top: int) -> dict[str, Any]:
     """The constants of `combine`."""
-    lanes = triton.next_power_of_2(parts)
-    chunk = max(padded(top), min(256, triton.next_power_of_2(parts * padded(top))))
+    lanes = next_power_of_2(parts)
+    chunk = max(padded(top), min(256, next_power_of_2(parts * padded(top))))
     return {"PARTS": parts, "LANES": lanes, "DRAW": draw, "TOP": padded(top), "CHUNK": chunk}
 
 

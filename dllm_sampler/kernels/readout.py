@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     LOW,
     ONE_ROW,
@@ -182,7 +183,7 @@ def _warps(draw: bool, diverge: bool, top: int) -> int:
 
 
 def _constants(vocab: int, mask_id: int | None, draw: bool, measured: bool, whole: bool, top: int) -> dict[str, Any]:
-    parts = triton.cdiv(vocab, PART)
+    parts = cdiv(vocab, PART)
     own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured, "WHOLE": whole}
     return own | {"PART": PART, "BLOCK": BLOCK} | finishing(parts, draw, top)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
 
 WARPS = 4
 _NUMBERS = 2048  # of the heads that a program holds at once
@@ -155,7 +155,7 @@ def qkv_rope(
     keys, values = slots or (None, None)
     if q.numel():
         shape = _shape(heads, kv_heads, size, cos.shape[-1])
-        tiles = triton.cdiv(heads, shape["BLOCK_H"]) + 2 * triton.cdiv(kv_heads, shape["BLOCK_H"])
+        tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
         launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
         qkv_kernel[rows * width, tiles](
             fused, bias, q_weight, k_weight, cos, sin, at,
@@ -210,9 +210,9 @@ def put(slots: Tensor, positions: Tensor, fresh: Tensor) -> None:
 
 
 def _shape(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
-    tail = triton.next_power_of_2(size - rotary) if rotary < size else 0
-    half = triton.next_power_of_2(rotary // 2)
-    block = max(1, min(triton.next_power_of_2(heads), _NUMBERS // (2 * half + tail)))
+    tail = next_power_of_2(size - rotary) if rotary < size else 0
+    half = next_power_of_2(rotary // 2)
+    block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + tail)))
     return {"H": heads, "HKV": kv_heads, "DH": size, "ROTARY": rotary, "HALF": half, "TAIL": tail, "BLOCK_H": block}
 
 

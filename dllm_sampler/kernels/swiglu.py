@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration
+from dllm_sampler.kernels.configuration import Configuration, cdiv
 
 BLOCK, WARPS = 1024, 4
 
@@ -40,9 +40,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         launch: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": True}
-        swiglu_kernel[len(flat), triton.cdiv(width, BLOCK)](
-            flat, other, out, width, flat.stride(0), other.stride(0), **launch
-        )
+        swiglu_kernel[len(flat), cdiv(width, BLOCK)](flat, other, out, width, flat.stride(0), other.stride(0), **launch)
     return out
 
 
