@@ -128,7 +128,9 @@ class FilterTrainer:
         trained = path.with_name(path.name + ".trained")  # the file takes its name when all is done
         self._write(trained, layers, about(reference.denoiser.spec, self.block_length))
         report = {
-            "settings": {key: value for key, value in asdict(self).items() if key not in ("output", "device")},
+            "settings": {
+                key: value for key, value in asdict(self).items() if key not in ("output", "device", "tracker")
+            },
             "records": {"training": len(training), "validation": len(validation), "test": len(test)},
             "validation_loss": loss,
             "test": judged(layers, test, self.threshold),

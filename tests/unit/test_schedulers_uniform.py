@@ -138,7 +138,7 @@ def test_acceptance_is_decided_anew_and_the_answer_is_the_last_best_canvas() -> 
     assert last.tokens[0].tolist() == [4, 5]
     assert last.result is not None
     assert last.result.trace.steps(0) == [[], [], [0, 1]]
-    torch.testing.assert_close(last.result.trace.logprob[0, 1:].exp(), torch.tensor([0.9, 0.8]))
+    torch.testing.assert_close(last.result.trace.logprob[0, 1:].exp(), torch.tensor([0.9, 0.8], dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("stability", "forwards"), [(0, 2), (1, 4), (2, 5), (9, 12)])

@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-3,
     "weight_decay": 0.0,
     "seed": 0,
+    "tracker": None,
 }
 
 
@@ -149,7 +150,11 @@ def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.Cap
     printed = capsys.readouterr().err
     assert f"precision {report['test']['precision']:.4f}" in printed
     assert all(name in printed for name in report["decoding"])
-    assert sorted(file.name for file in output.parent.iterdir()) == ["filter.json", "filter.safetensors"]
+    assert sorted(file.name for file in output.parent.iterdir()) == [
+        "filter.json",
+        "filter.log.jsonl",
+        "filter.safetensors",
+    ]
     with pytest.raises(UserError, match="already exists"):
         trainer(output, checkpoint, prompts).run()
     again = trainer(tmp_path / "again.safetensors", checkpoint, prompts).run()
