@@ -13,6 +13,7 @@ from rich.text import Text
 
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import choices, entry
+from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Job, jobs
 from dllm_sampler.eval.launch import accelerated, launch
@@ -46,14 +47,8 @@ input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-eval`; returns its exit status."""
-    try:
-        return _run(list(sys.argv[1:] if words is None else words))
-    except UserError as error:
-        print(f"dllm-eval: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("dllm-eval: interrupted; the same command goes on from there", file=sys.stderr)
-        return 130
+    given = list(sys.argv[1:] if words is None else words)
+    return ending("dllm-eval", lambda: _run(given), "interrupted; the same command goes on from there")
 
 
 def _run(words: list[str]) -> int:

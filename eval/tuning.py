@@ -18,6 +18,7 @@ from rich.console import Console
 from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import LOCAL, App, composition, entry
+from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job, jobs, of_hydra
@@ -328,19 +329,16 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-tune`; returns its exit status."""
     given = list(sys.argv[1:] if words is None else words)
-    try:
-        if "-h" in given or "--help" in given:
-            print(USAGE)
-        elif "--version" in given:
-            print(f"dllm-tune {__version__}")
-        else:
-            print(Tuner(*tuning(given), Console(stderr=True)).search())
-    except UserError as error:
-        print(f"dllm-tune: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("dllm-tune: interrupted; the same command goes on from there", file=sys.stderr)
-        return 130
+    return ending("dllm-tune", lambda: _run(given), "interrupted; the same command goes on from there")
+
+
+def _run(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        print(USAGE)
+    elif "--version" in words:
+        print(f"dllm-tune {__version__}")
+    else:
+        print(Tuner(*tuning(words), Console(stderr=True)).search())
     return 0
 
 

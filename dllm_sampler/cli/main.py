@@ -1,6 +1,5 @@
 """The entry point: what the words ask for, and how a run ends."""
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -10,9 +9,8 @@ from rich.console import Console
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.arguments import split
-from dllm_sampler.errors import FallbackWarning, UserError
-
-USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+from dllm_sampler.cli.ending import ending
+from dllm_sampler.errors import FallbackWarning
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,21 +19,11 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: the command line without the program's name; None: that of the process.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
-            warnings.simplefilter("always", FallbackWarning)
-            warnings.showwarning = lambda message, *_: print(f"dllm-sample: {message}", file=sys.stderr)
-            return _run(sys.argv[1:] if words is None else words)
-    except UserError as error:
-        print(f"dllm-sample: {' '.join(str(error).split())}", file=sys.stderr)
-        return USER_ERROR
-    except KeyboardInterrupt:
-        print("dllm-sample: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # as in `dllm-sample ... | head -1`; nobody is left to read the flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
+        warnings.simplefilter("always", FallbackWarning)
+        warnings.showwarning = lambda message, *_: print(f"dllm-sample: {message}", file=sys.stderr)
+        return ending("dllm-sample", lambda: _run(sys.argv[1:] if words is None else words))
 
 
 def _run(words: Sequence[str]) -> int:

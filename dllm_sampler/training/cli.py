@@ -12,6 +12,7 @@ from hydra.utils import get_class
 from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose
+from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError, unknown
 
 USAGE = """\
@@ -47,14 +48,8 @@ def main(words: Sequence[str] | None = None) -> int:
     Args:
         words: the command line without the program's name; None: that of the process.
     """
-    try:
-        return _run(list(sys.argv[1:] if words is None else words))
-    except UserError as error:
-        print(f"dllm-train: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("dllm-train: interrupted; the same command goes on from the last saved state", file=sys.stderr)
-        return 130
+    given = list(sys.argv[1:] if words is None else words)
+    return ending("dllm-train", lambda: _run(given), "interrupted; the same command goes on from the last saved state")
 
 
 def trainer(words: Sequence[str]) -> Any:

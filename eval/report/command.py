@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.markdown import write as write_file
@@ -26,15 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", default="report.html", metavar="FILE", help="the page, with pictures beside it (report.html)")
     add("--title", default="Samplers compared", help="at the top of the page")
     add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
-    try:
+
+    def run() -> int:
         options = parser.parse_args(arguments)
         if options.replays < 0:
             raise UserError(f"--replays should be at least 0, not {options.replays}")
         print(write([Path(path) for path in options.runs], options.output, options.title, options.replays))
-    except UserError as error:
-        print(f"dllm-report: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return ending("dllm-report", run)
 
 
 def check(output: str) -> Path:

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -327,3 +329,15 @@ def test_yaml_files_of_the_user(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="did you mean 'bold'"):
         settings(["scheduler=bald"])
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    """As in `dllm-train --help | head -1`, of any command: they end in one place."""
+    code = (
+        "import sys; from dllm_sampler.cli.ending import ending; sys.exit(ending('it', lambda: print('x\\n' * 10**6)))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141

@@ -1,0 +1,32 @@
+"""How every command ends: a mistake is one sentence on stderr, and nobody sees a stack trace for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from dllm_sampler.errors import UserError
+
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """The exit status of `run()`, its errors said in the name of `command`.
+
+    Args:
+        command: as it is called.
+        run: all that the command does; returns its exit status.
+        interrupted: what Ctrl-C leaves behind.
+    """
+    try:
+        return run()
+    except UserError as error:
+        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{command}: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # as in `dllm-sample ... | head -1`; nobody is left to read the flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
