@@ -1,6 +1,6 @@
 """Checks that drafting changes no token, and measures what it saves; writes the figures of docs/drafting.md.
 
-`python -m dllm_sampler.eval.drafting`
+`python -m dllm_sampler.eval.drafting`; a cut run goes on from what it has compared.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -20,10 +21,12 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from dllm_sampler import __version__
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.exact_match import held_out_prompts
+from dllm_sampler.eval.store import Store
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
@@ -31,6 +34,7 @@ from dllm_sampler.training.tasks import TASKS
 CANVAS, BLOCK, BATCH = 32, 16, 25
 SECTION = "drafting"
 COMMAND = "python -m dllm_sampler.eval.drafting"
+OUTPUT = Path("outputs/drafting")
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "drafting.md"
 TINY = ROOT / "tests" / "conformance" / "data"  # checkpoints of random weights, not part of the wheel
@@ -88,14 +92,15 @@ def subjects(model: str, count: int) -> list[Subject]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the rows of one drafting method came out against the scheduler inside, over every cache."""
+    """How the rows of one drafting method came out against the scheduler inside."""
 
     subject: str
     base: str
     draft: str
     rows: int
     equal: int
-    saved: float  # share of forwards that were not needed
+    before: int  # forwards of the scheduler alone
+    after: int
 
 
 def same_path(alone: Result, drafted: Result) -> Tensor:
@@ -110,29 +115,38 @@ def same_path(alone: Result, drafted: Result) -> Tensor:
     return tokens & (ordered & together).flatten(1).all(1) & (drafted.nfe <= alone.nfe)
 
 
-def compare(subject: Subject) -> Iterator[Agreement]:
-    """Each drafting method around each scheduler under each cache it may have, in float64, in ragged batches."""
+def compare(subject: Subject, store: Store[Agreement]) -> Iterator[Agreement]:
+    """Each drafting method around each scheduler, in float64, in ragged batches that take the caches by turns."""
+
+    @cache
+    def alone(base: str, start: int, under: str) -> Result:
+        return run(subject, BASES[base], choices[under], start)
+
+    choices = {str(choice): choice for choice in subject.caches}
     work = list(product(BASES, DRAFTS))
-    alone: dict[tuple[str, str], list[Result]] = {}
     for base, draft in track(work, subject.name, console=Console(stderr=True), transient=True):
-        rows = equal = before = after = 0
-        for cache in subject.caches[:1] if DRAFTS[draft].get("eager") else subject.caches:
-            if (base, str(cache)) not in alone:
-                alone[base, str(cache)] = list(run(subject, BASES[base], cache))
-            drafted = run(subject, {**DRAFTS[draft], "inner": BASES[base]}, cache)
-            for one, two in zip(alone[base, str(cache)], drafted, strict=True):
+        plugins = {"base": BASES[base], "draft": DRAFTS[draft]}
+        found = store.find(plugins, subject.name)
+        if found is None:
+            rows = equal = before = after = 0
+            turns = ["none"] if DRAFTS[draft].get("eager") else list(choices)
+            for turn, start in enumerate(range(0, len(subject.prompts), BATCH)):
+                under = turns[turn % len(turns)]
+                one = alone(base, start, under)
+                two = run(subject, {**DRAFTS[draft], "inner": BASES[base]}, choices[under], start)
                 rows, equal = rows + len(one.nfe), equal + int(same_path(one, two).sum())
                 before, after = before + int(one.nfe.sum()), after + int(two.nfe.sum())
-        yield Agreement(subject.name, base, draft, rows, equal, 1 - after / before)
+            found = Agreement(subject.name, base, draft, rows, equal, before, after)
+            store.add(plugins, subject.name, found)
+        yield found
 
 
-def run(subject: Subject, scheduler: Settings, cache: str | Settings) -> Iterator[Result]:
-    """Answers batch by batch."""
+def run(subject: Subject, scheduler: Settings, cache: str | Settings, start: int) -> Result:
+    """Answers to the batch of prompts that begins at `start`."""
     blocks, given = {"name": "fixed", "length": BLOCK}, subject.sampler
     options = {"scheduler": scheduler, "cache": cache, "blocks": blocks, "stop": "none"}
     sampler = Sampler(given.denoiser, tokenizer=given.tokenizer, **options)
-    for start in range(0, len(subject.prompts), BATCH):
-        yield sampler.generate(subject.prompts[start : start + BATCH], max_new_tokens=CANVAS)
+    return sampler.generate(subject.prompts[start : start + BATCH], max_new_tokens=CANVAS)
 
 
 def counts(chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
@@ -146,12 +160,12 @@ def counts(chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
             for cache in subject.caches
         )
         rows.append([subject.name, str(len(subject.prompts)), caches, str(total), str(total - equal)])
-    return markdown.table(["model", "prompts", "caches (eager: `none`)", "rows compared", "differ"], rows)
+    return markdown.table(["model", "prompts", "caches, by turns (eager: `none`)", "rows compared", "differ"], rows)
 
 
 def savings(found: Sequence[Agreement]) -> str:
     """The table of forwards saved on one model."""
-    cells = {(one.base, one.draft): f"{100 * one.saved:.0f} %" for one in found}
+    cells = {(one.base, one.draft): f"{100 * (1 - one.after / one.before):.0f} %" for one in found}
     return markdown.table(["", *BASES], [[draft, *(cells[base, draft] for base in BASES)] for draft in DRAFTS])
 
 
@@ -200,7 +214,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=COMMAND,
         description="Compare every drafting method with the scheduler inside, time them, write docs/drafting.md.",
-        epilog="Exit status: 0; 1: some row differs; 2: a mistake in the arguments",
+        epilog="A cut run goes on from the comparisons in --output. Exit status: 0; 1: some row differs;"
+        " 2: a mistake in the arguments",
     )
     add = parser.add_argument
     add("--model", default="mini", help="a model that answers mini's tasks (mini)")
@@ -208,6 +223,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--timed", type=positive, default=24, metavar="N", help="prompts that are timed (24)")
     add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
     add("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
+    add("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"comparisons, kept until deleted ({OUTPUT})")
     return parser.parse_args(words)
 
 
@@ -218,7 +234,8 @@ def main(words: Sequence[str] | None = None) -> int:
         markdown.read(options.docs, SECTION)  # a mistake shows before the work
         torch.set_num_threads(options.threads)
         chosen = subjects(options.model, options.prompts)
-        found = [one for subject in chosen for one in compare(subject)]
+        done = store(options)
+        found = [one for subject in chosen for one in compare(subject, done)]
         text = content(options, chosen, found)
         markdown.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
     except UserError as error:
@@ -228,23 +245,35 @@ def main(words: Sequence[str] | None = None) -> int:
     return int(any(one.equal < one.rows for one in found))
 
 
+def store(options: argparse.Namespace) -> Store[Agreement]:
+    """Where comparisons are kept: those of other prompts, sizes or versions are not found again."""
+    sizes = {"model": options.model, "prompts": options.prompts, "canvas": CANVAS, "block": BLOCK, "batch": BATCH}
+    setup = {**sizes, "torch": str(torch.__version__), "dllm_sampler": __version__}
+    return Store(options.output / "results.jsonl", 1, setup, dict, lambda line: Agreement(**line["found"]), kept)
+
+
+def kept(found: Agreement) -> dict[str, object]:
+    """As a line of the file has it."""
+    return {"found": asdict(found)}
+
+
 def content(options: argparse.Namespace, chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
     """What stands in the document."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     spread = [held_out_prompts(task, 1 + i)[i] for i in range(options.timed) for task in TASKS.values()]
     parts = [
-        f"Each drafting method around each scheduler below, in ragged batches of {BATCH}, {CANVAS} tokens in blocks of"
-        f" {BLOCK}, float64: tokens, the order of commits, and never more forwards.",
+        f"Each drafting method around each scheduler below, in ragged batches of {BATCH} that take the caches by turns,"
+        f" {CANVAS} tokens in blocks of {BLOCK}, float64: tokens, the order of commits, and never more forwards.",
         counts(chosen, found),
-        f"Forwards saved on {options.model}, over all caches:",
+        f"Forwards saved on {options.model}:",
         savings([one for one in found if one.subject == options.model]),
     ]
-    for base, cache in (("fixed", "dual"), ("fixed", "none"), ("threshold 0.9", "dual")):
+    for base, under in (("fixed", "dual"), ("fixed", "none"), ("threshold 0.9", "dual")):
         parts.append(
             f"{options.model} on {device}, float32, {options.timed} prompts one at a time, {CANVAS} tokens in one"
-            f" block; inside: {base}; cache={cache}; threads: {options.threads}. Wall time, the median of ratios."
+            f" block; inside: {base}; cache={under}; threads: {options.threads}. Wall time, the median of ratios."
         )
-        parts.append(cost(options.model, spread[: options.timed], base, cache, device))
+        parts.append(cost(options.model, spread[: options.timed], base, under, device))
     if device == "cpu":
         parts.append(
             "There was no GPU: how long a step of a large model takes there by the number of branches was not measured"
