@@ -112,6 +112,9 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
             f"{figures['tokens_per_second']:.0f}",
             "" if share is None else f"{100 * share:.0f} %",
         )
+    if not console.is_terminal:  # a file has no width
+        wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
+        console.width = max(console.width, wanted)
     console.print(table)
     for label, reason in comparison.refused:
         console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)

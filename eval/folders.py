@@ -24,7 +24,7 @@ from dllm_sampler.eval.markdown import write
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.tasks.base import Task
 
-SCHEMA = 1  # of run.json; docs/formats.md
+SCHEMA = 2  # of run.json; docs/formats.md
 ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock"
 
 
@@ -52,7 +52,9 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / ABOUT} cannot be read: {error}") from error
         if found.get("schema") != SCHEMA:
-            raise UserError(f"{self.path} is no run of schema {SCHEMA}, the one this version reads")
+            raise UserError(
+                f"{self.path} is no run of schema {SCHEMA}, the one this version reads: make it anew, in another folder"
+            )
         return found
 
     def begin(self, job: Job, device: str) -> None:
@@ -90,8 +92,12 @@ class RunFolder:
         write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
 
     def reopen(self) -> None:
-        """Forget that it was refused: once, when a command starts. Its processes may find so again, in any order."""
-        with suppress(UserError, OSError):  # where nothing can be read or written `begin` says so
+        """Forget that it was refused: once, when a command starts. Its processes may find so again, in any order.
+
+        Raises:
+            UserError: it cannot be read, or is of another schema.
+        """
+        with suppress(OSError):  # where nothing can be written `begin` says so
             if (found := self.about()) and found["refused"] is not None:
                 self.refuse(None)
 

@@ -81,6 +81,13 @@ def dinfer_mean_tokens_per_forward(records: Sequence[Record]) -> float:
     return fmean((record.answer - record.ended) / max(1, record.nfe) for record in records)
 
 
+def d3llm_tokens_per_forward(records: Sequence[Record]) -> float | None:
+    """d3LLM's: tokens of the answers' texts, encoded again without special tokens, over all forwards; None unless every
+    sample has a text. What its code calls so leaves ten samples out, for the clock to warm up."""
+    known = [record.text_tokens for record in records if record.text_tokens is not None]
+    return _ratio(known, (record.nfe for record in records)) if len(known) == len(records) else None
+
+
 def answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
     """Answer tokens over forwards of the whole prompt and canvas that would compute as many positions."""
     return _ratio((record.answer for record in records), (record.full_equivalents for record in records))
@@ -134,6 +141,7 @@ SPEEDS = (
     "diffusion_gemma_tokens_per_forward",
     "dinfer_tokens_per_forward",
     "dinfer_mean_tokens_per_forward",
+    "d3llm_tokens_per_forward",
     "answer_tokens_per_full_forward",
     "tokens_per_second",
 )
@@ -169,13 +177,32 @@ MEASURES = (
         dinfer_mean_tokens_per_forward,
     ),
     Measure(
+        "d3llm_tokens_per_forward",
+        "tokens / forward (d3LLM)",
+        "tokens of the answers' texts, encoded again, over forwards",
+        d3llm_tokens_per_forward,
+    ),
+    Measure(
         "answer_tokens_per_full_forward",
         "tokens / full forward",
         "answer tokens over positions computed, in forwards of the whole prompt and canvas",
         answer_tokens_per_full_forward,
     ),
     Measure("tokens_per_second", "tokens / s", "answer tokens over wall seconds of the batches", tokens_per_second),
+    Measure(
+        "seconds",
+        "s / sample",
+        "wall seconds of the batches per sample",
+        lambda records: _seconds(records) / len(records),
+    ),
     Measure("nfe", "forwards", "mean per sample", lambda records: fmean(record.nfe for record in records)),
+    Measure(
+        "forwards_without_commit",
+        "forwards without a commit",
+        "those that wrote no token: they stored, looked, or took back; mean per sample",
+        lambda records: fmean(record.idle for record in records),
+    ),
+    Measure("rows", "positions computed", "mean per sample", lambda records: fmean(record.rows for record in records)),
     Measure(
         "full_forwards",
         "full forwards",
@@ -201,6 +228,12 @@ MEASURES = (
         "revisions",
         "commits per sample that did not stay",
         lambda records: fmean(sum(piece is not None for _, _, piece in r.revisions) for r in records),
+    ),
+    Measure(
+        "answer_tokens",
+        "answer tokens",
+        "up to and with the first end token, per sample",
+        lambda records: fmean(record.answer for record in records),
     ),
     Measure(
         "tokens_after_end",

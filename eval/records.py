@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm_sampler.eval.tasks.base import Answer
 
-SCHEMA = 1  # of a line of samples.jsonl; docs/formats.md
+SCHEMA = 2  # of a line of samples.jsonl; docs/formats.md
 TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run
 
 
@@ -26,6 +26,7 @@ class Record:
     canvas: int  # N
     answer: int  # tokens up to and with the first end token
     ended: bool  # whether there is an end token
+    text_tokens: int | None  # of `text`, encoded again; None without a tokenizer
     nfe: int  # forwards it took part in
     rows: int  # positions computed, over all forwards
     commits: int  # tokens written, those that did not stay included
@@ -53,6 +54,15 @@ class Record:
     def after_end(self) -> int:
         """Tokens committed behind the first end token."""
         return sum(step >= 0 for step in self.step_map[self.answer :])
+
+    @property
+    def idle(self) -> int:
+        """Forwards that wrote no token of it: they stored, looked, or took back.
+
+        Exact whatever was revised: a token stands in the step map or is among the revisions.
+        """
+        stood = {step for step in self.step_map if step >= 0}
+        return self.nfe - len(stood | {step for step, _, piece in self.revisions if piece is not None})
 
     def line(self) -> dict[str, Any]:
         """As JSON has it: what differs from run to run apart from the rest."""

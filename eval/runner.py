@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
@@ -200,6 +201,7 @@ class Runner:
             canvas=len(tokens),
             answer=answer,
             ended=ended,
+            text_tokens=encoded_again(text, self.tokenizer),
             nfe=int(result.nfe[row]),
             rows=int(trace.rows[row]),
             commits=history.commits[row],
@@ -220,6 +222,13 @@ class Runner:
 
     def _piece(self, token: int) -> str:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+
+def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """How many tokens, none of them special, a text has: not always as many as it was decoded from."""
+    if text is None or tokenizer is None:
+        return None
+    return len(tokenizer.encode(text, add_special_tokens=False))
 
 
 class _History:

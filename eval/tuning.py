@@ -208,7 +208,11 @@ class Tuner:
         figures = Method("", "", runs).figures(runs)
         score, speed = figures["score"], figures[self.tuning.measure]
         assert score is not None
-        return Found(found, chosen, score, speed or 0.0, sum(len(run.records) for run in runs.values()))
+        if speed is None:
+            raise UserError(
+                f"tune.measure={self.tuning.measure} counts the tokens of texts, and these answers have none"
+            )
+        return Found(found, chosen, score, speed, sum(len(run.records) for run in runs.values()))
 
     def confirm(self, study: Study, reference: Found) -> tuple[Found, Found, Found]:
         """The fastest configuration that also holds on samples that the search did not see.

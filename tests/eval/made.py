@@ -31,6 +31,7 @@ def record(index: int = 0, **changes: Any) -> Record:
         "canvas": 6,
         "answer": 4,
         "ended": True,
+        "text_tokens": 3,
         "nfe": 2,
         "rows": 20,
         "commits": 6,
@@ -57,7 +58,7 @@ def run(
 ) -> Run:
     """A run of these records; `fields` of the scheduler, `others` of the configuration."""
     about = {
-        "schema": 1,
+        "schema": 2,
         "name": f"{scheduler}-{operation}",
         "choices": {
             "task": "mini",

@@ -3,27 +3,95 @@
 import math
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler.eval import curves, statistics
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.runner import _History, encoded_again
+from dllm_sampler.prompts import decode
+from tests import toys
 from tests.eval.made import record
 
 
 def test_each_definition_of_tokens_per_forward() -> None:
-    one = record(answer=4, nfe=2, rows=20, seconds=0.5, batch=2)
-    two = record(1, answer=2, ended=False, nfe=4, rows=10, canvas=6, seconds=0.5, batch=2)
+    one = record(answer=4, nfe=2, rows=20, seconds=0.5, batch=2, text_tokens=5)
+    two = record(1, answer=2, ended=False, nfe=4, rows=10, canvas=6, seconds=0.5, batch=2, text_tokens=1)
     found = summary([one, two], "exact_match")
     assert found["answer_tokens_per_forward"] == pytest.approx((4 + 2) / (2 + 4))
     assert found["canvas_tokens_per_forward"] == pytest.approx((6 + 6) / (2 + 4))
     assert found["diffusion_gemma_tokens_per_forward"] == pytest.approx((4 / 2 + 2 / 4) / 2)
     assert found["dinfer_tokens_per_forward"] == pytest.approx((3 + 2) / (2 + 4))
     assert found["dinfer_mean_tokens_per_forward"] == pytest.approx((3 / 2 + 2 / 4) / 2)
+    assert found["d3llm_tokens_per_forward"] == pytest.approx((5 + 1) / (2 + 4))
     assert found["answer_tokens_per_full_forward"] == pytest.approx(6 / (20 / 10 + 10 / 10))
     assert found["tokens_per_second"] == pytest.approx(6 / 0.5), "the batch's seconds count once"
     assert found["recompute_share"] == pytest.approx(30 / (2 * 10 + 4 * 10))
     assert found["nfe"] == 3 and found["full_forwards"] == pytest.approx(1.5)
-    assert found["tokens_after_end"] == pytest.approx((1 + 3) / 2)
+    assert found["rows"] == 15 and found["seconds"] == 0.25
+    assert found["answer_tokens"] == 3 and found["tokens_after_end"] == pytest.approx((1 + 3) / 2)
+
+
+def test_tokens_of_texts_need_every_text() -> None:
+    empty = record(1, text="", text_tokens=0, answer=1, nfe=1)
+    assert summary([record(nfe=2), empty], "exact_match")["d3llm_tokens_per_forward"] == 3 / 3
+    assert summary([empty], "exact_match")["d3llm_tokens_per_forward"] == 0
+    assert summary([record(), record(1, text_tokens=None)], "exact_match")["d3llm_tokens_per_forward"] is None
+
+
+def test_a_text_is_not_always_encoded_as_it_was_written() -> None:
+    model = BPE({"a": 0, "b": 1, " ": 2, "ab": 3, "[EOS]": 4, "[BOS]": 5}, [("a", "b")])
+    rules = Tokenizer(model)
+    rules.decoder = Fuse()
+    rules.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 5)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rules, eos_token="[EOS]", bos_token="[BOS]")
+    (text,) = decode([[0, 1, 3]], tokenizer, ())
+    assert text == "abab" and tokenizer.encode(text) == [5, 3, 3]
+    assert encoded_again(text, tokenizer) == 2, "three tokens on the canvas; what begins a text is no token of it"
+    assert encoded_again("", tokenizer) == 0
+    assert encoded_again(None, None) is None
+
+
+def test_forwards_without_a_commit_by_hand() -> None:
+    """Forward 0 wrote what stands, 1 what 2 took back, 3 nothing, 4 wrote again."""
+    one = record(nfe=5, step_map=[0, 0, 4, -1, -1, -1], revisions=[[1, 2, "x"], [2, 2, None]])
+    assert one.idle == 2
+    assert summary([one, record(1)], "exact_match")["forwards_without_commit"] == 1
+
+
+@pytest.mark.parametrize("scheduler", ["fixed", "dynamic", "wino", "rcr", "remdm", "editing"])
+def test_forwards_without_a_commit_of_those_that_take_back(scheduler: str) -> None:
+    """As counted while they go on: a token that is noise again, or another one, was committed nevertheless."""
+    history = _History()
+    views = list(toys.sampler(scheduler=scheduler).stream(toys.PROMPTS, max_new_tokens=17, seed=0))
+    for view in views:
+        history.note(view.step, view.step_map, view.tokens)
+    wrote = torch.stack([(view.step_map == view.step - 1).any(1) for view in views]).sum(0)
+    last = views[-1]
+    rows = zip(last.nfe.tolist(), last.step_map.tolist(), history.revisions, strict=True)
+    found = [record(nfe=nfe, step_map=steps, revisions=revisions).idle for nfe, steps, revisions in rows]
+    assert found == (last.nfe - wrote).tolist()
+
+
+def test_forwards_without_a_commit_are_those_that_only_store() -> None:
+    """The published store passes of a block-causal model, and its prefill: what riding along saves."""
+    ride, apart = (
+        toys.sampler("causal", scheduler="dynamic", cache={"name": "block_causal", "store_pass": how}).generate(
+            toys.PROMPTS, max_new_tokens=17
+        )
+        for how in ("ride", "separate")
+    )
+    idle = [
+        [record(nfe=nfe, step_map=steps).idle for nfe, steps in zip(*one, strict=True)]
+        for one in ((found.nfe.tolist(), found.step_map.tolist()) for found in (ride, apart))
+    ]
+    assert not any(idle[0]) and all(idle[1])
+    assert idle[1] == (apart.nfe - ride.nfe).tolist()
 
 
 def test_share_of_the_oracle_needs_every_sample() -> None:
@@ -106,4 +174,4 @@ def test_a_record_survives_json() -> None:
     assert Record.of(one.line()) == one
     assert set(one.line()["times"]) == {"seconds", "batch", "peak_memory"}
     with pytest.raises(ValueError, match="schema"):
-        Record.of({**one.line(), "schema": 2})
+        Record.of({**one.line(), "schema": 1})

@@ -76,6 +76,7 @@ def test_replays_end_in_the_answer(whole: Path) -> None:
             assert all(0 <= step < line["nfe"] for step, _, _ in line["revisions"])
             assert "".join(line["pieces"][: line["answer"] - line["ended"]]) == line["text"]
             assert line["oracle_nfe"] >= 1
+            assert line["text_tokens"] == line["answer"] - line["ended"], "mini has one way to write a text"
 
 
 def test_the_oracle_is_not_slower_than_what_was_run(tmp_path: Path) -> None:
@@ -164,6 +165,25 @@ def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: py
     assert "use cache=none" in capsys.readouterr().err
     assert command.main(["schedular=x"]) == 2
     assert command.main(["foo"]) == 2
+
+
+def test_a_table_in_a_file_has_the_width_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scheduler=slowfast", "scheduler.threshold=0.1,0.9", "cache=none,dual", "task.operation=copy,shuffle"]
+    assert command.main([*words, "task.count=1", f"output={tmp_path}", "device=cpu", "oracle=false"]) == 0
+    head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.strip()][:10]
+    assert "tokens/forward" in head and head.rstrip().endswith("oracle's share")
+    assert len(rows) == 8 and all(" copy " in row or " shuffle " in row for row in rows)
+
+
+def test_a_run_of_another_schema_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["scheduler=threshold,fixed", "task.count=1", f"output={tmp_path}", "device=cpu"]
+    _, old = (RunFolder(job.folder) for job in jobs(words))
+    old.path.mkdir()
+    (old.path / "run.json").write_text('{"schema": 1}')
+    (old.path / "samples.jsonl").touch()
+    assert command.main(words) == 2
+    assert f"{old.path} is no run of schema 2, the one this version reads" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [old.path.name], "nothing was run before that"
 
 
 def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
