@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.families import ALIASES, FAMILIES, Family, Fields
+from dllm_sampler.models.families import ALIASES, FAMILIES
+from dllm_sampler.models.family import Family, Fields
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.protocols import Denoiser
 

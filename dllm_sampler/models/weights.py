@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.families import HARMLESS, Family, Part
+from dllm_sampler.models.family import HARMLESS, Family, Part
 from dllm_sampler.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -15,7 +15,8 @@ from torch import Tensor
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.families import LLADA2, LLADA_MOE, SDAR, Family, to_checkpoint
+from dllm_sampler.models.families import LLADA2, LLADA_MOE, SDAR, to_checkpoint
+from dllm_sampler.models.family import Family
 from dllm_sampler.models.moe import Experts, MoE, MoeConfig, Router
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
