@@ -131,8 +131,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--before", default="mini", metavar="MODEL", help="name or folder of the model that was distilled (mini)")
     add("--after", nargs="+", required=True, metavar="MODEL", help="folders of the runs, one per seed")
-    add("--tasks", nargs="+", default=["latin", "sparse latin"], metavar="TASK", help="of mini")
-    add("--prompts", type=positive, default=120, metavar="N", help="held-out prompts per task (120)")
+    add("--tasks", nargs="+", default=["proper sudoku"], metavar="TASK", help="that mini knows or not (proper sudoku)")
+    add("--prompts", type=positive, default=240, metavar="N", help="held-out prompts per task (240)")
     add("--seed", type=int, default=0, metavar="N", help="of these prompts (0)")
     add("--new-tokens", type=positive, default=20, metavar="N", help="length of the canvas (20)")
     add("--block-length", type=positive, default=20, metavar="N", help="of its blocks (20)")

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.training.tasks import TASKS
+from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
 Reward = Callable[..., Sequence[float | None]]
 
 
 def solved(task: str, prompt: str, answer: str, text: str) -> bool:
-    """Whether `text` is right for the prompt; a lesson that is no task has the one right `answer`."""
-    name = task if task in TASKS else prompt.partition(":")[0]
-    return TASKS[name].check(prompt, text) if name in TASKS else text == answer
+    """Whether `text` is right for the prompt; a lesson is judged as the task that its prompt names, or by `answer`."""
+    tasks = TASKS | UNSEEN
+    found = tasks.get(task) or tasks.get(prompt.partition(":")[0])
+    return text == answer if found is None else found.check(prompt, text)
 
 
 def correct(prompts: list[str], completions: list[str], task: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -37,15 +38,21 @@ def partly(prompts: list[str], completions: list[str], answer: list[str], **_: A
 
 def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Share of the eight rows and columns of a 4x4 latin square that hold 1 to 4 once each; 0 where a given differs."""
+    return [_filled(*each, boxed=False) for each in zip(prompts, completions, strict=True)]
 
-    def score(puzzle: str, text: str) -> float:
-        rows = text.split(", ")
-        same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
-        if not same or [len(row) for row in rows] != [4] * 4:
-            return 0.0
-        return sum(sorted(line) == list("1234") for line in [*rows, *zip(*rows, strict=True)]) / 8
 
-    return [score(prompt.partition(": ")[2], text) for prompt, text in zip(prompts, completions, strict=True)]
+def units(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The same of a 4x4 sudoku, of its four boxes too."""
+    return [_filled(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
+
+
+def _filled(prompt: str, text: str, *, boxed: bool) -> float:
+    puzzle, rows = prompt.partition(": ")[2], text.split(", ")
+    same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
+    if not same or [len(row) for row in rows] != [4] * 4:
+        return 0.0
+    found = [*rows, *("".join(column) for column in zip(*rows, strict=True)), *(boxes(rows) if boxed else ())]
+    return sum(sorted(unit) == list("1234") for unit in found) / len(found)
 
 
 def items(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -55,7 +62,7 @@ def items(prompts: list[str], completions: list[str], answer: list[str], **_: An
     return [(one & other).total() / max(one.total(), other.total()) for one, other in pairs]
 
 
-REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "items": items}
+REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "units": units, "items": items}
 
 
 def find(name: str) -> Reward:

@@ -7,7 +7,7 @@ uniformly, because the point of these tasks is a model whose one-step marginals 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, permutations, product
@@ -207,6 +207,39 @@ def _check_latin(prompt: str, answer: str) -> bool:
     return _is_latin(rows) and all(given in ("_", found) for given, found in zip(puzzle, answer, strict=True))
 
 
+# Sudoku ---------------------------------------------------------------------------------------------------------------
+
+
+def boxes(rows: Sequence[str]) -> list[str]:
+    """The four 2x2 boxes of four rows."""
+    return [rows[top][left : left + 2] + rows[top + 1][left : left + 2] for top in (0, 2) for left in (0, 2)]
+
+
+def _is_sudoku(rows: tuple[str, ...]) -> bool:
+    return _is_latin(rows) and all(sorted(box) == list("1234") for box in boxes(rows))
+
+
+@cache
+def _sudokus() -> tuple[str, ...]:
+    """The 288 sudokus of side 4, their rows joined by ", "."""
+    return tuple(square for square in _squares() if _is_sudoku(tuple(square.split(", "))))
+
+
+def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[str, str]:
+    """A grid with so many given cells; proper: that leave one solution."""
+    while True:
+        square = rng.choice(_sudokus())
+        cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]
+        given = set(rng.sample(cells, rng.randint(least, most)))
+        if not proper or sum(all(other[at] == square[at] for at in given) for other in _sudokus()) == 1:
+            blank = set(cells) - given
+            return "latin: " + "".join("_" if at in blank else symbol for at, symbol in enumerate(square)), square
+
+
+def _check_sudoku(prompt: str, answer: str) -> bool:
+    return _check_latin(prompt, answer) and _is_sudoku(tuple(answer.split(", ")))
+
+
 # Predictable text -----------------------------------------------------------------------------------------------------
 
 
@@ -284,9 +317,29 @@ TASKS: dict[str, Task] = {
     )
 }
 
+# What `mini` was not trained on, written in words that it knows: for training that begins with it.
+UNSEEN: dict[str, Task] = {
+    "sudoku": Task(
+        "sudoku",
+        "latin: 1___, ___2, _3__, ____",
+        "1234, 3412, 2341, 4123",
+        "a latin square whose 2x2 boxes hold 1 to 4 too, 3 or 4 cells given; any completion is right",
+        partial(_draw_sudoku, least=3, most=4, proper=False),
+        _check_sudoku,
+    ),
+    "proper sudoku": Task(
+        "proper sudoku",
+        "latin: _43_, 3__4, ___3, 2___",
+        "1432, 3214, 4123, 2341",
+        "the same, 4 to 6 cells given, which leave one solution",
+        partial(_draw_sudoku, least=4, most=6, proper=True),
+        _check_sudoku,
+    ),
+}
+
 # What a mixture may name: the tasks, easier draws of a task that get it going, and harder ones than `mini` has seen.
 LESSONS: dict[str, Draw] = {
-    **{name: task.draw for name, task in TASKS.items()},
+    **{name: task.draw for name, task in (TASKS | UNSEEN).items()},
     "small sums": _draw_small_sum,
     "single sums": _draw_single_sum,
     "sparse latin": partial(_draw_latin, least=1, most=3),

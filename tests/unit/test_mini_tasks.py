@@ -4,11 +4,12 @@ from random import Random
 
 import pytest
 
-from dllm_sampler.training.tasks import NAMES, TASKS, Task, draw_example, held_out
+from dllm_sampler.training.tasks import NAMES, TASKS, UNSEEN, Task, draw_example, held_out
 from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
 
 tokenizer = build_tokenizer(256)
-every_task = pytest.mark.parametrize("task", TASKS.values(), ids=list(TASKS))
+ALL = TASKS | UNSEEN
+every_task = pytest.mark.parametrize("task", ALL.values(), ids=list(ALL))
 
 
 def examples(task: Task, count: int = 200) -> list[tuple[str, str]]:
@@ -55,6 +56,20 @@ def test_a_latin_square_keeps_its_clues() -> None:
     assert TASKS["latin"].check(puzzle, "1234, 4321, 2143, 3412")
     for wrong in ("1234, 4321, 3412, 2143", "1234, 4321, 2143, 3421", "1234, 4321, 2143", "1234, 43, 21, 2143, 12"):
         assert not TASKS["latin"].check(puzzle, wrong)
+
+
+def test_a_sudoku_has_boxes_and_a_proper_one_has_one_solution() -> None:
+    puzzle = "latin: 1___, ____, ____, ____"
+    assert UNSEEN["sudoku"].check(puzzle, "1234, 3412, 2341, 4123")
+    assert TASKS["latin"].check(puzzle, "1234, 2341, 3412, 4123")
+    assert not UNSEEN["sudoku"].check(puzzle, "1234, 2341, 3412, 4123"), "its boxes hold a number twice"
+    assert not UNSEEN["sudoku"].check(puzzle, "2134, 3412, 1243, 4321"), "the given cell is another"
+    rng = Random(0)
+    for _ in range(5):
+        puzzle, answer = UNSEEN["proper sudoku"].draw(rng)
+        blanks = [place for place, cell in enumerate(puzzle.partition(": ")[2]) if cell == "_"]
+        others = (UNSEEN["sudoku"].draw(rng)[1] for _ in range(3000))  # nearly all of the 288
+        assert {one for one in others if UNSEEN["sudoku"].check(puzzle, one)} == {answer} and 10 <= len(blanks) <= 12
 
 
 @every_task

@@ -83,6 +83,10 @@ def test_finding_rewards() -> None:
     puzzle, right = "latin: 1_3_, _3_1, 2___, _41_", "1234, 4321, 2143, 3412"
     found = [right, right.replace("3412", "3411"), right.replace("1234", "2134"), "1234, 4321", right + "1", ""]
     assert rewards.lines([puzzle] * 6, found) == [1, 6 / 8, 0, 0, 0, 0]
+    assert rewards.units([puzzle] * 3, found[:3]) == [1, 9 / 12, 0]
+    open_puzzle, square = "latin: 1___, ____, ____, ____", "1234, 2341, 3412, 4123"
+    assert rewards.units([open_puzzle], [square]) == [8 / 12], "no box of it is right"
+    assert rewards.solved("latin", open_puzzle, "", square) and not rewards.solved("sudoku", open_puzzle, "", square)
     assert rewards.partly(["p"], ["12x4"], answer=["1234"]) == [0.75]
 
 
