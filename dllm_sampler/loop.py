@@ -12,11 +12,11 @@ from torch import Tensor
 
 from dllm_sampler import layout, readout
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.plugins import Plugins
-from dllm_sampler.protocols import Carry, Denoiser
+from dllm_sampler.protocols import Blocks, Carry, Denoiser, Outlook, Stop
 from dllm_sampler.trace import Recorder
 
 
@@ -32,6 +32,7 @@ class State:
     ahead: Tensor | None = None  # [B, L+1] see `Scheduler.ahead`
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
+    coming: tuple[Sizes, ...] = ()  # of steps behind the next one, where the schedule fixes them
     begun: float = 0.0  # when the host began the last step, in seconds of its clock
 
 
@@ -115,24 +116,66 @@ class Engine:
             state.cache.expect(state.ahead)
 
     def poll(self, state: State, step: int, last: bool = False) -> None:
-        """Read the device between two steps: who is done, and how large the next step must be."""
-        if step % self.poll_every and not self.plugins.cache.stores and not last:
-            sizes = layout.widest(state.canvas, self.plugins.blocks)
-            state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
-            return
-        measured = self.measure(state).tolist()
-        sizes, state.finished, bad = layout.read(state.canvas, measured, self.plugins.scheduler.horizon is not None)
+        """Between two steps: who is done, and how large the next step must be.
+
+        The device is asked unless the size is known and no row can be done, or nobody wants to know yet (`poll_every`).
+        """
+        known = self._known(state)
+        rests = step % self.poll_every > 0
+        if known is None and rests and not self.plugins.cache.stores:
+            known = layout.widest(state.canvas, self.plugins.blocks)
+        if known is not None and (rests or self.lasting) and not last:
+            self._resize(state, known)
+        else:
+            self._look(state, known)
+
+    @staticmethod
+    def _known(state: State) -> Sizes | None:
+        """The sizes of the next step, where the schedule fixed them in advance."""
+        known, state.coming = (state.coming or (None,))[0], state.coming[1:]
+        return known
+
+    @staticmethod
+    def _resize(state: State, sizes: Sizes) -> None:
+        state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
+
+    def _look(self, state: State, known: Sizes | None) -> None:
+        """Wait for the device and read what was measured; `known` are sizes for when that was the end alone."""
+        found = self._read(state, self.measure(state).tolist())
+        state.coming = found.coming
         # The device has caught up with the host here, so the clock tells how long the step took.
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
+        sizes = found.sizes or known or state.canvas.sizes
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))
-        if bad:
+        if found.bad:
             self.refuse(state)
+
+    def _read(self, state: State, measured: list[int]) -> layout.Found:
+        p = self.plugins
+        found = layout.read(state.canvas, measured, p.scheduler.horizon is not None, not p.compat)
+        state.finished = found.finished
+        return found
+
+    @property
+    def lasting(self) -> bool:
+        """Whether no row is done before its block is, as far as plug-ins say; `coming` is empty where they do not."""
+        return type(self.plugins.stop).__call__ is Stop.__call__
 
     def measure(self, state: State) -> Tensor:
         """See `layout.measure`."""
-        limit = state.canvas.ahead(self.plugins.scheduler.horizon)
-        count = state.cache.count(state.canvas, limit)
-        return layout.measure(state.canvas, state.bad, count, state.ahead, limit)
+        canvas, cache, outlook = state.canvas, state.cache, self._outlook(state)
+        limit = canvas.ahead(self.plugins.scheduler.horizon)
+        count, settled = cache.count(canvas, limit), None if outlook is None else cache.settled(canvas)
+        return layout.measure(canvas, state.bad, count, state.ahead, limit, outlook, settled)
+
+    def _outlook(self, state: State) -> Outlook | None:
+        """The scheduler's, if no other plug-in has a say in it."""
+        p, canvas = self.plugins, state.canvas
+        foreign = type(p.blocks).close is not Blocks.close or p.stop.fills or p.scheduler.horizon is not None
+        outlook = None if foreign or not state.cache.settles else p.scheduler.outlook(canvas, state.carry)
+        if outlook is None or type(p.blocks).open is Blocks.open:
+            return outlook
+        return outlook._replace(lasts=torch.where(canvas.age == 0, 1, outlook.lasts))  # its size is not known yet
 
     @staticmethod
     def refuse(state: State) -> None:

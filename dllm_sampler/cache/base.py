@@ -90,6 +90,15 @@ class Cache:
         """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
         return False
 
+    @property
+    def settles(self) -> bool:
+        """Whether all forwards that a row makes in a block, but the first, compute equally many columns."""
+        return False
+
+    def settled(self, canvas: Canvas) -> Tensor | None:
+        """`[B]` how many columns each forward after the next computes while the row stays in its block; None: all."""
+        return self.count(replace(canvas, age=canvas.age + 1))
+
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
 

@@ -50,6 +50,15 @@ class BlockCausalCache(Cache):
         """See `Cache.steady`."""
         return True
 
+    @property
+    def settles(self) -> bool:
+        """See `Cache.settles`."""
+        return True
+
+    def settled(self, canvas: Canvas) -> Tensor:
+        """See `Cache.settled`. What the next forward finds finished it stores for good."""
+        return canvas.stop - canvas.on_grid(canvas.start)
+
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """See `Cache.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
         if self.twin is not None:

@@ -32,6 +32,11 @@ class PrefixCache(Cache):
         """See `Cache.steady`."""
         return True
 
+    @property
+    def settles(self) -> bool:
+        """See `Cache.settles`."""
+        return True
+
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         back = int(self.spec.shift and not self.compat)
