@@ -186,8 +186,14 @@ class Buffers:
             setattr(state, part, walk(getattr(state, part), visit, part))
         # What one buffer takes over from another is put aside before any is overwritten.
         aside = [new.clone() if new is not None and storage(new) in self.storages else new for _, new in moves]
+        alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for (home, _), new in zip(moves, aside, strict=True):
-            home.zero_() if new is None else home.copy_(new)
+            if new is None:
+                home.zero_()
+            else:
+                alike.setdefault(home.dtype, []).append((home, new))
+        for pairs in alike.values():
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # one launch
         return tuple(key)
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
@@ -283,8 +289,9 @@ class StaticEngine(Engine):
         must: bool = True,
         entropy: bool = False,
         samples: int = 1,
+        compile: bool = False,
     ):
-        super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples)
+        super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples, compile)
         self.record, self.must = record, must
         self.free: Buffers | None = None  # of a generation that is over: one like it finds its recordings
 

@@ -77,8 +77,8 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
 
 
 def ended(canvas: Canvas, bad: Tensor) -> Tensor:
-    """`[2] int64` whether any row goes on, and whether any is bad: the beginning of what `measure` finds."""
-    return torch.stack([~canvas.done, bad > 0]).any(1).long()
+    """`[2] bool` whether any row goes on, and whether any is bad: the beginning of what `measure` finds."""
+    return torch.stack([~canvas.done, bad > 0]).any(1)
 
 
 def measure(
@@ -88,7 +88,7 @@ def measure(
     ahead: Tensor | None,
     limit: Tensor | None = None,
     outlook: Outlook | None = None,
-    settled: Tensor | None = None,
+    window: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`[9|13] int64` what the host wants to know between two steps, for `read`.
 
@@ -98,20 +98,20 @@ def measure(
         ahead: `[B, L+1]` what the scheduler will ask; None: the noise of the block.
         limit: `[B]` the first column that the scheduler will hide; None: none.
         outlook: of the scheduler; None: nothing is certain.
-        settled: `[B]` as `count`, of the forwards behind the next one.
+        window: see `Cache.window`; what the forwards behind the next one compute.
     """
-    opens, all_there = canvas.age == 0, canvas.end - canvas.begin
+    all_there = canvas.end - canvas.begin
     most = [
         canvas.noise_left() if ahead is None else (ahead > 0).sum(1),
         canvas.stop - canvas.start,
-        opens,
-        ~opens,
+        -canvas.age,
+        canvas.age,
         canvas.end if limit is None else limit,
         *_columns(count, all_there),
     ]
-    if outlook is not None:
-        most += [-outlook.lasts, -outlook.least, *_columns(settled, all_there)]
-    of_rows = torch.stack([one.long() for one in most]).masked_fill(canvas.done, NOBODY)
+    if outlook is not None and window is not None:
+        most += [-outlook.lasts, -outlook.least, *_columns(window[1] - window[0], all_there)]
+    of_rows = torch.stack(most).masked_fill(canvas.done, NOBODY)
     return torch.cat([ended(canvas, bad), of_rows.amax(1)])
 
 
@@ -119,8 +119,8 @@ NOBODY = -(2**40)  # less than any number of a row
 
 
 def _columns(count: Tensor | None, all_there: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B]` how many columns are computed, and whether that is a part of those that are there."""
-    return (all_there, torch.zeros_like(all_there)) if count is None else (count, count < all_there)
+    """`[B]` how many columns are computed, and how many of those that are there are not."""
+    return (all_there, torch.zeros_like(all_there)) if count is None else (count, all_there - count)
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ def read(canvas: Canvas, measured: list[int], hides: bool, shrinks: bool = True)
     goes_on, bad, *measured = measured
     if not (goes_on and measured):
         return Found(None, (), not goes_on, bool(bad))
-    masks, block, opens, stays, reach, computed, part, *outlook = measured
+    masks, block, youngest, oldest, reach, computed, part, *outlook = measured
     sizes = Sizes(
         masks,
         block,
         computed if part else canvas.length,
         not part,
-        bool(opens),
-        not stays,
+        youngest == 0,
+        oldest == 0,
         reach=max(reach, 1) if hides else None,
     )
     coming: tuple[Sizes, ...] = ()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllm_sampler import layout, readout
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Sizes
+from dllm_sampler.canvas import Canvas, Query, Readout, Sizes
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels.backend import TORCH, Backend
+from dllm_sampler.models.compiled import compiled
 from dllm_sampler.plugins import Plugins
-from dllm_sampler.protocols import Blocks, Carry, Denoiser, Outlook, Stop
+from dllm_sampler.protocols import Blocks, Carry, Denoiser, ModelSpec, Outlook, Plan, Spent, Stop
 from dllm_sampler.trace import Recorder
 
 
@@ -47,10 +50,12 @@ class Engine:
         kernels: Backend = TORCH,
         entropy: bool = False,
         samples: int = 1,
+        compile: bool = False,
     ):
         using = getattr(denoiser, "using", None)  # optional
         self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
         self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
+        self.compile = compile  # the parts of a step beside the model and the readout
         self.entropy, self.samples = entropy, samples  # samples: so many consecutive rows have the same prompt
 
     def begin(self, canvas: Canvas) -> State:
@@ -58,7 +63,8 @@ class Engine:
         p, spec = self.plugins, self.denoiser.spec
         cache = p.cache.init(canvas, spec)
         bad = torch.zeros_like(canvas.step)
-        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas, spec.dtype, self.entropy))
+        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.revises)
+        state = State(canvas, cache, p.scheduler.init(canvas), bad, recorder)
         self._look_ahead(state)
         if self.samples > 1:
             rows = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
@@ -69,23 +75,38 @@ class Engine:
 
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
-        p, spec, canvas = self.plugins, self.denoiser.spec, state.canvas
+        p, spec = self.plugins, self.denoiser.spec
+        canvas, query, plan = self._part(Engine._ask)(state, spec)
+        hidden, spent = self.denoiser(canvas, query, plan)
+        needs = p.needs | {"entropy"} if self.entropy else p.needs
+        if spec.self_conditioning:
+            needs |= {"logits"}
+        seen = readout.predict(self.denoiser, hidden, canvas, query, spec, p.guides, needs, p.compat, self.kernels)
+        self._part(Engine._tell)(state, spec, canvas, query, seen, spent)
+
+    def _part(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a step, compiled if that was asked for: tensors in and out, sizes that the host knows."""
+        return partial(compiled(part) if self.compile else part, self)
+
+    def _ask(self, state: State, spec: ModelSpec) -> tuple[Canvas, Query, Plan]:
+        """What the model is to compute."""
+        p, canvas = self.plugins, state.canvas
         if spec.mask_id is None:
             canvas = canvas.renoised(spec.vocab_size)
         width = max(1, canvas.sizes.masks if p.scheduler.asks == "masks" else canvas.sizes.block)
         query = p.scheduler.ask(canvas, width, state.carry)
-        query = state.cache.narrow(canvas, query)
+        if not (p.scheduler.plain and state.cache.covers):
+            query = state.cache.narrow(canvas, query)
         watched = p.stop.positions(canvas)
         if watched is not None:
             query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
-        needs = p.needs | {"entropy"} if self.entropy else p.needs
         if spec.self_conditioning:
-            needs |= {"logits"}
             query = replace(query, previous=state.previous)
-        plan = state.cache.plan(canvas, query)
-        hidden, spent = self.denoiser(canvas, query, plan)
-        seen = readout.predict(self.denoiser, hidden, canvas, query, spec, p.guides, needs, p.compat, self.kernels)
+        return canvas, query, state.cache.plan(canvas, query)
 
+    def _tell(self, state: State, spec: ModelSpec, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:
+        """What becomes of the model's answer."""
+        p = self.plugins
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
@@ -163,10 +184,13 @@ class Engine:
 
     def measure(self, state: State) -> Tensor:
         """See `layout.measure`."""
+        return self._part(Engine._measure)(state)
+
+    def _measure(self, state: State) -> Tensor:
         canvas, cache, outlook = state.canvas, state.cache, self._outlook(state)
         limit = canvas.ahead(self.plugins.scheduler.horizon)
-        count, settled = cache.count(canvas, limit), None if outlook is None else cache.settled(canvas)
-        return layout.measure(canvas, state.bad, count, state.ahead, limit, outlook, settled)
+        window = None if outlook is None else cache.window(canvas)
+        return layout.measure(canvas, state.bad, cache.count(canvas, limit), state.ahead, limit, outlook, window)
 
     def _outlook(self, state: State) -> Outlook | None:
         """The scheduler's, if no other plug-in has a say in it."""

@@ -49,7 +49,8 @@ class Sampler:
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
         cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
-        compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them.
+        compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them, and what a
+            step does beside the model.
         entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
@@ -92,7 +93,7 @@ class Sampler:
         self.noise: Noise = noise or CounterNoise()
         backends.check(backend)
         self.max_steps, self.poll_every = max_steps, poll_every
-        self.backend, self.entropy = backend, entropy
+        self.backend, self.entropy, self.compile = backend, entropy, compile
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
@@ -251,13 +252,12 @@ class Sampler:
 
     def _engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
-        if self.cuda_graph is False:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
-        why = graphs.obstacle(plugins, self.noise, self.denoiser)
+        options = (self.entropy, samples, self.compile)
+        why = None if self.cuda_graph is False else graphs.obstacle(plugins, self.noise, self.denoiser)
         if why is not None and self.cuda_graph is True:
             raise UserError(f"cuda_graph=true cannot be: {why}")
-        if why is not None:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
+        if why is not None or self.cuda_graph is False:
+            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, *options)
         if self._static is None or (self._static.plugins, self._static.kernels, self._static.samples) != (
             plugins,
             self.kernels,
@@ -265,7 +265,7 @@ class Sampler:
         ):
             must = self.cuda_graph is True
             self._static = StaticEngine(
-                self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must, self.entropy, samples
+                self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must, *options
             )
         return self._static
 

@@ -55,9 +55,14 @@ class BlockCausalCache(Cache):
         """See `Cache.settles`."""
         return True
 
-    def settled(self, canvas: Canvas) -> Tensor:
-        """See `Cache.settled`. What the next forward finds finished it stores for good."""
-        return canvas.stop - canvas.on_grid(canvas.start)
+    @property
+    def covers(self) -> bool:
+        """See `Cache.covers`."""
+        return not self.spec.shift
+
+    def window(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.window`. The forward that opens a block stores for good what it finds finished."""
+        return canvas.on_grid(canvas.start), canvas.stop
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """See `Cache.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
@@ -83,6 +88,12 @@ class BlockCausalCache(Cache):
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
         first = torch.minimum(self.clean, canvas.on_grid(canvas.start))[:, None]
         return (canvas.columns() >= first) & (canvas.columns() < canvas.stop[:, None])
+
+    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
+        """See `Cache.count`."""
+        if limit is not None:
+            return super().count(canvas, limit)
+        return canvas.stop - torch.minimum(self.clean, canvas.on_grid(canvas.start))
 
     def narrow(self, canvas: Canvas, query: Query) -> Query:
         """See `Cache.narrow`."""

@@ -22,3 +22,8 @@ class NoCache(Cache):
     def settles(self) -> bool:
         """See `Cache.settles`."""
         return True
+
+    @property
+    def covers(self) -> bool:
+        """See `Cache.covers`."""
+        return True

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.canvas import Canvas
 
 
 @dataclass
-class PrefixCache(Cache):
+class PrefixCache(WindowCache):
     """Recompute from the active block to the end; everything before it is as the block-opening forward left it.
 
     Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
@@ -25,19 +25,6 @@ class PrefixCache(Cache):
 
     keeps_noise: ClassVar[bool] = False
 
-    compat: bool = False
-
-    @property
-    def steady(self) -> bool:
-        """See `Cache.steady`."""
-        return True
-
-    @property
-    def settles(self) -> bool:
-        """See `Cache.settles`."""
-        return True
-
-    def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
-        back = int(self.spec.shift and not self.compat)
-        return self.due(canvas)[:, None] | (canvas.columns() >= canvas.start[:, None] - back)
+    def window(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.window`."""
+        return self.first(canvas), canvas.end

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor import metrics
+from torch._inductor.compile_fx import compile_fx
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler, UserError, loop
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
 from tests import toys
@@ -43,7 +45,7 @@ def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) 
         for flag in (False, True)
     )
     assert torch.equal(plain.tokens, other.tokens) and torch.equal(plain.nfe, other.nfe)
-    assert sorted(parts) == sorted(names)  # each once
+    assert sorted(parts) == sorted(names | {"_ask", "_tell", "_measure"})  # each once
 
 
 def test_a_model_of_others_is_refused() -> None:
@@ -67,3 +69,56 @@ def test_dynamo_takes_a_part_whole() -> None:
         assert isinstance(layer, Layer)
         torch.testing.assert_close(part(layer, hidden), layer.mlp(hidden))
     assert len(graphs) == 1
+
+
+STEPS = [("threshold", "none"), ("threshold", "dual"), ("fixed", "none"), ("fixed", "dual")]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Compiles the parts of a step with a backend of one's own; the layers are left as they are."""
+    torch._dynamo.reset()
+
+    def use(backend: Any) -> None:
+        made = {
+            part: torch.compile(part, backend=backend, fullgraph=True) for part in (loop.Engine._ask, loop.Engine._tell)
+        }
+        monkeypatch.setattr(loop, "compiled", lambda part: made.get(part, part))
+
+    yield use
+    torch._dynamo.reset()
+
+
+def answers(scheduler: str, cache: str) -> tuple[Any, Any]:
+    plain, other = (toys.sampler("gqa", scheduler=scheduler, cache=cache, stop="prefix") for _ in range(2))
+    other.compile = True  # the layers stay as they are
+    return tuple(it.generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS).trace for it in (plain, other))
+
+
+@pytest.mark.parametrize(("scheduler", "cache"), STEPS)
+def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> None:
+    """A break in the graph is an error here. Sizes change from step to step and do not make new graphs each time."""
+    graphs: list[Any] = []
+    steps(lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
+    plain, other = answers(scheduler, cache)
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(plain, name), getattr(other, name)), name
+    assert 2 <= len(graphs) <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheduler", "cache"), STEPS)
+def test_a_compiled_step_is_few_kernels(scheduler: str, cache: str, steps: Any) -> None:
+    """With the code generator, on a CPU: what a step does beside the model and the readout."""
+    graphs: list[Any] = []
+
+    def generate(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return compile_fx(graph, inputs)
+
+    metrics.reset()
+    steps(generate)
+    plain, other = answers(scheduler, cache)
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(plain, name), getattr(other, name)), name
+    assert metrics.generated_kernel_count / len(graphs) < 30
