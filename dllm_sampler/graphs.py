@@ -193,7 +193,8 @@ class Buffers:
             else:
                 alike.setdefault(home.dtype, []).append((home, new))
         for pairs in alike.values():
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))  # one launch
+            homes, new = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(homes), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
         return tuple(key)
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:

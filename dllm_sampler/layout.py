@@ -88,7 +88,7 @@ def measure(
     ahead: Tensor | None,
     limit: Tensor | None = None,
     outlook: Outlook | None = None,
-    window: tuple[Tensor, Tensor] | None = None,
+    span: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`[9|13] int64` what the host wants to know between two steps, for `read`.
 
@@ -98,7 +98,7 @@ def measure(
         ahead: `[B, L+1]` what the scheduler will ask; None: the noise of the block.
         limit: `[B]` the first column that the scheduler will hide; None: none.
         outlook: of the scheduler; None: nothing is certain.
-        window: see `Cache.window`; what the forwards behind the next one compute.
+        span: see `Cache.span`; what the forwards behind the next one compute.
     """
     all_there = canvas.end - canvas.begin
     most = [
@@ -109,8 +109,8 @@ def measure(
         canvas.end if limit is None else limit,
         *_columns(count, all_there),
     ]
-    if outlook is not None and window is not None:
-        most += [-outlook.lasts, -outlook.least, *_columns(window[1] - window[0], all_there)]
+    if outlook is not None and span is not None:
+        most += [-outlook.lasts, -outlook.least, *_columns(span[1] - span[0], all_there)]
     of_rows = torch.stack(most).masked_fill(canvas.done, NOBODY)
     return torch.cat([ended(canvas, bad), of_rows.amax(1)])
 

@@ -189,8 +189,8 @@ class Engine:
     def _measure(self, state: State) -> Tensor:
         canvas, cache, outlook = state.canvas, state.cache, self._outlook(state)
         limit = canvas.ahead(self.plugins.scheduler.horizon)
-        window = None if outlook is None else cache.window(canvas)
-        return layout.measure(canvas, state.bad, cache.count(canvas, limit), state.ahead, limit, outlook, window)
+        span = None if outlook is None else cache.span(canvas)
+        return layout.measure(canvas, state.bad, cache.count(canvas, limit), state.ahead, limit, outlook, span)
 
     def _outlook(self, state: State) -> Outlook | None:
         """The scheduler's, if no other plug-in has a say in it."""

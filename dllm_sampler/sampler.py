@@ -50,7 +50,7 @@ class Sampler:
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
         cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
         compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them, and what a
-            step does beside the model.
+            step does beside the model; `"step"`: the latter alone, whatever the model.
         entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
@@ -76,7 +76,7 @@ class Sampler:
         poll_every: int = 1,
         backend: str = "auto",
         cuda_graph: bool | str = False,
-        compile: bool = False,
+        compile: bool | str = False,
         entropy: bool = False,
     ):
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
@@ -87,13 +87,15 @@ class Sampler:
                 f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in"
                 " dllm_sampler.TransformerDenoiser, a masked LM of transformers by dllm_sampler.models.huggingface.wrap"
             )
-        if compile:
+        if not isinstance(compile, bool) and compile != "step":
+            raise UserError(f"compile must be true, false or step, not {compile!r}")
+        if compile is True:
             denoiser = _compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
         backends.check(backend)
         self.max_steps, self.poll_every = max_steps, poll_every
-        self.backend, self.entropy, self.compile = backend, entropy, compile
+        self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
@@ -124,7 +126,7 @@ class Sampler:
         poll_every: int = 1,
         backend: str = "auto",
         cuda_graph: bool | str = False,
-        compile: bool = False,
+        compile: bool | str = False,
         entropy: bool = False,
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.

@@ -92,7 +92,7 @@ class Cache:
 
     @property
     def settles(self) -> bool:
-        """Whether every forward that a row makes in a block, but the first, computes the columns of `window`."""
+        """Whether every forward that a row makes in a block, but the first, computes the columns of `span`."""
         return False
 
     @property
@@ -100,7 +100,7 @@ class Cache:
         """Whether every forward predicts all of the block, so that `narrow` drops nothing of it."""
         return False
 
-    def window(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` first column and `[B]` end of what a forward computes inside a block, where the cache `settles`."""
         return canvas.begin, canvas.end
 
@@ -277,8 +277,8 @@ class Cache:
         return Plan(self, positions, keys, computed, slots=places(canvas, positions), visible=extent(canvas, query))
 
     def run(self, canvas: Canvas, query: Query) -> Plan:
-        """`part` where no row opens a block: the run of columns `window`."""
-        first, end = self.window(canvas)
+        """`part` where no row opens a block: the run of columns `span`."""
+        first, end = self.span(canvas)
         if query.limit is not None:
             end = torch.minimum(end, query.limit)
         column = first[:, None] + select.numbers(max(1, canvas.sizes.computed), first.device)  # [B, M]

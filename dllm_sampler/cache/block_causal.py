@@ -60,8 +60,8 @@ class BlockCausalCache(Cache):
         """See `Cache.covers`."""
         return not self.spec.shift
 
-    def window(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.window`. The forward that opens a block stores for good what it finds finished."""
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`. The forward that opens a block stores for good what it finds finished."""
         return canvas.on_grid(canvas.start), canvas.stop
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:

@@ -19,6 +19,6 @@ class DualCache(WindowCache):
         compat: as in `PrefixCache`.
     """
 
-    def window(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.window`."""
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`."""
         return self.first(canvas), canvas.stop

@@ -25,6 +25,6 @@ class PrefixCache(WindowCache):
 
     keeps_noise: ClassVar[bool] = False
 
-    def window(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.window`."""
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`."""
         return self.first(canvas), canvas.end

@@ -11,7 +11,7 @@ from dllm_sampler.canvas import Canvas
 
 @dataclass
 class WindowCache(Cache):
-    """Forwards compute the columns of `window`, which is left to the subclass, or where they are `due`, the whole row.
+    """Forwards compute the columns of `span`, which is left to the subclass, or where they are `due`, the whole row.
 
     A subclass with a `computes` of its own is taken for no more than a `Cache`.
     """
@@ -43,12 +43,12 @@ class WindowCache(Cache):
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
-        (first, end), column = self.window(canvas), canvas.columns()
+        (first, end), column = self.span(canvas), canvas.columns()
         return self.due(canvas)[:, None] | ((column >= first[:, None]) & (column < end[:, None]))
 
     def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
         """See `Cache.count`."""
         if limit is not None or not self._plain:
             return super().count(canvas, limit)
-        first, end = self.window(canvas)
+        first, end = self.span(canvas)
         return torch.where(self.due(canvas), canvas.end - canvas.begin, end - first)

@@ -1,4 +1,4 @@
-"""`compile=true`: the parts of a layer are compiled, once for all layers, and whatever drives them stays the same."""
+"""`compile=true`: the parts of layers and steps are compiled, once for all, and whatever drives them stays the same."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,7 @@ from torch._inductor import metrics
 from torch._inductor.compile_fx import compile_fx
 
 from dllm_sampler import Sampler, UserError, loop
+from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
 from tests import toys
@@ -51,6 +52,13 @@ def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) 
 def test_a_model_of_others_is_refused() -> None:
     with pytest.raises(UserError, match="compile the model inside Spy"):
         Sampler(toys.Spy(toys.denoiser()), compile=True)
+    with pytest.raises(UserError, match="compile must be true, false or step, not 'all'"):
+        toys.sampler(compile="all")
+
+
+def test_a_step_alone_is_compiled_whatever_the_model(parts: list[str]) -> None:
+    Sampler(toys.Spy(toys.denoiser()), compile="step").generate(toys.PROMPTS[:2], max_new_tokens=6)
+    assert set(parts) == {"_ask", "_tell", "_measure"}
 
 
 def test_dynamo_takes_a_part_whole() -> None:
@@ -90,9 +98,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def answers(scheduler: str, cache: str) -> tuple[Any, Any]:
-    plain, other = (toys.sampler("gqa", scheduler=scheduler, cache=cache, stop="prefix") for _ in range(2))
-    other.compile = True  # the layers stay as they are
-    return tuple(it.generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS).trace for it in (plain, other))
+    plain, other = (
+        toys.sampler("gqa", scheduler=scheduler, cache=cache, stop="prefix", compile=flag)
+        .generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS)
+        .trace
+        for flag in (False, "step")
+    )
+    return plain, other
 
 
 @pytest.mark.parametrize(("scheduler", "cache"), STEPS)
@@ -104,6 +116,27 @@ def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> No
     for name in ("ids", "step_map", "nfe", "rows"):
         assert torch.equal(getattr(plain, name), getattr(other, name)), name
     assert 2 <= len(graphs) <= 10
+
+
+class InPlace(StaticEngine):
+    """Steps as they are recorded, and no recording."""
+
+    def _recorded(self, state: Any, record: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("scheduler", "cache"), STEPS[1::2])
+def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled part returns finds its home, though it may be one of the buffers that it was given."""
+    steps("eager")
+
+    def engine(it: Sampler, plugins: Any, samples: int = 1) -> StaticEngine:
+        return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
+
+    monkeypatch.setattr(Sampler, "_engine", engine)
+    plain, other = answers(scheduler, cache)
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(plain, name), getattr(other, name)), name
 
 
 @pytest.mark.slow
