@@ -36,7 +36,7 @@ class Recorder:
     """
 
     def __init__(self, canvas: Canvas, dtype: torch.dtype = torch.float32, entropy: bool = False, revises: bool = True):
-        self.revises = revises
+        self.revises, self.empty = revises, canvas.length
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1]
         self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1]
@@ -55,10 +55,12 @@ class Recorder:
             other = edit.commit & (edit.ids != before.ids.gather(1, at))
             if edit.remask is not None:
                 other = other | edit.remask
-                self.step_map.scatter_(1, self._at(at, noise), -1)
+                self.step_map.scatter_(1, at.masked_fill(~noise, self.empty), -1)
             self.revised |= (other & writable & ~was).any(1)
-        at = self._at(at, wrote)
-        self.step_map.scatter_(1, at, before.step[:, None].expand_as(at))
+        # What was not written goes to the empty slot, whose numbers nobody reads.
+        idle = ~wrote
+        at = at.masked_fill(idle, self.empty)
+        self.step_map.scatter_(1, at, before.step[:, None].masked_fill(idle, -1))
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
         self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
         if self.entropy is not None and readout.entropy is not None:
@@ -66,10 +68,6 @@ class Recorder:
         if edit.end is not None:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)
-
-    def _at(self, positions: Tensor, where: Tensor) -> Tensor:
-        """`positions [B, Q]`, the empty slot in place of those that are not to be written: nobody reads it here."""
-        return positions.masked_fill(~where, self.step_map.shape[1] - 1)
 
 
 @dataclass(frozen=True)

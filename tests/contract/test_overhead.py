@@ -31,11 +31,11 @@ DEARER = {
 
 # Operations of a step beside the model and the readout, by scheduler, cache, stop; whoever lowers one lowers it here.
 STEPS = {
-    ("threshold", "none", "prefix"): 97,
-    ("threshold", "dual", "prefix"): 118,
-    ("fixed", "dual", "prefix"): 111,
-    ("fixed", "dual", "none"): 99,
-    ("klass", "dual", "prefix"): 170,
+    ("threshold", "none", "prefix"): 98,
+    ("threshold", "dual", "prefix"): 119,
+    ("fixed", "dual", "prefix"): 112,
+    ("fixed", "dual", "none"): 100,
+    ("klass", "dual", "prefix"): 171,
 }
 
 
