@@ -19,6 +19,8 @@ class DualCache(WindowCache):
         compat: as in `PrefixCache`.
     """
 
+    compat: bool = False
+
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `Cache.span`."""
         return self.first(canvas), canvas.stop

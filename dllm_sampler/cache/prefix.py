@@ -25,6 +25,8 @@ class PrefixCache(WindowCache):
 
     keeps_noise: ClassVar[bool] = False
 
+    compat: bool = False
+
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `Cache.span`."""
         return self.first(canvas), canvas.end

@@ -16,7 +16,7 @@ class WindowCache(Cache):
     A subclass with a `computes` of its own is taken for no more than a `Cache`.
     """
 
-    compat: bool = False
+    compat: bool
 
     @property
     def steady(self) -> bool:
