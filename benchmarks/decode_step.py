@@ -12,12 +12,13 @@ and a side that fell back to torch says that too. Each line is in `--json` as so
 `floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
             measured in this run. A tenth above it is 1.10.
 `outside`   the share of a step that is not the model: its time without the body and the head, over its time. Beside
-            `graph` the model alone is a graph too.
+            `graph` and `compiled` the model alone is a graph too.
 `speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
             same schedule, same run; in half precision the tokens may differ, and how many do is reported.
 `readout`   a readout of 1024 rows of logits: their bytes over its time, over the bandwidth of the copy.
 
-Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step.
+Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
+`torch.compile` made what stands beside the model and the readout (`compile=step`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
 from dllm_sampler.sampler import Sampler
 
-SIDES = ("torch", "triton", "graph")
+SIDES = ("torch", "triton", "graph", "compiled")
 
 
 @dataclass
@@ -154,8 +155,10 @@ class Bench:
         """Every forward of one block, several times; the first refreshes."""
         kernels = TORCH if side == "torch" else select("triton", self.device, self.dtype)
         sampler, spy = self.sampler(window), Spy(self.denoiser.using(kernels))
-        if side == "graph":
-            engine: Engine = StaticEngine(spy, sampler.plugins, 1, kernels, record)
+        graph = side in ("graph", "compiled")
+        if graph:
+            compiled = side == "compiled"
+            engine: Engine = StaticEngine(spy, sampler.plugins, 1, kernels, record, compile=compiled)
         else:
             engine = Engine(spy, sampler.plugins, 1, kernels)
         prompts = self.prompts(batch, self.options.slots - window).tolist()
@@ -174,7 +177,7 @@ class Bench:
                 seconds = self.now(lambda state=state, step=step: one_step(engine, state, step, window))
                 if spy.last is not None:  # a replay asks nothing
                     again = partial(spy.again, spy.last)
-                    alone[step] = (record(again) if side == "graph" else again), again
+                    alone[step] = (record(again) if graph else again), again
                 if repeat > 1:
                     row.seconds.append(seconds)
                     row.model.append(self.now(alone[max(one for one in alone if one <= step)][0]))
@@ -186,8 +189,9 @@ class Bench:
         options, window = self.options, self.options.windows[0]
         tokens = min(4 * window, options.slots // 2)
         row = Row("generate", side, 1, window)
-        chosen = {"torch": {"backend": "torch"}, "triton": {"backend": "triton"}}
-        sampler = self.sampler(window, **chosen.get(side, {"backend": "triton", "cuda_graph": True}))
+        chosen: dict[str, Any] = {"backend": "torch" if side == "torch" else "triton"}
+        chosen |= {"cuda_graph": side in ("graph", "compiled"), "compile": "step" if side == "compiled" else False}
+        sampler = self.sampler(window, **chosen)
         prompts = self.prompts(1, options.slots - tokens)
         given, found = prompts.to(self.device), {}
 

@@ -8,7 +8,7 @@ with L, so nothing needs a "valid" flag. Rows are left-padded: every generation 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,8 +69,8 @@ class Canvas:
         return slice(self.origin, self.length - self.surplus)
 
     def columns(self) -> Tensor:
-        """`[1, L+1]` the column numbers."""
-        return torch.arange(self.ids.shape[1], device=self.ids.device)[None]
+        """`[1, L+1]` the column numbers, not to be written to."""
+        return select.numbers(self.ids.shape[1], self.ids.device)[None]
 
     def seen(self) -> Tensor:
         """`[B, L+1] bool` columns that exist for the row: from its first real token to its end."""
@@ -94,8 +94,8 @@ class Canvas:
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
-        column = (self.start - back)[:, None] + torch.arange(width, device=self.ids.device)[None]
-        return torch.where(column < self.stop[:, None], column, self.length)
+        column = (self.start - back if back else self.start)[:, None] + select.numbers(width, self.ids.device)
+        return column.masked_fill(column >= self.stop[:, None], self.length)
 
     def frontier(self) -> Tensor:
         """`[B]` first noise from the active block on; `end` where there is none."""
@@ -120,20 +120,25 @@ class Canvas:
         return self.masked.gather(1, positions) & self.inside(positions)
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
-        """Write an edit. The only function that writes a token: it cannot touch prompt, padding or a finished row."""
-        writable = ~(self.frozen.gather(1, positions) | self.done[:, None])  # [B, Q]
-        commit = edit.commit & writable
-        ids = self.ids.gather(1, positions)
-        masked = self.masked.gather(1, positions) & ~commit
-        if edit.remask is not None:
-            remask = edit.remask & writable
-            masked |= remask
-            commit = commit | remask
-        ids = torch.where(commit, edit.ids, ids)
+        """Write an edit. The only function that writes a token: it cannot touch prompt, padding or a finished row.
+
+        Who asks for the same again, as the loop does behind a stop policy, gets the same.
+        """
+        what = (self, positions, edit.ids, edit.commit, edit.remask, edit.end)
+        if edit.applied is None or any(one is not other for one, other in zip(edit.applied[1], what, strict=True)):
+            object.__setattr__(edit, "applied", (self._applied(positions, edit), what))
+        assert edit.applied is not None
+        return edit.applied[0]
+
+    def _applied(self, positions: Tensor, edit: Edit) -> Canvas:
+        touched = edit.commit if edit.remask is None else edit.commit | edit.remask
+        kept = self.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
+        # What is not written goes to the empty slot, as what stands there.
+        at = positions.masked_fill(kept, self.length)
         after = replace(
             self,
-            ids=self.ids.scatter(1, positions, ids),
-            masked=self.masked.scatter(1, positions, masked),
+            ids=self.ids.scatter(1, at, torch.where(kept, self.ids[:, -1:], edit.ids)),
+            masked=self.masked.scatter(1, at, False if edit.remask is None else edit.remask & ~kept),
         )
         if edit.end is None:
             return after
@@ -167,7 +172,7 @@ class Canvas:
             self,
             start=start,
             stop=torch.where(closed, self.reach(start, lookahead), self.stop),
-            age=torch.where(live, torch.where(closed, 0, self.age + 1), self.age),
+            age=(self.age + live).masked_fill(closed, 0),
             step=self.step + live,
             done=done,
         )
@@ -248,7 +253,7 @@ class Readout:
             index = candidate.view(-1, *[1] * (values.dim() - 1))
             return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
-        return replace(self, **{field.name: pick(getattr(self, field.name)) for field in fields(self)})
+        return replace(self, **{one.name: pick(getattr(self, one.name)) for one in fields(self)})
 
 
 @dataclass(frozen=True)
@@ -264,3 +269,4 @@ class Edit:
     end: Tensor | None = None  # [B] cut the canvas here
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
+    applied: Any = field(default=None, repr=False, compare=False)  # what `Canvas.apply` made of it, and of what else

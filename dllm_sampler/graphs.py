@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -186,8 +186,15 @@ class Buffers:
             setattr(state, part, walk(getattr(state, part), visit, part))
         # What one buffer takes over from another is put aside before any is overwritten.
         aside = [new.clone() if new is not None and storage(new) in self.storages else new for _, new in moves]
+        alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for (home, _), new in zip(moves, aside, strict=True):
-            home.zero_() if new is None else home.copy_(new)
+            if new is None:
+                home.zero_()
+            else:
+                alike.setdefault(home.dtype, []).append((home, new))
+        for pairs in alike.values():
+            homes, new = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(homes), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
         return tuple(key)
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
@@ -262,7 +269,7 @@ class InPlace(State):
     """A state and its buffers."""
 
     buffers: Buffers = field(kw_only=True)
-    measured: Tensor | None = None  # see `layout.measure`: part of the step, and so of its recording
+    measured: Tensor | None = None  # see `layout.measure`, `layout.ended`: part of the step, and so of its recording
     late: Late | None = None  # what was measured after the step before
 
 
@@ -283,8 +290,9 @@ class StaticEngine(Engine):
         must: bool = True,
         entropy: bool = False,
         samples: int = 1,
+        compile: bool = False,
     ):
-        super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples)
+        super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples, compile)
         self.record, self.must = record, must
         self.free: Buffers | None = None  # of a generation that is over: one like it finds its recordings
 
@@ -294,7 +302,6 @@ class StaticEngine(Engine):
         (free, self.free), fits = (self.free, None), (canvas.ids.shape, canvas.ids.device, model(self.denoiser))
         buffers = free if free is not None and free.fits == fits else Buffers(fits)
         state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
-        state.measured = super().measure(state)
         try:
             buffers.settle(state)
         except UserError as error:
@@ -315,7 +322,8 @@ class StaticEngine(Engine):
             return super().step(state)
         buffers = state.buffers
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
-        key = buffers.settle(state)
+        state.measured = None  # of the step before
+        key = buffers.settle(state), self._question(state)
         step = buffers.steps.get(key)
         if step is None and key in buffers.steps and self.record is not None:
             step = buffers.steps[key] = self._recorded(state, self.record)
@@ -328,9 +336,19 @@ class StaticEngine(Engine):
 
     def _measured(self, state: InPlace) -> None:
         """A step, what the host will want to know of it, and all of that at home."""
+        question = self._question(state)
         super().step(state)
-        state.measured = super().measure(state)
+        if question == "sizes":
+            state.measured = super().measure(state)
+        elif question == "end":
+            state.measured = layout.ended(state.canvas, state.bad)
         state.buffers.settle(state)
+
+    def _question(self, state: InPlace) -> Literal["sizes", "end"] | None:
+        """What the host will ask after the next step."""
+        if not self._glances or (self.plugins.cache.stores and not state.coming):
+            return "sizes"
+        return None if state.coming and self.lasting else "end"
 
     def measure(self, state: State) -> Tensor:
         """See `Engine.measure`. It is there already."""
@@ -369,17 +387,25 @@ class StaticEngine(Engine):
         )
 
     def poll(self, state: State, step: int, last: bool = False) -> None:
-        """See `Engine.poll`. Where nothing but the end depends on it, the host reads how the step *before* ended.
+        """See `Engine.poll`. Where the next sizes are known, the host reads how the step *before* ended.
 
         So the device has work while the host reads; the price is one forward more, in which all rows rest.
         """
-        p = self.plugins
-        waits = self.record is None or p.cache.stores or p.scheduler.drafts or last
-        if waits or not isinstance(state, InPlace):
+        if not isinstance(state, InPlace) or not self._glances:
             return super().poll(state, step, last)
-        state.canvas = replace(state.canvas, sizes=layout.widest(state.canvas, p.blocks))
-        before, state.late = state.late, Late(self.measure(state))
-        if before is not None:
-            _, state.finished, bad = layout.read(state.canvas, before.read(), p.scheduler.horizon is not None)
-            if bad:
+        known = self._known(state)
+        if known is None and not self.plugins.cache.stores:
+            known = layout.widest(state.canvas, self.plugins.blocks)
+        if known is None or last:
+            state.late = None
+            return self._look(state, known)
+        self._resize(state, known)
+        if state.measured is not None:
+            before, state.late = state.late, Late(state.measured)
+            if before is not None and self._read(state, before.read()).bad:
                 self.refuse(state)
+
+    @property
+    def _glances(self) -> bool:
+        """Whether the host may look at a step while the next one runs."""
+        return self.record is not None and not self.plugins.scheduler.drafts

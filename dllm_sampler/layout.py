@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.noise import Noise
-from dllm_sampler.protocols import Blocks, ModelSpec
+from dllm_sampler.protocols import Blocks, ModelSpec, Outlook
 
 
 def canvas(
@@ -76,46 +76,88 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     return Sizes(masks=width, block=width, computed=canvas.length, whole=False, all_open=False)
 
 
+def ended(canvas: Canvas, bad: Tensor) -> Tensor:
+    """`[2] bool` whether any row goes on, and whether any is bad: the beginning of what `measure` finds."""
+    return torch.stack([~canvas.done, bad > 0]).any(1)
+
+
 def measure(
-    canvas: Canvas, bad: Tensor, count: Tensor | None, ahead: Tensor | None, limit: Tensor | None = None
+    canvas: Canvas,
+    bad: Tensor,
+    count: Tensor | None,
+    ahead: Tensor | None,
+    limit: Tensor | None = None,
+    outlook: Outlook | None = None,
+    span: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`[7|9] int64` what the host wants to know between two steps, for `read`.
+    """`[9|13] int64` what the host wants to know between two steps, for `read`.
 
-    `bad [B]` is not 0 for a row without finite statistics, `count [B]` is how many columns the cache will compute
-    (None: all), `ahead [B, L+1]` what the scheduler will ask (None: the noise of the block), `limit [B]` the first
-    column it will hide (None: none).
+    Args:
+        bad: `[B]` not 0 for a row without finite statistics.
+        count: `[B]` how many columns the cache will compute; None: all.
+        ahead: `[B, L+1]` what the scheduler will ask; None: the noise of the block.
+        limit: `[B]` the first column that the scheduler will hide; None: none.
+        outlook: of the scheduler; None: nothing is certain.
+        span: see `Cache.span`; what the forwards behind the next one compute.
     """
-    live = ~canvas.done
-    masks = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
-    opens = canvas.age == 0
-    values = [
-        (masks * live).amax(),
-        ((canvas.stop - canvas.start) * live).amax(),
-        (opens & live).any(),
-        (opens | canvas.done).all(),
-        canvas.done.all(),
-        bad.any(),
-        ((canvas.end if limit is None else limit) * live).amax(),
+    all_there = canvas.end - canvas.begin
+    most = [
+        canvas.noise_left() if ahead is None else (ahead > 0).sum(1),
+        canvas.stop - canvas.start,
+        -canvas.age,
+        canvas.age,
+        canvas.end if limit is None else limit,
+        *_columns(count, all_there),
     ]
-    if count is not None:
-        values += [(count * live).amax(), ((count == canvas.end - canvas.begin) | canvas.done).all()]
-    return torch.stack(values)
+    if outlook is not None and span is not None:
+        most += [-outlook.lasts, -outlook.least, *_columns(span[1] - span[0], all_there)]
+    of_rows = torch.stack(most).masked_fill(canvas.done, NOBODY)
+    return torch.cat([ended(canvas, bad), of_rows.amax(1)])
 
 
-def read(canvas: Canvas, measured: list[int], hides: bool) -> tuple[Sizes, bool, bool]:
-    """The sizes of the next step, whether every row is done, whether any row is bad: what `measure` found.
+NOBODY = -(2**40)  # less than any number of a row
 
-    hides: the scheduler has a horizon
+
+def _columns(count: Tensor | None, all_there: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B]` how many columns are computed, and how many of those that are there are not."""
+    return (all_there, torch.zeros_like(all_there)) if count is None else (count, all_there - count)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the host learns when it looks."""
+
+    sizes: Sizes | None  # of the next step; None: nobody asked
+    coming: tuple[Sizes, ...]  # of steps behind it, as far as they are certain
+    finished: bool  # every row is done
+    bad: bool  # some row had no finite statistics
+
+
+def read(canvas: Canvas, measured: list[int], hides: bool, shrinks: bool = True) -> Found:
+    """What `measure`, or `ended`, found.
+
+    Args:
+        hides: the scheduler has a horizon.
+        shrinks: what a scheduler commits is noise no longer.
     """
-    masks, block, some_open, all_open, finished, any_bad, reach, *of_cache = measured
-    computed, whole = of_cache or (canvas.length, True)
+    goes_on, bad, *measured = measured
+    if not (goes_on and measured):
+        return Found(None, (), not goes_on, bool(bad))
+    masks, block, youngest, oldest, reach, computed, part, *outlook = measured
     sizes = Sizes(
         masks,
         block,
-        computed,
-        bool(whole),
-        bool(some_open),
-        bool(all_open),
+        computed if part else canvas.length,
+        not part,
+        youngest == 0,
+        oldest == 0,
         reach=max(reach, 1) if hides else None,
     )
-    return sizes, bool(finished), bool(any_bad)
+    coming: tuple[Sizes, ...] = ()
+    if outlook:
+        lasts, least, computed, part = -outlook[0], -outlook[1] * shrinks, *outlook[2:]
+        later = replace(
+            sizes, computed=computed if part else canvas.length, whole=not part, opens=False, all_open=False
+        )
+        coming = tuple(replace(later, masks=max(1, masks - least * steps)) for steps in range(1, lasts))
+    return Found(sizes, coming, False, bool(bad))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllm_sampler import layout, readout
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.canvas import Canvas, Query, Readout, Sizes
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels.backend import TORCH, Backend
+from dllm_sampler.models.compiled import compiled
 from dllm_sampler.plugins import Plugins
-from dllm_sampler.protocols import Carry, Denoiser
+from dllm_sampler.protocols import Blocks, Carry, Denoiser, ModelSpec, Outlook, Plan, Spent, Stop
 from dllm_sampler.trace import Recorder
 
 
@@ -32,6 +35,7 @@ class State:
     ahead: Tensor | None = None  # [B, L+1] see `Scheduler.ahead`
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
+    coming: tuple[Sizes, ...] = ()  # of steps behind the next one, where the schedule fixes them
     begun: float = 0.0  # when the host began the last step, in seconds of its clock
 
 
@@ -46,10 +50,12 @@ class Engine:
         kernels: Backend = TORCH,
         entropy: bool = False,
         samples: int = 1,
+        compile: bool = False,
     ):
         using = getattr(denoiser, "using", None)  # optional
         self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
         self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
+        self.compile = compile  # the parts of a step beside the model and the readout
         self.entropy, self.samples = entropy, samples  # samples: so many consecutive rows have the same prompt
 
     def begin(self, canvas: Canvas) -> State:
@@ -57,7 +63,8 @@ class Engine:
         p, spec = self.plugins, self.denoiser.spec
         cache = p.cache.init(canvas, spec)
         bad = torch.zeros_like(canvas.step)
-        state = State(canvas, cache, p.scheduler.init(canvas), bad, Recorder(canvas, spec.dtype, self.entropy))
+        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.revises)
+        state = State(canvas, cache, p.scheduler.init(canvas), bad, recorder)
         self._look_ahead(state)
         if self.samples > 1:
             rows = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
@@ -68,23 +75,38 @@ class Engine:
 
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
-        p, spec, canvas = self.plugins, self.denoiser.spec, state.canvas
+        p, spec = self.plugins, self.denoiser.spec
+        canvas, query, plan = self._part(Engine._ask)(state, spec)
+        hidden, spent = self.denoiser(canvas, query, plan)
+        needs = p.needs | {"entropy"} if self.entropy else p.needs
+        if spec.self_conditioning:
+            needs |= {"logits"}
+        seen = readout.predict(self.denoiser, hidden, canvas, query, spec, p.guides, needs, p.compat, self.kernels)
+        self._part(Engine._tell)(state, spec, canvas, query, seen, spent)
+
+    def _part(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        """A part of a step, compiled if that was asked for: tensors in and out, sizes that the host knows."""
+        return partial(compiled(part) if self.compile else part, self)
+
+    def _ask(self, state: State, spec: ModelSpec) -> tuple[Canvas, Query, Plan]:
+        """What the model is to compute."""
+        p, canvas = self.plugins, state.canvas
         if spec.mask_id is None:
             canvas = canvas.renoised(spec.vocab_size)
         width = max(1, canvas.sizes.masks if p.scheduler.asks == "masks" else canvas.sizes.block)
         query = p.scheduler.ask(canvas, width, state.carry)
-        query = state.cache.narrow(canvas, query)
+        if not (p.scheduler.plain and state.cache.covers):
+            query = state.cache.narrow(canvas, query)
         watched = p.stop.positions(canvas)
         if watched is not None:
             query = query.join(canvas, watched & state.cache.answered(canvas), canvas.length)
-        needs = p.needs | {"entropy"} if self.entropy else p.needs
         if spec.self_conditioning:
-            needs |= {"logits"}
             query = replace(query, previous=state.previous)
-        plan = state.cache.plan(canvas, query)
-        hidden, spent = self.denoiser(canvas, query, plan)
-        seen = readout.predict(self.denoiser, hidden, canvas, query, spec, p.guides, needs, p.compat, self.kernels)
+        return canvas, query, state.cache.plan(canvas, query)
 
+    def _tell(self, state: State, spec: ModelSpec, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:
+        """What becomes of the model's answer."""
+        p = self.plugins
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
@@ -115,24 +137,69 @@ class Engine:
             state.cache.expect(state.ahead)
 
     def poll(self, state: State, step: int, last: bool = False) -> None:
-        """Read the device between two steps: who is done, and how large the next step must be."""
-        if step % self.poll_every and not self.plugins.cache.stores and not last:
-            sizes = layout.widest(state.canvas, self.plugins.blocks)
-            state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
-            return
-        measured = self.measure(state).tolist()
-        sizes, state.finished, bad = layout.read(state.canvas, measured, self.plugins.scheduler.horizon is not None)
+        """Between two steps: who is done, and how large the next step must be.
+
+        The device is asked unless the size is known and no row can be done, or nobody wants to know yet (`poll_every`).
+        """
+        known = self._known(state)
+        rests = step % self.poll_every > 0
+        if known is None and rests and not self.plugins.cache.stores:
+            known = layout.widest(state.canvas, self.plugins.blocks)
+        if known is not None and (rests or self.lasting) and not last:
+            self._resize(state, known)
+        else:
+            self._look(state, known)
+
+    @staticmethod
+    def _known(state: State) -> Sizes | None:
+        """The sizes of the next step, where the schedule fixed them in advance."""
+        known, state.coming = (state.coming or (None,))[0], state.coming[1:]
+        return known
+
+    @staticmethod
+    def _resize(state: State, sizes: Sizes) -> None:
+        state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
+
+    def _look(self, state: State, known: Sizes | None) -> None:
+        """Wait for the device and read what was measured; `known` are sizes for when that was the end alone."""
+        found = self._read(state, self.measure(state).tolist())
+        state.coming = found.coming
         # The device has caught up with the host here, so the clock tells how long the step took.
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
+        sizes = found.sizes or known or state.canvas.sizes
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))
-        if bad:
+        if found.bad:
             self.refuse(state)
+
+    def _read(self, state: State, measured: list[int]) -> layout.Found:
+        p = self.plugins
+        found = layout.read(state.canvas, measured, p.scheduler.horizon is not None, not p.compat)
+        state.finished = found.finished
+        return found
+
+    @property
+    def lasting(self) -> bool:
+        """Whether no row is done before its block is, as far as plug-ins say; `coming` is empty where they do not."""
+        return type(self.plugins.stop).__call__ is Stop.__call__
 
     def measure(self, state: State) -> Tensor:
         """See `layout.measure`."""
-        limit = state.canvas.ahead(self.plugins.scheduler.horizon)
-        count = state.cache.count(state.canvas, limit)
-        return layout.measure(state.canvas, state.bad, count, state.ahead, limit)
+        return self._part(Engine._measure)(state)
+
+    def _measure(self, state: State) -> Tensor:
+        canvas, cache, outlook = state.canvas, state.cache, self._outlook(state)
+        limit = canvas.ahead(self.plugins.scheduler.horizon)
+        span = None if outlook is None else cache.span(canvas)
+        return layout.measure(canvas, state.bad, cache.count(canvas, limit), state.ahead, limit, outlook, span)
+
+    def _outlook(self, state: State) -> Outlook | None:
+        """The scheduler's, if no other plug-in has a say in it."""
+        p, canvas = self.plugins, state.canvas
+        foreign = type(p.blocks).close is not Blocks.close or p.stop.fills or p.scheduler.horizon is not None
+        outlook = None if foreign or not state.cache.settles else p.scheduler.outlook(canvas, state.carry)
+        if outlook is None or type(p.blocks).open is Blocks.open:
+            return outlook
+        return outlook._replace(lasts=torch.where(canvas.age == 0, 1, outlook.lasts))  # its size is not known yet
 
     @staticmethod
     def refuse(state: State) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -126,6 +126,13 @@ class LayerParts(Protocol):
         ...
 
 
+class Outlook(NamedTuple):
+    """What a schedule fixes in advance, whatever the model predicts."""
+
+    lasts: Tensor  # [B] the row stays in its block for so many steps at least, the next one included
+    least: Tensor  # [B] each of them but the last commits so many positions at least
+
+
 class PlugIn:
     """What schedulers, blocks and stops have in common."""
 
@@ -234,6 +241,13 @@ class Scheduler(PlugIn):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""
         raise NotImplementedError
+
+    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
+        """What is certain of the steps to come, so that the host need not ask how large they are; None: nothing.
+
+        Bounds hold for rows that stay in their block and go on; a scheduler that says anything ends no row itself.
+        """
+        return None
 
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """Called by the host between steps: how long the last one took, of which `canvas` has the sizes.

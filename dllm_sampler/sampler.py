@@ -44,11 +44,13 @@ class Sampler:
         noise: where randomness comes from; counter-based by default.
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
         max_steps: give up after so many steps; None: the scheduler's own bound.
-        poll_every: look for finished rows every so many steps (a cache that stores keys looks at each).
+        poll_every: look for finished rows every so many steps (under a cache that stores keys each step is looked at
+            whose sizes the schedule does not fix in advance).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
         cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
-        compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them.
+        compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them, and what a
+            step does beside the model; `"step"`: the latter alone, whatever the model.
         entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
@@ -74,7 +76,7 @@ class Sampler:
         poll_every: int = 1,
         backend: str = "auto",
         cuda_graph: bool | str = False,
-        compile: bool = False,
+        compile: bool | str = False,
         entropy: bool = False,
     ):
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
@@ -85,13 +87,15 @@ class Sampler:
                 f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in"
                 " dllm_sampler.TransformerDenoiser, a masked LM of transformers by dllm_sampler.models.huggingface.wrap"
             )
-        if compile:
+        if not isinstance(compile, bool) and compile != "step":
+            raise UserError(f"compile must be true, false or step, not {compile!r}")
+        if compile is True:
             denoiser = _compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
         backends.check(backend)
         self.max_steps, self.poll_every = max_steps, poll_every
-        self.backend, self.entropy = backend, entropy
+        self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
             denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
         )
@@ -122,7 +126,7 @@ class Sampler:
         poll_every: int = 1,
         backend: str = "auto",
         cuda_graph: bool | str = False,
-        compile: bool = False,
+        compile: bool | str = False,
         entropy: bool = False,
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
@@ -250,13 +254,12 @@ class Sampler:
 
     def _engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
-        if self.cuda_graph is False:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
-        why = graphs.obstacle(plugins, self.noise, self.denoiser)
+        options = (self.entropy, samples, self.compile)
+        why = None if self.cuda_graph is False else graphs.obstacle(plugins, self.noise, self.denoiser)
         if why is not None and self.cuda_graph is True:
             raise UserError(f"cuda_graph=true cannot be: {why}")
-        if why is not None:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, self.entropy, samples)
+        if why is not None or self.cuda_graph is False:
+            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, *options)
         if self._static is None or (self._static.plugins, self._static.kernels, self._static.samples) != (
             plugins,
             self.kernels,
@@ -264,7 +267,7 @@ class Sampler:
         ):
             must = self.cuda_graph is True
             self._static = StaticEngine(
-                self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must, self.entropy, samples
+                self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must, *options
             )
         return self._static
 

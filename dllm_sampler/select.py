@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+
+
+def numbers(size: int, device: torch.device) -> Tensor:
+    """`[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
+    if torch.compiler.is_compiling():  # nothing, beside what it is part of
+        return torch.arange(size, device=device)
+    return _numbers(1 << max(0, size - 1).bit_length(), device)[:size]
+
+
+@cache  # for good: a recorded step (`graphs.py`) reads these tensors where they are
+def _numbers(size: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(size, device=device)
 
 
 def columns(chosen: Tensor, width: int) -> Tensor:
@@ -17,11 +32,10 @@ def columns(chosen: Tensor, width: int) -> Tensor:
         `[B, width] int64`.
     """
     batch, size = chosen.shape
-    rank = chosen.cumsum(1) - 1
-    slot = torch.where(chosen & (rank < width), rank, width)
-    column = torch.arange(size, device=chosen.device).expand(batch, size)
-    out = column.new_full((batch, width + 1), size - 1)
-    return out.scatter_(1, slot, column)[:, :width]
+    column = numbers(size, chosen.device).expand(batch, size)
+    # Members go to the places 1 to width; the others to 0, those that are too many to width + 1.
+    place = (chosen.cumsum(1) * chosen).clamp(max=width + 1)
+    return column.new_full((batch, width + 2), size - 1).scatter_(1, place, column)[:, 1 : width + 1]
 
 
 def rank(score: Tensor, eligible: Tensor) -> Tensor:
@@ -29,7 +43,7 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
     # An eligible score of -inf still comes before every ineligible position.
     score = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~eligible, -torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)
-    place = torch.arange(score.shape[1], device=score.device).expand_as(order)
+    place = numbers(score.shape[1], score.device).expand_as(order)
     return order.scatter(1, order, place)
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import ModelSpec, Stop, block_over
@@ -15,7 +16,7 @@ from dllm_sampler.protocols import ModelSpec, Stop, block_over
 def _first(chosen: Tensor) -> Tensor:
     """`[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
     size = chosen.shape[1]
-    return torch.where(chosen, torch.arange(size, device=chosen.device), size).amin(1)
+    return torch.where(chosen, select.numbers(size, chosen.device), size).amin(1)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class PrefixStop(_EosStop):
 
     def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after = canvas.apply(query.positions, edit)
-        fire = _first(self.ends(after)) < _first(after.masked)
+        after, part = canvas.apply(query.positions, edit), slice(canvas.origin, canvas.length)
+        ends = (after.ids[:, part] == self.eos) & (after.masked[:, part].cumsum(1) == 0)
+        fire = (ends & (canvas.columns()[:, part] < after.end[:, None])).any(1)
         return _finish(edit, fire if edit.remask is None else fire & block_over(after, edit))
 
 

@@ -24,7 +24,7 @@ NUMBERS = ("origin", "mask_id", "pad_id", "grid")
 class Recorder:
     """Device buffers of a running generation; nothing is transferred before the end.
 
-    Costs 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and per step some twenty
+    Costs 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and per step some ten
     small operations on the queried positions (`benchmarks/recording.py`). The entropy is one more reduction of the
     logits, unless a plug-in needs it anyway.
 
@@ -32,9 +32,11 @@ class Recorder:
         canvas: before the first step.
         dtype: of the model; log-probabilities are float32, of a float64 model float64.
         entropy: whether steps measure it.
+        revises: whether the scheduler may take back or replace tokens.
     """
 
-    def __init__(self, canvas: Canvas, dtype: torch.dtype = torch.float32, entropy: bool = False):
+    def __init__(self, canvas: Canvas, dtype: torch.dtype = torch.float32, entropy: bool = False, revises: bool = True):
+        self.revises, self.empty = revises, canvas.length
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1]
         self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1]
@@ -45,26 +47,27 @@ class Recorder:
     def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Take down what one step wrote, by the row's own count of forwards."""
         at = query.positions
-        writable = ~before.frozen.gather(1, at) & ~before.done[:, None]
-        noise = after.masked.gather(1, at)
-        wrote = edit.commit & ~noise & writable
-        self._put(self.step_map, at, wrote, before.step[:, None])
+        was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
+        wrote = edit.commit & (was ^ noise)
+        if self.revises or edit.remask is not None:
+            writable = ~(before.frozen.gather(1, at) | before.done[:, None])
+            wrote = edit.commit & ~noise & writable
+            other = edit.commit & (edit.ids != before.ids.gather(1, at))
+            if edit.remask is not None:
+                other = other | edit.remask
+                self.step_map.scatter_(1, at.masked_fill(~noise, self.empty), -1)
+            self.revised |= (other & writable & ~was).any(1)
+        # What was not written goes to the empty slot, whose numbers nobody reads.
+        idle = ~wrote
+        at = at.masked_fill(idle, self.empty)
+        self.step_map.scatter_(1, at, before.step[:, None].masked_fill(idle, -1))
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
-        self._put(self.logprob, at, wrote, sure.log().to(self.logprob.dtype))
+        self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
         if self.entropy is not None and readout.entropy is not None:
-            self._put(self.entropy, at, wrote, readout.entropy[:, 0].to(self.entropy.dtype))
-        other = edit.commit & (edit.ids != before.ids.gather(1, at))
-        if edit.remask is not None:
-            self._put(self.step_map, at, noise, torch.full_like(before.step, -1)[:, None])
-            other = other | edit.remask
-        self.revised |= (other & writable & ~before.masked.gather(1, at)).any(1)
+            self.entropy.scatter_(1, at, readout.entropy[:, 0].to(self.entropy.dtype))
         if edit.end is not None:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)
-
-    @staticmethod
-    def _put(into: Tensor, at: Tensor, where: Tensor, values: Tensor) -> None:
-        into.scatter_(1, at, torch.where(where, values, into.gather(1, at)))
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,20 @@ class Cache:
         """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
         return False
 
+    @property
+    def settles(self) -> bool:
+        """Whether every forward that a row makes in a block, but the first, computes the columns of `span`."""
+        return False
+
+    @property
+    def covers(self) -> bool:
+        """Whether every forward predicts all of the block, so that `narrow` drops nothing of it."""
+        return False
+
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """`[B]` first column and `[B]` end of what a forward computes inside a block, where the cache `settles`."""
+        return canvas.begin, canvas.end
+
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
 
@@ -157,7 +171,10 @@ class Cache:
 
     def plan(self, canvas: Canvas, query: Query) -> Plan:
         """Which rows to compute for `query`, and what they see; default: by `computes`."""
-        computed = None if canvas.sizes.whole else self.computes(canvas)
+        sizes = canvas.sizes
+        if self.settles and self.stores and not (sizes.opens or sizes.whole):
+            return self.run(canvas, query)
+        computed = None if sizes.whole else self.computes(canvas)
         return self.whole(canvas, query) if computed is None else self.part(canvas, query, computed)
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
@@ -244,7 +261,7 @@ class Cache:
         """A plan that computes every column."""
         seen = visible(canvas, query)
         length = canvas.sizes.reach or canvas.length
-        positions = torch.arange(length, device=seen.device).expand(seen.shape[0], length)
+        positions = select.numbers(length, seen.device).expand(seen.shape[0], length)
         keys = keys_of(canvas, query, seen, positions)
         if keys is not None and not self.stores:
             keys = keys[..., :length]
@@ -256,9 +273,25 @@ class Cache:
         chosen = chosen & seen & ~canvas.done[:, None]
         positions = select.columns(chosen, max(1, canvas.sizes.computed))  # [B, M]
         keys = keys_of(canvas, query, seen, positions)
-        batch, columns = chosen.shape
-        slots = positions + torch.arange(0, batch * columns, columns, device=positions.device)[:, None]
-        return Plan(self, positions, keys, chosen.sum(1), slots=slots.flatten(), visible=extent(canvas, query))
+        computed = chosen.sum(1)
+        return Plan(self, positions, keys, computed, slots=places(canvas, positions), visible=extent(canvas, query))
+
+    def run(self, canvas: Canvas, query: Query) -> Plan:
+        """`part` where no row opens a block: the run of columns `span`."""
+        first, end = self.span(canvas)
+        if query.limit is not None:
+            end = torch.minimum(end, query.limit)
+        column = first[:, None] + select.numbers(max(1, canvas.sizes.computed), first.device)  # [B, M]
+        positions = column.masked_fill(column >= end[:, None], canvas.length)
+        keyed = canvas.padded or canvas.grid is not None or query.limit is not None
+        keys = keys_of(canvas, query, visible(canvas, query), positions) if keyed else None
+        return Plan(self, positions, keys, end - first, slots=places(canvas, positions), visible=extent(canvas, query))
+
+
+def places(canvas: Canvas, positions: Tensor) -> Tensor:
+    """`[B*M]` where `positions [B, M]` lie in a buffer of B*(L+1) columns."""
+    batch, columns = canvas.ids.shape
+    return (positions + select.numbers(batch * columns, positions.device)[::columns, None]).flatten()
 
 
 def _mask(keys: Tensor | None) -> Tensor | None:

@@ -50,6 +50,20 @@ class BlockCausalCache(Cache):
         """See `Cache.steady`."""
         return True
 
+    @property
+    def settles(self) -> bool:
+        """See `Cache.settles`."""
+        return True
+
+    @property
+    def covers(self) -> bool:
+        """See `Cache.covers`."""
+        return not self.spec.shift
+
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`. The forward that opens a block stores for good what it finds finished."""
+        return canvas.on_grid(canvas.start), canvas.stop
+
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """See `Cache.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
         if self.twin is not None:
@@ -74,6 +88,12 @@ class BlockCausalCache(Cache):
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
         first = torch.minimum(self.clean, canvas.on_grid(canvas.start))[:, None]
         return (canvas.columns() >= first) & (canvas.columns() < canvas.stop[:, None])
+
+    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
+        """See `Cache.count`."""
+        if limit is not None:
+            return super().count(canvas, limit)
+        return canvas.stop - torch.minimum(self.clean, canvas.on_grid(canvas.start))
 
     def narrow(self, canvas: Canvas, query: Query) -> Query:
         """See `Cache.narrow`."""

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.canvas import Canvas
 
 
 @dataclass
-class DualCache(Cache):
+class DualCache(WindowCache):
     """Recompute the active block alone; the prefix and the masks behind it stay as the opening forward saw them.
 
     Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
@@ -21,13 +21,6 @@ class DualCache(Cache):
 
     compat: bool = False
 
-    @property
-    def steady(self) -> bool:
-        """See `Cache.steady`."""
-        return True
-
-    def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
-        back = int(self.spec.shift and not self.compat)
-        column, due = canvas.columns(), self.due(canvas)[:, None]
-        return due | ((column >= canvas.start[:, None] - back) & (column < canvas.stop[:, None]))
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`."""
+        return self.first(canvas), canvas.stop

@@ -17,3 +17,13 @@ class NoCache(Cache):
     def steady(self) -> bool:
         """See `Cache.steady`."""
         return True
+
+    @property
+    def settles(self) -> bool:
+        """See `Cache.settles`."""
+        return True
+
+    @property
+    def covers(self) -> bool:
+        """See `Cache.covers`."""
+        return True

@@ -5,12 +5,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.canvas import Canvas
 
 
 @dataclass
-class PrefixCache(Cache):
+class PrefixCache(WindowCache):
     """Recompute from the active block to the end; everything before it is as the block-opening forward left it.
 
     Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
@@ -27,12 +27,6 @@ class PrefixCache(Cache):
 
     compat: bool = False
 
-    @property
-    def steady(self) -> bool:
-        """See `Cache.steady`."""
-        return True
-
-    def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
-        back = int(self.spec.shift and not self.compat)
-        return self.due(canvas)[:, None] | (canvas.columns() >= canvas.start[:, None] - back)
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`."""
+        return self.first(canvas), canvas.end

@@ -29,7 +29,7 @@ class Options:
     dtype: str = "auto"
     backend: str = "auto"
     cuda_graph: bool | str = False
-    compile: bool = False
+    compile: bool | str = False
     compat: bool = False
     chat: bool = False
     prompts_file: str | None = None

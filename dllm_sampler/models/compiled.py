@@ -15,7 +15,7 @@ from dllm_sampler.models.transformer import Layer, Rope
 
 @cache
 def compiled(part: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of `Layer`, compiled once for all layers: their weights are arguments, sizes may vary."""
+    """A method, of `Layer` say, compiled once for all objects: their tensors are arguments, sizes may vary."""
     return torch.compile(part)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Outlook, Scheduler
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
 from dllm_sampler.select import top
@@ -75,7 +75,8 @@ class FixedSteps(Scheduler):
         if self.schedule == "uniform":
             count = uniform_share(masks, steps, canvas.age)
         else:
-            held = left.float().mean().expand_as(left) if self.compat else left
+            # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
+            held = canvas.noise_left().float().mean().expand_as(left) if self.compat else left
             count = timestep_share(held, steps, canvas.age, self.eps)
         last = canvas.age + 1 >= steps
         if not self.compat:
@@ -86,6 +87,18 @@ class FixedSteps(Scheduler):
         commit = top(score, eligible, count)
         hold, leave = (~last, last) if self.compat else (None, None)
         return Edit(readout.token[:, 0], commit, hold=hold, leave=leave), (masks, steps)
+
+    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
+        """See `Scheduler.outlook`."""
+        if type(self).tell is not FixedSteps.tell:
+            return None
+        opens, left = canvas.age == 0, canvas.noise_left()
+        rest = torch.where(opens, block_steps(canvas, self.steps), carry[1]) - canvas.age
+        if self.compat:
+            return Outlook(rest.clamp(min=1), torch.zeros_like(left))
+        # An even share of what was there at first is an even share of what is left; Dream's may be one less.
+        least = left // rest.clamp(min=1) if self.schedule == "uniform" else torch.ones_like(left)
+        return Outlook(torch.minimum(left, rest).clamp(min=1), least.clamp(min=1))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B, Q]` what ranks the masks, higher first."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, ModelSpec, Outlook, Scheduler
 from dllm_sampler.schedulers.checks import check_count
 
 
@@ -93,3 +94,10 @@ class LeftToRight(Leftmost):
         draft = self.draft(canvas, query)
         commit = draft & (draft.cumsum(1) <= self.tokens_per_step)
         return self.edit(canvas, readout.token[:, 0], commit), carry
+
+    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
+        """See `Scheduler.outlook`; published, an end token ends the row."""
+        if self.compat:
+            return None
+        lasts = (canvas.noise_left() + self.tokens_per_step - 1) // self.tokens_per_step
+        return Outlook(lasts.clamp(min=1), torch.full_like(lasts, self.tokens_per_step))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Outlook, Scheduler
 from dllm_sampler.schedulers.budget import check_steps, even_share
 
 
@@ -64,6 +64,12 @@ class RandomOrder(Scheduler):
         # A stop may have joined later positions, and a block that this forward sized may have lost some.
         commit = select.top(self._number(canvas, query.positions), canvas.eligible(query.positions), share)
         return Edit(readout.token[:, 0], commit), carry
+
+    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook:
+        """See `Scheduler.outlook`. The host counts the masks of a step, which become fewer, but by no fixed number."""
+        left = canvas.noise_left()
+        _, (_, steps) = even_share(canvas, self.steps, carry, left)
+        return Outlook(torch.minimum(left, steps - canvas.age).clamp(min=1), torch.zeros_like(left))
 
     def bound(self, tokens: int) -> int:
         """A block that is sized by its first forward (AdaBlock) may commit nothing in it: one more per block."""

@@ -29,6 +29,16 @@ DEARER = {
 }
 
 
+# Operations of a step beside the model and the readout, by scheduler, cache, stop; whoever lowers one lowers it here.
+STEPS = {
+    ("threshold", "none", "prefix"): 98,
+    ("threshold", "dual", "prefix"): 119,
+    ("fixed", "dual", "prefix"): 112,
+    ("fixed", "dual", "none"): 100,
+    ("klass", "dual", "prefix"): 171,
+}
+
+
 @pytest.fixture(scope="module")
 def bench() -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -51,6 +61,18 @@ def test_a_decision_takes_few_operations(bench: Any, scene: Any, name: str) -> N
     allowed = bench.LIMIT * base
     assert found <= DEARER.get(name, allowed)
     assert DEARER.get(name, allowed + 1) > allowed, "it is within the rule: take it off the list"
+
+
+@pytest.mark.parametrize("plugins", STEPS, ids="-".join)
+def test_a_step_takes_few_operations(plugins: tuple[str, str, str], bench: Any) -> None:
+    step = import_module("step_operations")
+    found = step.operations(*plugins)
+    assert step.outside(found) - found["readout"] == STEPS[plugins]
+
+
+def test_the_table_of_operations(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_module("step_operations").main(["--schedulers", "fixed", "--caches", "dual", "--stops", "none"]) == 0
+    assert "observe" in capsys.readouterr().out
 
 
 def test_views_are_not_counted(bench: Any) -> None:

@@ -1,12 +1,15 @@
-"""`compile=true`: the parts of a layer are compiled, once for all layers, and whatever drives them stays the same."""
+"""`compile=true`: the parts of layers and steps are compiled, once for all, and whatever drives them stays the same."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import metrics
+from torch._inductor.compile_fx import compile_fx
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler, UserError, loop
+from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
 from tests import toys
@@ -43,12 +46,19 @@ def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) 
         for flag in (False, True)
     )
     assert torch.equal(plain.tokens, other.tokens) and torch.equal(plain.nfe, other.nfe)
-    assert sorted(parts) == sorted(names)  # each once
+    assert sorted(parts) == sorted(names | {"_ask", "_tell", "_measure"})  # each once
 
 
 def test_a_model_of_others_is_refused() -> None:
     with pytest.raises(UserError, match="compile the model inside Spy"):
         Sampler(toys.Spy(toys.denoiser()), compile=True)
+    with pytest.raises(UserError, match="compile must be true, false or step, not 'all'"):
+        toys.sampler(compile="all")
+
+
+def test_a_step_alone_is_compiled_whatever_the_model(parts: list[str]) -> None:
+    Sampler(toys.Spy(toys.denoiser()), compile="step").generate(toys.PROMPTS[:2], max_new_tokens=6)
+    assert set(parts) == {"_ask", "_tell", "_measure"}
 
 
 def test_dynamo_takes_a_part_whole() -> None:
@@ -67,3 +77,81 @@ def test_dynamo_takes_a_part_whole() -> None:
         assert isinstance(layer, Layer)
         torch.testing.assert_close(part(layer, hidden), layer.mlp(hidden))
     assert len(graphs) == 1
+
+
+STEPS = [("threshold", "none"), ("threshold", "dual"), ("fixed", "none"), ("fixed", "dual")]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Compiles the parts of a step with a backend of one's own; the layers are left as they are."""
+    torch._dynamo.reset()
+
+    def use(backend: Any) -> None:
+        made = {
+            part: torch.compile(part, backend=backend, fullgraph=True) for part in (loop.Engine._ask, loop.Engine._tell)
+        }
+        monkeypatch.setattr(loop, "compiled", lambda part: made.get(part, part))
+
+    yield use
+    torch._dynamo.reset()
+
+
+def answers(scheduler: str, cache: str) -> tuple[Any, Any]:
+    plain, other = (
+        toys.sampler("gqa", scheduler=scheduler, cache=cache, stop="prefix", compile=flag)
+        .generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS)
+        .trace
+        for flag in (False, "step")
+    )
+    return plain, other
+
+
+@pytest.mark.parametrize(("scheduler", "cache"), STEPS)
+def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> None:
+    """A break in the graph is an error here. Sizes change from step to step and do not make new graphs each time."""
+    graphs: list[Any] = []
+    steps(lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
+    plain, other = answers(scheduler, cache)
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(plain, name), getattr(other, name)), name
+    assert 2 <= len(graphs) <= 10
+
+
+class InPlace(StaticEngine):
+    """Steps as they are recorded, and no recording."""
+
+    def _recorded(self, state: Any, record: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("scheduler", "cache"), STEPS[1::2])
+def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiled part returns finds its home, though it may be one of the buffers that it was given."""
+    steps("eager")
+
+    def engine(it: Sampler, plugins: Any, samples: int = 1) -> StaticEngine:
+        return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
+
+    monkeypatch.setattr(Sampler, "_engine", engine)
+    plain, other = answers(scheduler, cache)
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(plain, name), getattr(other, name)), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheduler", "cache"), STEPS)
+def test_a_compiled_step_is_few_kernels(scheduler: str, cache: str, steps: Any) -> None:
+    """With the code generator, on a CPU: what a step does beside the model and the readout."""
+    graphs: list[Any] = []
+
+    def generate(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return compile_fx(graph, inputs)
+
+    metrics.reset()
+    steps(generate)
+    plain, other = answers(scheduler, cache)
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(plain, name), getattr(other, name)), name
+    assert metrics.generated_kernel_count / len(graphs) < 30

@@ -1,0 +1,163 @@
+"""How many tensor operations a step makes beside the model, by part: each is a launch, or a node of a CUDA graph.
+
+    python benchmarks/step_operations.py
+    python benchmarks/step_operations.py --schedulers threshold --caches dual --stops none,prefix
+
+Counted on a CPU in a step in the middle of a block, as a recorded step makes it (`graphs.py`). Views are not counted,
+and a GPU may take several launches for one operation (a sort, say). `readout` is torch's, which a kernel may replace;
+`measure` is what the host asks for where the schedule does not fix the next sizes, `home` the copies that bring a
+step's outcome to its place. The counts are the same on every machine: `tests/contract/test_overhead.py` holds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dllm_sampler import layout, readout
+from dllm_sampler.canvas import Canvas
+from dllm_sampler.eval.untrained import llada
+from dllm_sampler.graphs import Buffers, StaticEngine
+from dllm_sampler.loop import Engine
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.noise import CounterNoise
+from dllm_sampler.plugins import Plugins
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.trace import Recorder
+
+DECIDING = ("ask", "narrow", "plan", "readout", "open", "tell", "stop")
+DOING = ("apply", "observe", "record", "close", "advance", "loop", "measure", "home")
+PARTS = DECIDING + DOING
+BLOCK, PROMPTS = 16, [[5] * 12, [6] * 16]
+
+
+class Operations(TorchDispatchMode):
+    """Counts tensor operations other than views, under the name of the outermost part that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.part: list[str] = ["loop"]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[self.part[-1]] += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+    def under(self, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, whose operations count for `part`; the model never counts for another."""
+
+        @wraps(run)
+        def named(*args: Any, **options: Any) -> Any:
+            self.part.append(part if part == "model" or len(self.part) == 1 else self.part[-1])
+            try:
+                return run(*args, **options)
+            finally:
+                self.part.pop()
+
+        return named
+
+
+def _home(owner: Any, name: str) -> Any:
+    return next((one for one in owner.__mro__ if name in vars(one)), owner) if isinstance(owner, type) else owner
+
+
+@contextmanager
+def counted(p: Plugins) -> Iterator[Operations]:
+    """Count what a step does, by part."""
+    seen = Operations()
+    places: list[tuple[Any, str, str]] = [
+        *((type(p.scheduler), name, name) for name in ("ask", "tell")),
+        *((type(p.cache), name, name) for name in ("narrow", "plan", "observe")),
+        *((TransformerDenoiser, name, "model") for name in ("__call__", "head")),
+        *((Canvas, name, name) for name in ("apply", "advance")),
+        (readout, "predict", "readout"),
+        (type(p.blocks), "open", "open"),
+        (type(p.stop), "__call__", "stop"),
+        (Recorder, "note", "record"),
+        (type(p.blocks), "close", "close"),
+        (Engine, "measure", "measure"),
+        (layout, "ended", "measure"),
+        (Buffers, "settle", "home"),
+    ]
+    # Where a method is defined: some plug-ins look whether theirs is the default.
+    places = [(_home(owner, name), name, part) for owner, name, part in places]
+    patches = [patch.object(owner, name, seen.under(part, getattr(owner, name))) for owner, name, part in places]
+    for one in patches:
+        one.start()
+    try:
+        with seen:
+            yield seen
+    finally:
+        for one in patches:
+            one.stop()
+
+
+class Unrecorded(StaticEngine):
+    """Makes every step as the one that is recorded, and records none."""
+
+    def _recorded(self, state: Any, record: Any) -> None:
+        return None
+
+
+@torch.no_grad()
+def operations(scheduler: object, cache: object, stop: object) -> Counter[str]:
+    """What the fourth step of a block takes, by part."""
+    denoiser = llada(640, 64, 128, 2, 4)
+    blocks = {"name": "fixed", "length": BLOCK}
+    it = Sampler(denoiser, scheduler=scheduler, cache=cache, stop=stop, blocks=blocks)
+    p = it.plugins
+    engine = Unrecorded(it.denoiser, p, 1, record=lambda run: run)
+    canvas = layout.canvas(PROMPTS, 2 * BLOCK, [0, 1], denoiser.spec, p.blocks, CounterNoise(), p.stop.cuts)
+    state = engine.begin(canvas)
+    for step in range(1, 4):
+        engine.step(state)
+        engine.poll(state, step)
+    with counted(p) as seen:
+        engine.step(state)
+    return seen.found
+
+
+def outside(found: Counter[str]) -> int:
+    """All that is not the model."""
+    return sum(number for part, number in found.items() if part != "model")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--schedulers", type=names, default=["threshold", "fixed", "klass"])
+    parser.add_argument("--caches", type=names, default=["none", "prefix", "dual"])
+    parser.add_argument("--stops", type=names, default=["none", "prefix"])
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    out = Table(title="tensor operations of a step beside the model")
+    for name in ("scheduler", "cache", "stop", *PARTS, "all"):
+        out.add_column(name, justify="right" if name in (*PARTS, "all") else "left")
+    for scheduler in options.schedulers:
+        for cache in options.caches:
+            for stop in options.stops:
+                found = operations(
+                    {"name": scheduler} | ({"threshold": 2.0} if scheduler == "threshold" else {}), cache, stop
+                )
+                out.add_row(scheduler, cache, stop, *(str(found[part]) for part in PARTS), str(outside(found)))
+    Console(width=180).print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
