@@ -258,7 +258,10 @@ class Readout:
 
 @dataclass(frozen=True)
 class Edit:
-    """What to write at the queried positions, and what becomes of the block. None means nobody."""
+    """What to write at the queried positions, and what becomes of the block. None means nobody.
+
+    Never changed in place: `replace` makes another.
+    """
 
     ids: Tensor  # [B, Q]
     commit: Tensor  # [B, Q] bool: write, also over a committed token

@@ -115,6 +115,7 @@ def measure(
     return torch.cat([ended(canvas, bad), of_rows.amax(1)])
 
 
+LOOK = 32  # steps, at most, from one look of the host to the next: a model that fails is not run on for long
 NOBODY = -(2**40)  # less than any number of a row
 
 
@@ -159,5 +160,6 @@ def read(canvas: Canvas, measured: list[int], hides: bool, shrinks: bool = True)
         later = replace(
             sizes, computed=computed if part else canvas.length, whole=not part, opens=False, all_open=False
         )
-        coming = tuple(replace(later, masks=max(1, masks - least * steps)) for steps in range(1, lasts))
+        steps = range(1, min(lasts, LOOK))
+        coming = tuple(replace(later, masks=max(1, masks - least * taken)) for taken in steps)
     return Found(sizes, coming, False, bool(bad))

@@ -15,9 +15,9 @@ from torch import Tensor
 from dllm_sampler import layout, readout
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query, Readout, Sizes
-from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import TORCH, Backend
-from dllm_sampler.models.compiled import compiled
+from dllm_sampler.models.compiled import whole
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Blocks, Carry, Denoiser, ModelSpec, Outlook, Plan, Spent, Stop
 from dllm_sampler.trace import Recorder
@@ -86,7 +86,7 @@ class Engine:
 
     def _part(self, part: Callable[..., Any]) -> Callable[..., Any]:
         """A part of a step, compiled if that was asked for: tensors in and out, sizes that the host knows."""
-        return partial(compiled(part) if self.compile else part, self)
+        return partial(whole(part) if self.compile else part, self)
 
     def _ask(self, state: State, spec: ModelSpec) -> tuple[Canvas, Query, Plan]:
         """What the model is to compute."""
@@ -117,7 +117,13 @@ class Engine:
         commit = edit.commit & (state.bad == 0)[:, None]
         if spec.mask_id is not None and p.compat:
             commit = commit & (edit.ids != spec.mask_id)  # a "committed" mask token is still noise
-        edit = p.stop(canvas, query, seen, replace(edit, commit=commit))
+        told = replace(edit, commit=commit)
+        edit = p.stop(canvas, query, seen, told)
+        if edit.leave is not told.leave or edit.hold is not told.hold:
+            raise UserError(
+                f"stop={type(p.stop).__name__} decides when a row leaves its block (leave or hold of the edit), which"
+                " is for schedulers and blocks to say: a stop ends rows (finish, end)"
+            )
         after = canvas.apply(query.positions, edit)
         state.cache.observe(canvas, query, edit, seen)
         state.recorder.note(canvas, after, query, edit, seen)

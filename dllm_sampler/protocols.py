@@ -7,6 +7,7 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
@@ -133,6 +134,23 @@ class Outlook(NamedTuple):
     least: Tensor  # [B] each of them but the last commits so many positions at least
 
 
+def keep_promises(kind: type, base: type, promises: Mapping[str, tuple[str, ...]]) -> None:
+    """Take from a new class each promise whose ground it changes without giving it anew: `base`'s holds instead.
+
+    Args:
+        kind: the class.
+        base: has the cautious default of every promise.
+        promises: the methods that each rests on.
+    """
+
+    def depth(name: str) -> int:
+        return next(at for at, one in enumerate(kind.__mro__) if name in vars(one))
+
+    for promise, grounds in promises.items():
+        if min(map(depth, grounds)) < depth(promise):
+            setattr(kind, promise, vars(base)[promise])
+
+
 class PlugIn:
     """What schedulers, blocks and stops have in common."""
 
@@ -148,6 +166,10 @@ class PlugIn:
 
 class Scheduler(PlugIn):
     """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        keep_promises(cls, Scheduler, {"outlook": ("ask", "tell")})
 
     asks: ClassVar[Literal["masks", "window"]] = "masks"  # how wide `ask` must be: the block's noise, or all of it
     uniform: ClassVar[bool] = False  # its rule is also good for uniform diffusion, whose noise are random tokens
@@ -245,7 +267,8 @@ class Scheduler(PlugIn):
     def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
         """What is certain of the steps to come, so that the host need not ask how large they are; None: nothing.
 
-        Bounds hold for rows that stay in their block and go on; a scheduler that says anything ends no row itself.
+        Bounds hold for rows that stay in their block and go on; a scheduler that says anything ends no row itself. A
+        subclass with an `ask` or a `tell` of its own promises nothing, unless it says so anew.
         """
         return None
 
@@ -319,7 +342,7 @@ class Guide:
 
 
 class Stop(PlugIn):
-    """Ends rows early."""
+    """Ends rows early. When a row leaves its block is for schedulers and blocks to say, not for a stop."""
 
     cuts: ClassVar[bool] = False  # whether it may shorten the canvas (`edit.end`)
     fills: ClassVar[bool] = False  # whether it may commit tokens itself

@@ -71,6 +71,11 @@ class Subject:
     prompts: Sequence[str] | Sequence[list[int]]
 
     @property
+    def batch(self) -> int:
+        """Prompts decoded together: few enough for every cache to have its turn."""
+        return min(BATCH, -(-len(self.prompts) // len(self.caches)))
+
+    @property
     def caches(self) -> tuple[str | Settings, ...]:
         """Those that drafting may use with it."""
         return CAUSAL if self.sampler.denoiser.spec.attention == "block_causal" else CACHES
@@ -130,7 +135,7 @@ def compare(subject: Subject, store: Store[Agreement]) -> Iterator[Agreement]:
         if found is None:
             rows = equal = before = after = 0
             turns = ["none"] if DRAFTS[draft].get("eager") else list(choices)
-            for turn, start in enumerate(range(0, len(subject.prompts), BATCH)):
+            for turn, start in enumerate(range(0, len(subject.prompts), subject.batch)):
                 under = turns[turn % len(turns)]
                 one = alone(base, start, under)
                 two = run(subject, {**DRAFTS[draft], "inner": BASES[base]}, choices[under], start)
@@ -146,7 +151,7 @@ def run(subject: Subject, scheduler: Settings, cache: str | Settings, start: int
     blocks, given = {"name": "fixed", "length": BLOCK}, subject.sampler
     options = {"scheduler": scheduler, "cache": cache, "blocks": blocks, "stop": "none"}
     sampler = Sampler(given.denoiser, tokenizer=given.tokenizer, **options)
-    return sampler.generate(subject.prompts[start : start + BATCH], max_new_tokens=CANVAS)
+    return sampler.generate(subject.prompts[start : start + subject.batch], max_new_tokens=CANVAS)
 
 
 def counts(chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
@@ -262,8 +267,8 @@ def content(options: argparse.Namespace, chosen: Sequence[Subject], found: Seque
     device = "cuda" if torch.cuda.is_available() else "cpu"
     spread = [held_out_prompts(task, 1 + i)[i] for i in range(options.timed) for task in TASKS.values()]
     parts = [
-        f"Each drafting method around each scheduler below, in ragged batches of {BATCH} that take the caches by turns,"
-        f" {CANVAS} tokens in blocks of {BLOCK}, float64: tokens, the order of commits, and never more forwards.",
+        f"Each drafting method around each scheduler below, in ragged batches of up to {BATCH} that take the caches"
+        f" by turns, {CANVAS} tokens in blocks of {BLOCK}, float64: tokens, order of commits, and never more forwards.",
         counts(chosen, found),
         f"Forwards saved on {options.model}:",
         savings([one for one in found if one.subject == options.model]),

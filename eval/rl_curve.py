@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
@@ -31,7 +32,7 @@ class Curve:
     runs: tuple[str, ...]
     steps: tuple[int, ...]
     right: tuple[tuple[float, ...], ...]  # [run][step] share of right answers on the run's held-out prompts
-    minutes: tuple[float, ...]  # of each run, measurements left out
+    minutes: tuple[float, ...]  # of each run's steps, each taken for the median one: a pause counts nothing
 
     @property
     def mean(self) -> list[float]:
@@ -54,7 +55,8 @@ def curve(name: str, folders: Sequence[str]) -> Curve:
         measured = [line for line in lines if "right" in line]
         steps.append(tuple(line["step"] for line in measured))
         right.append(tuple(line["right"] for line in measured))
-        minutes.append(sum(line.get("seconds", 0.0) for line in lines) / 60)
+        seconds = [line["seconds"] for line in lines if "seconds" in line]
+        minutes.append(len(seconds) * median(seconds) / 60 if seconds else 0.0)
     if len(set(steps)) != 1 or not steps[0]:
         raise UserError(f"the runs of {name} were not measured at the same steps: {', '.join(folders)}")
     return Curve(name, tuple(folders), steps[0], tuple(right), tuple(minutes))

@@ -13,7 +13,7 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.protocols import Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
+from dllm_sampler.protocols import Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible, keep_promises
 
 
 class Slots:
@@ -67,6 +67,12 @@ class Cache:
     A cache says in `computes` which columns the next forward computes. The loop counts them between two steps, so
     that plans have static sizes; queries lose the positions whose predicting row is not among them.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        forwards = ("due", "computes", "plan", "part", "run")
+        promises = {"settles": forwards, "covers": ("narrow", "computes", "plan"), "count": ("computes",)}
+        keep_promises(cls, Cache, promises)
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
     syncs: ClassVar[bool] = False  # reads the device inside a step, and says why

@@ -13,7 +13,7 @@ from dllm_sampler.canvas import Canvas
 class WindowCache(Cache):
     """Forwards compute the columns of `span`, which is left to the subclass, or where they are `due`, the whole row.
 
-    A subclass with a `computes` of its own is taken for no more than a `Cache`.
+    A refresh is due when a block opens, and then only.
     """
 
     compat: bool
@@ -25,17 +25,13 @@ class WindowCache(Cache):
 
     @property
     def settles(self) -> bool:
-        """See `Cache.settles`: where a refresh is due when a block opens, and then only."""
-        return self._plain and type(self).due is Cache.due
+        """See `Cache.settles`."""
+        return True
 
     @property
     def covers(self) -> bool:
         """See `Cache.covers`."""
-        return self._plain and not (self.spec.shift and self.compat)
-
-    @property
-    def _plain(self) -> bool:
-        return type(self).computes is WindowCache.computes
+        return not (self.spec.shift and self.compat)
 
     def first(self, canvas: Canvas) -> Tensor:
         """`[B]` where the window begins: with the block, or the row that predicts its first position."""
@@ -48,7 +44,7 @@ class WindowCache(Cache):
 
     def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
         """See `Cache.count`."""
-        if limit is not None or not self._plain:
+        if limit is not None:
             return super().count(canvas, limit)
         first, end = self.span(canvas)
         return torch.where(self.due(canvas), canvas.end - canvas.begin, end - first)

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dllm_sampler import Canvas, Result, Sampler, layout
-from dllm_sampler.canvas import Edit, Sizes
+from dllm_sampler import Canvas, Result, Sampler, UserError, layout
+from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.canvas import Edit, Query, Sizes
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.graphs import Late
+from dllm_sampler.layout import LOOK
 from dllm_sampler.loop import Engine, State
-from dllm_sampler.protocols import Blocks
+from dllm_sampler.protocols import Blocks, Stop
+from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.leftright import LeftToRight
 from tests import toys
 from tests.contract.cases import CASES, Case
 from tests.contract.test_in_place import Engines, same
@@ -210,6 +214,54 @@ class Twice(FixedSteps):
         return replace(edit, commit=edit.commit | (query.positions == canvas.stop[:, None] - 1)), carry
 
 
+class Rushed(LeftToRight):
+    """Commits one more than its number."""
+
+    def tell(self, canvas: Canvas, query: Any, readout: Any, carry: Any) -> Any:
+        edit, carry = super().tell(canvas, query, readout, carry)
+        return replace(edit, commit=edit.commit | (query.positions == canvas.stop[:, None] - 1)), carry
+
+
+class Narrow(FixedSteps):
+    """Asks for the leftmost masks alone."""
+
+    def ask(self, canvas: Canvas, width: int, carry: Any) -> Query:
+        return Query.masks(canvas, min(width, 4))
+
+
+class Own(Eoser):
+    """Commits what the rule inside does not."""
+
+    def tell(self, canvas: Canvas, query: Any, readout: Any, carry: Any) -> Any:
+        edit, carry = super().tell(canvas, query, readout, carry)
+        return replace(edit, commit=edit.commit | (query.positions == canvas.stop[:, None] - 1)), carry
+
+
+class Fresh(DualCache):
+    """Refreshes at every second forward of a block."""
+
+    def due(self, canvas: Canvas) -> Tensor:
+        return canvas.age % 2 == 0
+
+
+class Picky(DualCache):
+    """Serves the first half of what is asked."""
+
+    def narrow(self, canvas: Canvas, query: Query) -> Query:
+        asked.append(1)
+        return super().narrow(canvas, query)
+
+
+class Pushy(Stop):
+    """Makes rows leave their block."""
+
+    def __call__(self, canvas: Canvas, query: Query, readout: Any, edit: Any) -> Any:
+        return replace(edit, leave=canvas.age >= 1)
+
+
+asked: list[int] = []
+
+
 class Short(Blocks):
     """Leaves a block after two forwards."""
 
@@ -221,12 +273,43 @@ class Short(Blocks):
 
 
 @pytest.mark.parametrize(
-    "options", [{"scheduler": Twice()}, {"blocks": Short(), "max_steps": 8}], ids=["tell", "close"]
+    "options",
+    [
+        {"scheduler": Twice()},
+        {"scheduler": Rushed()},
+        {"scheduler": Narrow(steps=8)},
+        {"scheduler": Own(FixedSteps())},
+        {"cache": Fresh()},
+        {"blocks": Short(), "max_steps": 8},
+    ],
+    ids=["tell", "leftright", "ask", "eoser", "due", "close"],
 )
 def test_a_rule_of_ones_own_promises_nothing(options: dict[str, Any], granted: list[Sizes]) -> None:
     it = toys.sampler(**{"cache": "dual", "scheduler": "fixed", **options})
     same(answer(it), asking(it))
     assert not granted
+
+
+def test_a_cache_that_narrows_by_itself_is_asked_to() -> None:
+    asked.clear()
+    toys.sampler(cache=Picky()).generate(toys.PROMPTS[:2], max_new_tokens=12)
+    assert asked
+
+
+def test_a_stop_moves_no_row() -> None:
+    with pytest.raises(UserError, match="stop=Pushy decides when a row leaves its block"):
+        toys.sampler(stop=Pushy()).generate(toys.PROMPTS[:2], max_new_tokens=12)
+
+
+def test_the_host_looks_at_last() -> None:
+    """However far a schedule is certain: what fails is not run on to the end."""
+    model = toys.transformer()
+    it = Sampler(toys.wrapped(model), scheduler="fixed", cache="none", stop="none", blocks="full")
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(NotFiniteError) as caught:
+        it.generate(toys.PROMPTS[:2], max_new_tokens=44)
+    assert caught.value.step == 1 and caught.value.result.nfe.max() <= 1 + LOOK
 
 
 def test_nan_is_reported_for_the_step_it_came_in() -> None:
