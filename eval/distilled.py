@@ -109,8 +109,8 @@ def main(words: Sequence[str] | None = None) -> int:
         tasks = ", ".join(options.tasks)
         text = "\n\n".join(
             [
-                f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each task ({tasks}); canvas"
-                f" of {options.new_tokens} tokens in blocks of {options.block_length}. After: mean and range of"
+                f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each task ({tasks});"
+                f" canvas of {options.new_tokens} tokens in blocks of {options.block_length}. After: mean and range of"
                 f" {len(after)} seeds.",
                 equal(before, after),
                 "What was measured:",
