@@ -87,12 +87,12 @@ class Engines:
     """The engines of the samplers of a test."""
 
     def __init__(self) -> None:
-        self.made: dict[int, Taped] = {}
+        self.made: dict[Sampler, Taped] = {}  # held: another sampler may be made where one has gone
 
     def of(self, sampler: Sampler, plugins: Plugins) -> Taped:
-        if id(sampler) not in self.made:
-            self.made[id(sampler)] = Taped(sampler.denoiser, plugins, sampler.poll_every, record=taped)
-        return self.made[id(sampler)]
+        if sampler not in self.made:
+            self.made[sampler] = Taped(sampler.denoiser, plugins, sampler.poll_every, record=taped)
+        return self.made[sampler]
 
 
 @pytest.fixture

@@ -25,9 +25,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return part
 
     compiled.compiled.cache_clear()
+    compiled.whole.cache_clear()
     monkeypatch.setattr(torch, "compile", compile)
     yield found
     compiled.compiled.cache_clear()
+    compiled.whole.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made = {
             part: torch.compile(part, backend=backend, fullgraph=True) for part in (loop.Engine._ask, loop.Engine._tell)
         }
-        monkeypatch.setattr(loop, "compiled", lambda part: made.get(part, part))
+        monkeypatch.setattr(loop, "whole", lambda part: made.get(part, part))
 
     yield use
     torch._dynamo.reset()
