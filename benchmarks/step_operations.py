@@ -25,9 +25,10 @@ from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_sampler import layout, readout
+from dllm_sampler.buffers import Buffers
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.untrained import llada
-from dllm_sampler.graphs import Buffers, StaticEngine
+from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import CounterNoise

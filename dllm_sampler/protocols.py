@@ -7,7 +7,6 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.promises import keep_promises
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,23 +132,6 @@ class Outlook(NamedTuple):
 
     lasts: Tensor  # [B] the row stays in its block for so many steps at least, the next one included
     least: Tensor  # [B] each of them but the last commits so many positions at least
-
-
-def keep_promises(kind: type, base: type, promises: Mapping[str, tuple[str, ...]]) -> None:
-    """Take from a new class each promise whose ground it changes without giving it anew: `base`'s holds instead.
-
-    Args:
-        kind: the class.
-        base: has the cautious default of every promise.
-        promises: the methods that each rests on.
-    """
-
-    def depth(name: str) -> int:
-        return next(at for at, one in enumerate(kind.__mro__) if name in vars(one))
-
-    for promise, grounds in promises.items():
-        if min(map(depth, grounds)) < depth(promise):
-            setattr(kind, promise, vars(base)[promise])
 
 
 class PlugIn:

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Slots, visible
+from dllm_sampler.cache.base import visible
 from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.cache.slots import Slots
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan

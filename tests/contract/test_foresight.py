@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dllm_sampler import Canvas, Result, Sampler, UserError, layout
+from dllm_sampler.buffers import Late
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.canvas import Edit, Query, Sizes
 from dllm_sampler.errors import NotFiniteError
-from dllm_sampler.graphs import Late
 from dllm_sampler.layout import LOOK
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.protocols import Blocks, Stop

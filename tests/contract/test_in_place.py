@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dllm_sampler import Commits, Result, Sampler, UserError
-from dllm_sampler.cache.base import Slots
+from dllm_sampler.buffers import Step, walk
+from dllm_sampler.cache.slots import Slots
 from dllm_sampler.errors import NotFiniteError
-from dllm_sampler.graphs import InPlace, Record, StaticEngine, Step, obstacle, walk
+from dllm_sampler.graphs import InPlace, Record, StaticEngine, obstacle
 from dllm_sampler.kernels import backend
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.moe import MoE, MoeConfig

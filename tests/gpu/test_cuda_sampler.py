@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from dllm_sampler import Sampler, UserError
+from dllm_sampler.buffers import Step
 from dllm_sampler.config import names
-from dllm_sampler.graphs import Step
 from dllm_sampler.loop import Engine
 from dllm_sampler.models import fused
 from dllm_sampler.models.denoiser import TransformerDenoiser

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError, layout
-from dllm_sampler.cache.base import Slots
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dkv_greedy import GreedyCache
 from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.cache.slots import Slots
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.transformer import Layer

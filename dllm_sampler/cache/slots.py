@@ -1,0 +1,54 @@
+"""The store of keys and values that caches keep between forwards."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.protocols import ModelSpec, Plan
+
+
+class Slots:
+    """Keys and values of every column, one buffer per layer, written in place; nothing is concatenated per step.
+
+    Made, of zeros, when they are asked for first: a generation that takes over another's (`graphs.py`) never has any.
+    """
+
+    def __init__(self, spec: ModelSpec, batch: int, columns: int):
+        self.spec, self.columns = spec, columns
+        self.shape = (batch, columns, spec.num_kv_heads, spec.head_dim)
+
+    @cached_property
+    def keys(self) -> list[Tensor]:
+        """`[B, L+1, Hkv, Dh]` of each layer."""
+        return self._buffers()
+
+    @cached_property
+    def values(self) -> list[Tensor]:
+        """`[B, L+1, Hkv, Dh]` of each layer."""
+        return self._buffers()
+
+    def _buffers(self) -> list[Tensor]:
+        spec = self.spec
+        return [torch.zeros(self.shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nobody has asked for any yet."""
+        return not {"keys", "values"} & vars(self).keys()
+
+    def write(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+        """Store `k, v [B, Hkv, M, Dh]` at the plan's positions of layer `index`."""
+        for slots, fresh in ((self.keys[index], k), (self.values[index], v)):
+            fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]
+            if plan.contiguous:
+                slots[:, : fresh.shape[1]] = fresh
+            else:
+                assert plan.slots is not None
+                slots.flatten(0, 1).index_copy_(0, plan.slots, fresh.flatten(0, 1).to(slots.dtype))
+
+    def read(self, index: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Views `[B, Hkv, columns, Dh]` of layer `index`."""
+        return self.keys[index][:, :columns].transpose(1, 2), self.values[index][:, :columns].transpose(1, 2)
