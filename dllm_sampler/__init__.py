@@ -8,21 +8,21 @@ from dllm_sampler.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
     from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-    from dllm_sampler.deer import Speculation, SpeculativeSampler
+    from dllm_sampler.deer import SpeculativeSampler
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
     from dllm_sampler.noise import CounterNoise, ReplayNoise
     from dllm_sampler.protocols import Blocks, Denoiser, Guide, ModelSpec, Scheduler, Stop
-    from dllm_sampler.result import Commits, Result
+    from dllm_sampler.result import Commits, Result, Speculation
     from dllm_sampler.sampler import Sampler
     from dllm_sampler.trace import Trace
 
 _HOMES = {
     "canvas": ("Canvas", "Edit", "Query", "Readout"),
-    "deer": ("Speculation", "SpeculativeSampler"),
+    "deer": ("SpeculativeSampler",),
     "noise": ("CounterNoise", "ReplayNoise"),
     "protocols": ("Blocks", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop"),
-    "result": ("Commits", "Result"),
+    "result": ("Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
     "sampler": ("Sampler",),

@@ -71,3 +71,32 @@ def summarise(
         rows = [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
         texts = prompts.decode(rows, tokenizer, stop_strings)
     return Result(tokens, lengths, texts, trace.nfe, complete, trace)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """Verified answers of a batch, on the CPU. R rounds, each one pass of the target."""
+
+    tokens: Tensor  # [B, max_new_tokens] int64; padding behind the answer
+    lengths: Tensor  # [B] tokens up to and with the first end token
+    texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
+    accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
+    step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, from 0; -1: none
+    drafter_nfe: Tensor  # [B] int64 forwards of the drafter
+    complete: Tensor  # [B] bool: False where a round was not finite and ended the batch before its time
+
+    @property
+    def nfe(self) -> Tensor:
+        """`[B]` forwards of the target, which are the rounds."""
+        return (self.accepted >= 0).sum(1)
+
+    @property
+    def tokens_per_forward(self) -> Tensor:
+        """`[B] float32` tokens per forward of the target; plain autoregressive decoding has 1."""
+        return self.lengths / self.nfe.clamp(min=1)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Drafted tokens taken per round, over all rows."""
+        made = self.accepted >= 0
+        return float(self.accepted[made].double().mean()) if bool(made.any()) else 0.0

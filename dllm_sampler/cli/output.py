@@ -12,7 +12,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.result import Result
 
 if TYPE_CHECKING:
-    from dllm_sampler.deer import Speculation
+    from dllm_sampler.result import Speculation
 
 SCHEMA = 1  # of a line of output=FILE.jsonl; docs/formats.md
 

@@ -26,7 +26,8 @@ from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
 if TYPE_CHECKING:
-    from dllm_sampler.deer import Speculation, SpeculativeSampler
+    from dllm_sampler.deer import SpeculativeSampler
+    from dllm_sampler.result import Speculation
 
 
 def run(arguments: Arguments) -> int:

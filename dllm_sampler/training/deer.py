@@ -17,13 +17,14 @@ from rich.progress import TaskID
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
-from dllm_sampler.deer import Speculation, SpeculativeSampler
+from dllm_sampler.deer import SpeculativeSampler
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
-from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal
+from dllm_sampler.training.deer_losses import Rows, distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.tasks import LESSONS, draw_example
@@ -31,15 +32,6 @@ from dllm_sampler.training.tokenizer import EOS, build_tokenizer, vocabulary
 
 Loss = Callable[[int], Tensor]  # step -> loss
 _FREE = ("output", "device", "checkpoint_every", "tracker")  # a resumed run may change these
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Texts of several lengths, padded on the right."""
-
-    ids: Tensor  # [B, L] int64
-    there: Tensor  # [B, L] bool: no padding
-    answer: Tensor  # [B, L] bool: what may be masked: neither prompt, separator nor padding
 
 
 @dataclass
@@ -313,32 +305,6 @@ class DeerTrainer:
         if path.exists():
             checkpoint.check_same(self.folder, json.loads(path.read_text(encoding="utf-8")), mine)
         checkpoint.write_json(path, mine, indent=1)
-
-
-def distill_mask(answer: Tensor, generator: torch.Generator, least: float) -> tuple[Tensor, Tensor]:
-    """Stage I: what to mask of `answer [B, L] bool`, each token with its row's probability t, and weights 1/t `[B, L]`.
-
-    t is uniform on [least, 1], stratified over the batch.
-    """
-    batch = len(answer)
-    strata = (torch.randperm(batch, generator=generator) + torch.rand(batch, generator=generator)) / batch
-    t = (least + (1 - least) * strata)[:, None]  # [B, 1]
-    return answer & (torch.rand(answer.shape, generator=generator) < t), (1 / t).expand(answer.shape)
-
-
-def refine_mask(answer: Tensor, generator: torch.Generator, longest: int, alpha: float) -> tuple[Tensor, Tensor]:
-    """Stage II: the last R tokens of `answer [B, L] bool`, R uniform on 1..longest but no more than there are, and
-    weights alpha^(R-i) `[B, L]`, i = 1..R from the prefix on."""
-    drawn = torch.randint(1, longest + 1, (len(answer), 1), generator=generator)
-    behind = answer.flip(1).cumsum(1).flip(1) - 1  # R - i of the last R tokens
-    return answer & (behind < drawn), alpha ** behind.clamp(min=0).float()
-
-
-def masked_loss(network: Transformer, rows: Rows, masked: Tensor, weight: Tensor, mask_id: int) -> Tensor:
-    """Weighted nats of the masked tokens, per token of the answers; `masked`, `weight`: `[B, L]`."""
-    logits = network(rows.ids.masked_fill(masked, mask_id), keys=rows.there)[masked]
-    losses = F.cross_entropy(logits, rows.ids[masked], reduction="none")
-    return (losses * weight[masked]).sum() / rows.answer.sum()
 
 
 def _figures(results: list[Speculation]) -> dict[str, float]:

@@ -16,10 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from dllm_sampler import NotFiniteError, Sampler, UserError
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.cli import main
-from dllm_sampler.deer import Speculation, SpeculativeSampler
+from dllm_sampler.deer import SpeculativeSampler
 from dllm_sampler.models.denoiser import TransformerDenoiser, spent
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.result import Speculation
 from tests import toys
 
 PROMPTS = [

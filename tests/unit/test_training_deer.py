@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training import cli, deer
-from dllm_sampler.training.deer import Rows, distill_mask, masked_loss, refine_mask
+from dllm_sampler.training.deer_losses import Rows, distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export
 from dllm_sampler.training.tokenizer import build_tokenizer
 from tests import toys
