@@ -20,6 +20,7 @@ from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.trace import Recorder
 
 PARTS = ("canvas", "cache", "carry", "bad", "recorder", "ahead", "previous", "measured")  # of a state: a step's work
+BETWEEN = ("canvas.sizes", "measured")  # what the host sets anew between two steps
 # Leaves of a state that are no tensors: a recording holds for their values.
 PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
 
@@ -36,6 +37,7 @@ class Step:
 
     replay: Callable[[], None]
     after: dict[str, Any]
+    makeup: int  # of the state after it, see `Buffers.settle`
 
 
 class Buffers:
@@ -49,19 +51,26 @@ class Buffers:
         self.homes: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
+        self.makeups: dict[Hashable, int] = {}
         self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
 
-    def settle(self, state: State) -> Hashable:
-        """Move every tensor of `state` to its home; returns what a recording of the next step depends on."""
+    def settle(self, state: State) -> int:
+        """Move every tensor of `state` to its home.
+
+        Returns:
+            a number for what the state is made of: a recording of the next step depends on it and on the sizes.
+        """
         moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that are not made for this
         key: list[Hashable] = []
 
         def visit(path: str, value: Any) -> Any:
             if not isinstance(value, Tensor | Slots):
-                key.append((path, value))
+                if path not in BETWEEN:
+                    key.append((path, value))
                 return value
             name = (path, value.columns) if isinstance(value, Slots) else (path, value.shape, value.dtype)
-            key.append(name)
+            if path not in BETWEEN:
+                key.append(name)
             home = self.homes.get(name)
             if home is None:
                 return self._house(name, value)
@@ -85,7 +94,7 @@ class Buffers:
         for pairs in alike.values():
             homes, new = zip(*pairs, strict=True)
             torch._foreach_copy_(list(homes), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
-        return tuple(key)
+        return self.makeups.setdefault(tuple(key), len(self.makeups))
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:

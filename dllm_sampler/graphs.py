@@ -136,6 +136,19 @@ class InPlace(State):
     buffers: Buffers = field(kw_only=True)
     measured: Tensor | None = None  # see `layout.measure`, `layout.ended`: part of the step, and so of its recording
     late: Late | None = None  # what was measured after the step before
+    makeup: tuple[list[object], int] | None = None  # what a step left at home, and `Buffers.settle`'s number of it
+
+    def settle(self) -> int:
+        """See `Buffers.settle`. What is as the last step left it need not be looked at again: the device waits."""
+        if self.makeup is None or any(one is not other for one, other in zip(self.makeup[0], _held(self), strict=True)):
+            return self.buffers.settle(self)
+        return self.makeup[1]
+
+
+def _held(state: State) -> list[object]:
+    """The objects that a state holds, but for those in `BETWEEN`."""
+    canvas = [value for name, value in vars(state.canvas).items() if name != "sizes"]
+    return [*canvas, state.cache, state.carry, state.bad, state.recorder, state.ahead, state.previous]
 
 
 class StaticEngine(Engine):
@@ -188,26 +201,28 @@ class StaticEngine(Engine):
         buffers = state.buffers
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
         state.measured = None  # of the step before
-        key = buffers.settle(state), self._question(state)
+        key = state.settle(), state.canvas.sizes, self._question(state)
         step = buffers.steps.get(key)
         if step is None and key in buffers.steps and self.record is not None:
             step = buffers.steps[key] = self._recorded(state, self.record)
         if step is None:
-            self._measured(state)
+            makeup = self._measured(state)
             buffers.steps.setdefault(key, None)
         else:
             step.replay()
             restored(state, step.after)
+            makeup = step.makeup
+        state.makeup = _held(state), makeup
 
-    def _measured(self, state: InPlace) -> None:
-        """A step, what the host will want to know of it, and all of that at home."""
+    def _measured(self, state: InPlace) -> int:
+        """A step, what the host will want to know of it, and all of that at home; see `Buffers.settle`."""
         question = self._question(state)
         super().step(state)
         if question == "sizes":
             state.measured = super().measure(state)
         elif question == "end":
             state.measured = layout.ended(state.canvas, state.bad)
-        state.buffers.settle(state)
+        return state.buffers.settle(state)
 
     def _question(self, state: InPlace) -> Literal["sizes", "end"] | None:
         """What the host will ask after the next step."""
@@ -222,8 +237,9 @@ class StaticEngine(Engine):
     def _recorded(self, state: InPlace, record: Record) -> Step | None:
         before = copied(state)
         state.buffers.complete = True
+        makeup: list[int] = []
         try:
-            return Step(record(lambda: self._measured(state)), copied(state))
+            return Step(record(lambda: makeup.append(self._measured(state))), copied(state), makeup[0])
         except Exception as error:  # what the step itself raises, it raises again without a recording
             self.record = None
             cause: BaseException = error
