@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.console import Console
@@ -84,15 +83,6 @@ def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) ->
             return it.readout(logits, mask_id=vocab - 1, **arguments)
 
         yield Case(f"readout {rows} x {vocab} {what}", run, moved)
-    if rows > 1024 and importlib.util.find_spec("triton") is not None:  # where one program does a whole row
-
-        def split(it: Backend) -> Any:
-            from dllm_sampler.kernels import readout
-
-            with mock.patch.object(readout, "MANY", rows + 1):
-                return it.readout(logits, mask_id=vocab - 1)
-
-        yield Case(f"readout {rows} x {vocab} greedy, split", split, size(logits))
 
 
 def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Iterator[Case]:

@@ -19,6 +19,7 @@ Every function works on `[R, n]` tiles. `LOW` stands for -inf: differences of tw
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
 SCALE = tl.constexpr(noise.SCALE)
 TINY = tl.constexpr(readout.TINY)
+LOG2E = tl.constexpr(math.log2(math.e))
 REALS = tl.constexpr(8)  # floats of a part: best, rest, spread, second, chosen, its logit, cross, current
 NAMES = tl.constexpr(2)  # and ids: best, chosen
 
@@ -73,13 +75,19 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def tempered(x, temperature, DTYPE: tl.constexpr):
+    """float32 logits over the temperature, rounded to DTYPE as a tensor is."""
+    return rounded(tl.math.div_rn(x, temperature), DTYPE)
+
+
+@triton.jit
 def refine(
     raw, ids, temperature, DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
     """Logits in float32 without the mask token, divided by the temperature and rounded to DTYPE as a tensor is."""
     x = raw.to(tl.float32)
     if SCALED:
-        x = rounded(tl.math.div_rn(x, temperature), DTYPE)
+        x = tempered(x, temperature, DTYPE)
     return tl.where((ids >= V) | (ids == MASK), -float("inf"), x)
 
 
@@ -90,9 +98,25 @@ def floor(x):
 
 
 @triton.jit
+def weigh(away):
+    """exp(-away), and `away` bounded for a product with it: 0 times what lies infinitely far away is 0. NaN stays."""
+    far = tl.minimum(away, 200.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-200) is 0 in float32
+    return tl.exp2(far * -LOG2E), far  # flushes what is too small, which `exp` takes operations for
+
+
+@triton.jit
 def former(x, logsumexp):
     """log(q + TINY) of logits one forward before."""
     return tl.log(tl.exp(floor(x) - logsumexp) + TINY)
+
+
+@triton.jit
+def drawn(score, ids, logits):
+    """Highest score of `[R, n]` each, its id, its logit: `[R, 1]` each."""
+    best = tl.max(score, 1, keep_dims=True)
+    at = tl.min(tl.where(score == best, ids, BEYOND), 1, keep_dims=True)
+    held = (score == best) & (ids == at)
+    return best, at, tl.max(tl.where(held, logits, LOW), 1, keep_dims=True)
 
 
 @triton.jit
@@ -101,15 +125,11 @@ def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit,
     top = tl.max(best, 1, keep_dims=True)
     at = tl.min(tl.where(best == top, best_id, BEYOND), 1, keep_dims=True)
     leads = (best == top) & (best_id == at)
-    away = top - best
-    weight = tl.exp(-away)
+    weight, far = weigh(top - best)
     mass = weight * (rest + 1.0)
-    # exp(-200) is 0 in float32; 0 times what lies further away must be too
-    moved = weight * (spread + tl.minimum(away, 200.0) * (rest + 1.0))
+    moved = weight * (spread + far * (rest + 1.0))
     runner = tl.max(tl.where(leads, second, best), 1, keep_dims=True)
-    score = tl.max(chosen, 1, keep_dims=True)
-    drawn = tl.min(tl.where(chosen == score, chosen_id, BEYOND), 1, keep_dims=True)
-    held = (chosen == score) & (chosen_id == drawn)
+    score, draw_id, draw_logit = drawn(chosen, chosen_id, chosen_logit)
     return (
         top,
         at,
@@ -117,8 +137,8 @@ def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit,
         tl.sum(tl.where(leads, spread, moved), 1, keep_dims=True),
         runner,
         score,
-        drawn,
-        tl.max(tl.where(held, chosen_logit, LOW), 1, keep_dims=True),
+        draw_id,
+        draw_logit,
         tl.sum(weight * cross, 1, keep_dims=True),
     )
 

@@ -8,120 +8,141 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
+    BEYOND,
     LOW,
     ONE_ROW,
-    combine,
     configuration,
+    drawn,
     finish,
-    finishing,
     floor,
     former,
     gumbel,
-    outputs,
+    padded,
     push,
     put,
-    reduce,
     refine,
     room,
     sortable,
+    tempered,
+    weigh,
     words,
 )
 from dllm_sampler.kernels.statistics import Statistics, Then, check
 
 PART = 4096  # logits of a part: always the same, so that a row's sums do not depend on the batch
-BLOCK = 1024  # of which a program works on so many at once
-MANY = 1024  # rows from which on one program does all parts of a row
+LOAD = 16  # bytes, neighbours, that a thread loads at once
+WARPS = 2  # of a program that looks for nothing but the best token and the sums
+BLOCK = 1024  # of what else is asked for, a program works on so many logits at once
 
 
 @triton.jit
 def readout_kernel(
     logits, stride, rows, temperature, keys, named, then_rows, then_stride, then_logsumexp, then_index,
     reals, names, lists,
-    token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
     V: tl.constexpr, MASK: tl.constexpr, DRAW: tl.constexpr, MEASURED: tl.constexpr,
-    WHOLE: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr,
+    PART: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part of a row or, if WHOLE, all parts of it and their combination.
+    """One program: one part of a row.
 
-    A thread keeps statistics of the logits that it has seen; they meet at the end of a part.
+    All of the part is on its way before anything is computed: what keeps memory busy is bytes in flight. Then few
+    operations per logit, or arithmetic would be the limit: the best one first, so that no sum is ever scaled anew.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.cast(rows, tl.int64) * PARTS
     logits += row * stride
-    one = tl.zeros([1, 1], tl.int64)
-    always = one == 0
+    begin = part * PART
+    end = tl.minimum(begin + PART, V)
     dtype: tl.constexpr = logits.dtype.element_ty
-    if DRAW:
-        low, high = words(keys, row + one, always)
-    if then_rows is not None:
-        before = tl.load(then_index + row)
-        then_rows += before * then_stride
-        norm = tl.load(then_logsumexp + before).to(tl.float32)
-    first, parts = (0, PARTS) if WHOLE else (tl.program_id(1), 1)
-    for part in range(first, first + parts):
-        lane = tl.arange(0, BLOCK)[None]
-        best = tl.full([1, BLOCK], LOW, tl.float32)
-        best_id = tl.zeros([1, BLOCK], tl.int32)
-        rest = tl.zeros([1, BLOCK], tl.float32)
-        spread = tl.zeros([1, BLOCK], tl.float32)
-        second = tl.full([1, BLOCK], LOW, tl.float32)
-        chosen = tl.full([1, BLOCK], -float("inf"), tl.float32)
-        chosen_id = tl.zeros([1, BLOCK], tl.int32)
-        chosen_logit = tl.full([1, BLOCK], LOW, tl.float32)
-        cross = tl.zeros([1, BLOCK], tl.float32)
+    zero = tl.zeros([1, 1], tl.float32)
+    nothing = zero.to(tl.int32)
+
+    # A thread's logits lie on the first and the last axis, so that most of a reduction needs no other thread.
+    vector = tl.arange(0, PART // (LANES * PACK))[:, None, None] * (LANES * PACK)
+    first = begin + vector + tl.arange(0, LANES)[None, :, None] * PACK
+    name = first + tl.arange(0, PACK)[None, None, :]
+    x = tl.load(logits + name, mask=name < V, other=-float("inf")).to(tl.float32)
+    if MEASURED:
+        x = tempered(x, temperature, dtype)
+    if part == MASK // PART:
+        x = tl.where(name == MASK, -float("inf"), x)
+    # The best one: its value, the vector it lies in, its place there.
+    most = tl.max(x, 2)
+    top = _over(most, tl.max)
+    first = tl.reshape(first, most.shape)
+    origin = _over(tl.where(most == top, first, BEYOND), tl.min)
+    few = origin + tl.arange(0, PACK)[None]
+    raw = tl.load(logits + few, mask=few < end, other=-float("inf"))
+    near = refine(raw, few, temperature, dtype, V, MASK, MEASURED)  # [1, PACK]
+    best_id = tl.min(tl.where(near == top, few, BEYOND), 1, keep_dims=True)
+    near = tl.where(few == best_id, -float("inf"), near)
+    # All others: those of its vector by themselves, for no sum may have lost them to the 1 of the best.
+    best = floor(top)
+    apart = first != origin
+    e, far = weigh(best[:, :, None] - x)
+    e_near, far_near = weigh(best - near)
+    rest = _over(tl.where(apart, tl.sum(e, 2), 0.0), tl.sum) + tl.sum(e_near, 1, keep_dims=True)
+    spread = _over(tl.where(apart, tl.sum(e * far, 2), 0.0), tl.sum) + tl.sum(e_near * far_near, 1, keep_dims=True)
+    second = _over(tl.where(apart, most, -float("inf")), tl.max)
+    second = floor(tl.maximum(second, tl.max(near, 1, keep_dims=True)))
+
+    chosen, chosen_id, chosen_logit, cross = zero - float("inf"), nothing, zero + LOW, zero
+    if DRAW or then_rows is not None or TOP:
+        if DRAW:
+            low, high = words(keys, row + nothing, nothing == 0)
+            score = tl.full([1, BLOCK], -float("inf"), tl.float32)
+            score_id = tl.zeros([1, BLOCK], tl.int32)
+            score_logit = tl.full([1, BLOCK], LOW, tl.float32)
+        if then_rows is not None:
+            before = tl.load(then_index + row)
+            then_rows += before * then_stride
+            norm = tl.load(then_logsumexp + before).to(tl.float32)
+            crosses = tl.zeros([1, BLOCK], tl.float32)
         if TOP:
             listed = tl.full([1, TOP], -0x8000000000000000, tl.int64)
-        for start in range(part * PART, min(part * PART + PART, V), BLOCK):
-            name = start + lane
-            raw = tl.load(logits + name, mask=name < V, other=-float("inf"))
-            seen = refine(raw, name, temperature, dtype, V, MASK, MEASURED)
-            x = floor(seen)
-            e = tl.exp(-tl.abs(x - best))
-            rises = x > best
-            mass = rest + 1.0
-            # `best` moves by at most 200, beyond which e is 0
-            moved = e * (spread + tl.minimum(x - best, 200.0) * mass)
-            spread = tl.where(rises, moved, spread + e * (best - x))
-            rest = tl.where(rises, mass * e, rest + e)
+        for start in range(begin, end, BLOCK):
+            ids = start + tl.arange(0, BLOCK)[None]
+            given = tl.load(logits + ids, mask=ids < V, other=-float("inf"))
+            seen = refine(given, ids, temperature, dtype, V, MASK, MEASURED)
             if then_rows is not None:
-                old = tl.load(then_rows + name, mask=name < V, other=-float("inf"))
-                log = former(refine(old, name, temperature, dtype, V, MASK, MEASURED), norm)
-                cross = tl.where(rises, cross * e + log, cross + e * log)
-            second = tl.maximum(second, tl.minimum(x, best))
-            best_id = tl.where(rises, name, best_id)
-            best = tl.where(rises, x, best)
+                old = tl.load(then_rows + ids, mask=ids < V, other=-float("inf"))
+                log = former(refine(old, ids, temperature, dtype, V, MASK, MEASURED), norm)
+                crosses += tl.exp(floor(seen) - best) * log
             if DRAW:
-                score = refine(raw, name, temperature, dtype, V, MASK, True) + gumbel(low, high, name)
-                wins = (score > chosen) & (x > LOW)
-                chosen = tl.where(wins, score, chosen)
-                chosen_id = tl.where(wins, name, chosen_id)
-                chosen_logit = tl.where(wins, x, chosen_logit)
+                new = refine(given, ids, temperature, dtype, V, MASK, True) + gumbel(low, high, ids)
+                wins = (new > score) & (seen > LOW)
+                score = tl.where(wins, new, score)
+                score_id = tl.where(wins, ids, score_id)
+                score_logit = tl.where(wins, seen, score_logit)
             if TOP:
-                listed = push(listed, sortable(seen, name, V), TOP)
-        present = tl.full([1, 1], -float("inf"), tl.float32)
-        if named is not None:
-            asked = tl.load(named + row + one)
-            here = (asked >= part * PART) & (asked < part * PART + PART)
-            raw = tl.load(logits + asked, mask=here, other=-float("inf"))
-            present = refine(raw, asked, temperature, dtype, V, MASK, MEASURED)
-        at = row * PARTS + part + one
-        found = reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross)
-        put(reals, names, at, always, size, found, present)
-        if TOP:
-            tl.store(lists + at * TOP + tl.arange(0, TOP)[None], listed)
-    if WHOLE:
-        tl.debug_barrier()  # the parts are written
-        combine(row, size, reals, names, lists,
-                token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
-                PARTS, LANES, DRAW, TOP, CHUNK)  # fmt: skip
+                listed = push(listed, sortable(seen, ids, V), TOP)
+        if DRAW:
+            chosen, chosen_id, chosen_logit = drawn(score, score_id, score_logit)
+        if then_rows is not None:
+            cross = tl.sum(crosses, 1, keep_dims=True)
+    present = zero - float("inf")
+    if named is not None:
+        asked = tl.load(named + row + nothing)
+        here = (asked >= begin) & (asked < end)
+        wanted = tl.load(logits + asked, mask=here, other=-float("inf"))
+        present = refine(wanted, asked, temperature, dtype, V, MASK, MEASURED)
+    at = row * PARTS + part + nothing
+    found = best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross
+    put(reals, names, at, nothing == 0, size, found, present)
+    if TOP:
+        tl.store(lists + at * TOP + tl.arange(0, TOP)[None], listed)
+
+
+@triton.jit
+def _over(x, reduction: tl.constexpr):
+    """`[1, 1]` of `[m, n]`, what lies in one thread first."""
+    return reduction(reduction(x, 0, keep_dims=True), 1, keep_dims=True)
 
 
 def readout(
@@ -153,12 +174,11 @@ def readout(
     out = out or Statistics.empty(rows, logits.device, current is not None, then is not None, top)
     if not rows:
         return out
-    # On AMD a barrier does not wait for what was stored to memory, as the combination in the same program would need.
-    draw, whole = temperature > 0, rows >= MANY and torch.version.hip is None
-    constants = _constants(vocab, mask_id, draw, measured and draw, whole, top)
+    draw = temperature > 0
+    constants, warps = _shape(vocab, mask_id, logits.element_size(), draw, measured and draw, then is not None, top)
     parts = constants["PARTS"]
     buffers = room(rows, parts, constants["TOP"], logits.device)
-    readout_kernel[(rows,) if whole else (rows, parts)](
+    readout_kernel[(rows, parts)](
         logits,
         logits.stride(0),
         rows,
@@ -167,46 +187,42 @@ def readout(
         current,
         *((None, 0, None, None) if then is None else (then.rows, then.rows.stride(0), then.logsumexp, then.index)),
         *buffers,
-        *outputs(out),
         **constants,
-        num_warps=_warps(draw, then is not None, top),
+        num_warps=warps,
         num_stages=2,
         enable_fp_fusion=True,
     )
-    if not whole:
-        finish(rows, parts, draw, buffers, out)
+    finish(rows, parts, draw, buffers, out)
     return out
 
 
-def _warps(draw: bool, diverge: bool, top: int) -> int:
-    return 8 if draw or diverge or top else 4  # as many registers as a thread may have
-
-
-def _constants(vocab: int, mask_id: int | None, draw: bool, measured: bool, whole: bool, top: int) -> dict[str, Any]:
-    parts = cdiv(vocab, PART)
-    own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured, "WHOLE": whole}
-    return own | {"PART": PART, "BLOCK": BLOCK} | finishing(parts, draw, top)
+def _shape(
+    vocab: int, mask_id: int | None, size: int, draw: bool, measured: bool, diverge: bool, top: int
+) -> tuple[dict[str, Any], int]:
+    """The constants of the kernel for logits of `size` bytes, and its warps."""
+    warps, pack = 8 if draw or diverge or top else WARPS, LOAD // size
+    own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured}
+    own |= {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
+    return own | {"PARTS": cdiv(vocab, PART), "TOP": padded(top)}, warps
 
 
 def _configuration(dtype: str, vocab: int, what: str) -> Any:
-    draw, top, whole = "draw" in what, 8 if "top" in what else 0, "whole" in what
+    draw, top = "draw" in what, 8 if "top" in what else 0
     absent = [] if draw else ["keys"]
-    absent += [] if "current" in what else ["named", "current"]
-    absent += [] if "KL" in what else ["then_rows", "then_stride", "then_logsumexp", "then_index", "divergence"]
-    absent += [] if top else ["lists", "values", "ids"]
-    constants = _constants(vocab, vocab - 1, draw, draw, whole, top) | dict.fromkeys(absent)
-    constants |= ONE_ROW if "one row" in what else {}
-    warps = _warps(draw, "KL" in what, top)
+    absent += [] if "current" in what else ["named"]
+    absent += [] if "KL" in what else ["then_rows", "then_stride", "then_logsumexp", "then_index"]
+    absent += [] if top else ["lists"]
+    constants, warps = _shape(vocab, vocab - 1, 4 if dtype == "fp32" else 2, draw, draw, "KL" in what, top)
+    constants |= dict.fromkeys(absent) | (ONE_ROW if "one row" in what else {})
     return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, constants, warps)
 
 
 CONFIGURATIONS = [
     *(_configuration("bf16", vocab, what) for vocab in (126464, 152064, 262144) for what in ("greedy", "draw")),
     _configuration("bf16", 126464, "greedy one row"),
-    _configuration("bf16", 126464, "greedy whole"),
     _configuration("bf16", 126464, "greedy KL"),
     _configuration("bf16", 126464, "draw current KL top"),
     _configuration("fp16", 126464, "draw"),
     _configuration("fp32", 126464, "greedy"),
-    _configuration("fp32", 262144, "draw current KL top whole"),
+    _configuration("fp32", 262144, "draw current KL top"),
 ]
