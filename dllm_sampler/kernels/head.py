@@ -156,10 +156,14 @@ def head(
 
 
 def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int], int, int]:
-    """Tile, warps and stages, for numbers of `size` bytes: within 64 KB of shared memory."""
-    few = rows <= 16
-    tile = {"BLOCK_R": 16 if few else 64, "BLOCK_V": 64 if top or diverge else 128, "BLOCK_D": 64 if size == 2 else 32}
-    return tile, 4 if few else 8, 3 if few else 2
+    """Tile, warps and stages, for numbers of `size` bytes: within 64 KB of shared memory.
+
+    Registers decide how many programs a multiprocessor holds, and so how much of the weight is on its way: with up to
+    32 rows three on an H100, each with two tiles of 16 KB.
+    """
+    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tile = {"BLOCK_R": lines, "BLOCK_V": 64 if top or diverge else 128, "BLOCK_D": 64 if size == 2 else 32}
+    return tile, 8 if lines == 64 else 4, 3
 
 
 def _constants(
@@ -182,7 +186,7 @@ def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> 
     absent += [] if top else ["lists"]
     constants = _constants(vocab, width, vocab - 1, draw, draw, shape, top) | dict.fromkeys(absent)
     constants |= ONE_ROW if rows == 1 else {}
-    many = "one row" if rows == 1 else "few rows" if rows <= 16 else "many rows"
+    many = "one row" if rows == 1 else f"{rows} rows"
     return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, constants, warps, stages)
 
 
@@ -190,7 +194,7 @@ CONFIGURATIONS = [
     *(
         _configuration("bf16", rows, vocab, width, what)
         for vocab, width in ((126464, 4096), (152064, 3584), (262144, 4096))
-        for rows, what in ((16, "greedy"), (64, "draw"))
+        for rows, what in ((16, "greedy"), (32, "greedy"), (32, "draw"), (64, "greedy"), (64, "draw"))
     ),
     _configuration("bf16", 1, 126464, 4096, "greedy"),
     _configuration("bf16", 16, 126464, 4096, "draw current KL"),
