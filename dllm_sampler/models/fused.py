@@ -34,12 +34,12 @@ def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, quer
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
-    return Fused(kernels, plan, query.tree)
+    return Fused(kernels, plan, query.tree, len(model.layers))
 
 
 def plain(layer: nn.Module) -> bool:
     """Whether the layer is what it was built as: nothing hooks into its modules, wraps or replaces them."""
-    if type(layer) is not Layer:
+    if type(layer) is not Layer or hooked(layer):  # between two layers a part of the stream is not added yet
         return False
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
     norms = [norm for norm in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if norm is not None]
@@ -59,11 +59,14 @@ class Fused:
     kernels: of a layer
     plan: with what each row sees in `visible`
     tree: candidates lie side by side on the sequence axis
+    layers: how many there are
     """
 
     kernels: LayerKernels
     plan: Plan
     tree: bool
+    layers: int
+    feed: Tensor | None = None  # `[B*K, M, D]` of the layer before: the next norm adds it to the stream on its way
 
     def __post_init__(self) -> None:
         plan, slots = self.plan, self.plan.cache.slots
@@ -78,13 +81,14 @@ class Fused:
             self.branches = (branch[:, None] == branch)[None]  # [1, K*M, K*M]
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-        """Run `layer` on the stream `[B*K, M, D]`."""
+        """Run `layer` on the stream `[B*K, M, D]`; but for the last one, what it returns is the stream before `feed`."""
         kernels = self.kernels
-        normed, _ = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps)
+        normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
         heads = self._attend(index, layer, normed, rope)
         delta = layer.o_proj(heads.flatten(2))
         normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
-        return hidden + self._feed(layer.ffn, normed)
+        self.feed = self._feed(layer.ffn, normed)
+        return hidden + self.feed if index + 1 == self.layers else hidden
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
         """Attention `[B*K, M, H, Dh]` before the output projection; the slots of this layer are written."""
