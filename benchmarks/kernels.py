@@ -122,10 +122,14 @@ def layers(
     """The parts of a layer, for the last `window` columns of rows of `slots`; the feed-forward is thrice the stream."""
     if importlib.util.find_spec("triton") is None:  # their references stand beside them
         return
-    from dllm_sampler.kernels import attention, norm, rope, swiglu
+    from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
 
     plain = LayerKernels(
-        attention.attention_reference, norm.norm_reference, rope.qkv_rope_reference, swiglu.swiglu_reference
+        attention.attention_reference,
+        linear.linear_reference,
+        norm.norm_reference,
+        rope.qkv_rope_reference,
+        swiglu.swiglu_reference,
     )
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -138,12 +142,18 @@ def layers(
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
     q, keys, values = normal(rows, window, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
     at = torch.arange(slots - window, slots, device=device).expand(rows, -1).contiguous()
+    numbers = torch.randint(-127, 128, (6 * width, width), device=device, dtype=torch.int8)
+    scale = torch.rand(6 * width, device=device)
     runs: dict[str, tuple[Callable[[LayerKernels], Any], int]] = {
         "attention": (lambda its: its.attention(q, None, None, (keys, values), at), size(q, q, keys, values)),
         "norm": (lambda its: its.norm(hidden, weight, 1e-5, delta), 4 * size(hidden)),
         "qkv_rope": (
             lambda its: its.qkv_rope(fused, cos, sin, heads, kv_heads, slots=(keys, values), positions=at, fresh=False),
             size(fused, fused, cos, sin),
+        ),
+        "linear int8": (
+            lambda its: its.linear(hidden, numbers, scale),
+            size(hidden, numbers, scale) + rows * window * len(scale) * hidden.element_size(),
         ),
         "swiglu": (lambda its: its.swiglu(gate), size(gate) * 3 // 2),
     }

@@ -50,6 +50,7 @@ class ModelSettings:
     mask_id: int | None = None  # where the checkpoint does not name it
     cfg_scale: float = 0.0
     device_map: str | dict[str, Any] | None = None
+    quantize: str | None = None  # int8: the weights of the layers as 8-bit integers
 
 
 def names(group: str) -> list[str]:
@@ -104,7 +105,8 @@ def build(group: str, spec: object) -> Any:
 
 
 def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
-    """The settings of a model: `path`, `revision`, `trust_remote_code`, `mask_id`, `cfg_scale`, `device_map`.
+    """The settings of a model: `path`, `revision`, `trust_remote_code`, `mask_id`, `cfg_scale`, `device_map`,
+    `quantize`.
 
     Args:
         spec: a name of the group `model`, a checkpoint folder, a hub id (`org/name`), or a dict with `name` or

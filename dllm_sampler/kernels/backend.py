@@ -29,6 +29,7 @@ class LayerKernels:
     """The kernels of a transformer layer, see the modules of their names."""
 
     attention: Callable[..., Tensor]
+    linear: Callable[..., Tensor]
     norm: Callable[..., tuple[Tensor, Tensor]]
     qkv_rope: Callable[..., Any]
     swiglu: Callable[..., Tensor]
@@ -125,7 +126,7 @@ def warn(sentence: str) -> None:
 
 @cache
 def _triton() -> Backend:
-    from dllm_sampler.kernels import attention, commit, head, norm, readout, rope, swiglu
+    from dllm_sampler.kernels import attention, commit, head, linear, norm, readout, rope, swiglu
 
     return Backend(
         "triton",
@@ -134,6 +135,7 @@ def _triton() -> Backend:
         guarded(commit.commit, reference.commit),
         LayerKernels(
             guarded(attention.block_attention, attention.attention_reference),
+            guarded(linear.linear, linear.linear_reference),
             guarded(norm.norm, norm.norm_reference),
             guarded(rope.qkv_rope, rope.qkv_rope_reference),
             guarded(swiglu.swiglu, swiglu.swiglu_reference),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels
+from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
 from dllm_sampler.protocols import Plan
 
@@ -81,11 +82,11 @@ class Fused:
             self.branches = (branch[:, None] == branch)[None]  # [1, K*M, K*M]
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-        """Run `layer` on the stream `[B*K, M, D]`; but for the last one, what it returns is the stream before `feed`."""
+        """Run `layer` on the stream `[B*K, M, D]`; the answer lacks `feed`, but for that of the last layer."""
         kernels = self.kernels
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
         heads = self._attend(index, layer, normed, rope)
-        delta = layer.o_proj(heads.flatten(2))
+        delta = projected(heads.flatten(2), layer.o_proj, kernels=kernels)
         normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
         self.feed = self._feed(layer.ffn, normed)
         return hidden + self.feed if index + 1 == self.layers else hidden
@@ -96,7 +97,7 @@ class Fused:
         slots = None if cache.slots is None else (cache.slots.keys[index], cache.slots.values[index])
         direct = slots is not None and plan.candidates == 1  # the fresh keys are read where they are stored
         q, k, v = self.kernels.qkv_rope(
-            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj),
+            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj, kernels=self.kernels),
             rope.cos,
             rope.sin,
             layer.q_proj.out_features // layer.head_dim,
@@ -133,28 +134,50 @@ class Fused:
             return ffn(normed)
         if any(type(one) is not nn.Linear for one in ffn.children()):
             return ffn(normed)
-        weight = adjacent(ffn.gate_proj.weight, ffn.up_proj.weight)
-        if weight is None:
-            return ffn.down_proj(self.kernels.swiglu(ffn.gate_proj(normed), ffn.up_proj(normed)))
-        return ffn.down_proj(self.kernels.swiglu(F.linear(normed, weight)))
+        gates = ffn.gate_proj, ffn.up_proj
+        if _together([one.weight for one in gates]) is None:
+            inner = self.kernels.swiglu(*(projected(normed, one, kernels=self.kernels) for one in gates))
+        else:
+            inner = self.kernels.swiglu(projected(normed, *gates, kernels=self.kernels))
+        return projected(inner, ffn.down_proj, kernels=self.kernels)
 
 
-def projected(hidden: Tensor, *linears: nn.Linear) -> Tensor:
-    """The outputs of several projections of `hidden [N, M, D]` side by side, in one product where weights allow it."""
-    weight = adjacent(*(linear.weight for linear in linears))
+def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None = None) -> Tensor:
+    """The outputs of several projections of `hidden [N, M, D]` side by side, in one product where weights allow it.
+
+    kernels: for weights of integers; None: each by itself, as its own class multiplies
+    """
+    weight = _together([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     bias = adjacent(*biases) if biases else None
-    if weight is None or (biases and bias is None):
-        return torch.cat([linear(hidden) for linear in linears], -1)
-    return F.linear(hidden, weight, bias)
+    if weight is not None and (bias is not None or not biases):
+        if isinstance(weight, Tensor):
+            return F.linear(hidden, weight, bias)
+        if kernels is not None:
+            return kernels.linear(hidden, *weight, bias)
+    if len(linears) == 1:
+        return linears[0](hidden)
+    return torch.cat([projected(hidden, linear, kernels=kernels) for linear in linears], -1)
+
+
+def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Weights `[N_i, K]` as one, if they follow one another in memory: numbers, or integers and their scales `[N]`."""
+    found = [integers(weight) for weight in weights]
+    if any(one is None for one in found):
+        return adjacent(*weights)
+    numbers, scales = zip(*(one for one in found if one is not None), strict=True)
+    all_numbers, all_scales = adjacent(*numbers), adjacent(*scales)
+    return None if all_numbers is None or all_scales is None else (all_numbers, all_scales.flatten())
 
 
 def adjacent(*parts: Tensor) -> Tensor | None:
     """`parts [n_i, ...]` as one tensor `[sum n_i, ...]`, no copy, if they follow one another in memory; else None."""
+    if any(type(part.data) is not Tensor for part in parts):  # sharded or quantised: others keep its memory
+        return None
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
         together = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if type(part.data) is not Tensor or not together or part.data_ptr() != at or not part.is_contiguous():
+        if not together or part.data_ptr() != at or not part.is_contiguous():
             return None
         at += part.numel() * part.element_size()
     rows = sum(part.shape[0] for part in parts)
@@ -176,7 +199,8 @@ def join(model: Transformer) -> None:
         for linears in groups:
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]
-                if parts[0] is None or adjacent(*(part.data for part in parts)) is not None:
+                whole = parts[0] is None or type(parts[0].data) is not Tensor  # quantised ones lie together already
+                if whole or adjacent(*(part.data for part in parts)) is not None:
                     continue
                 together = torch.cat([part.data for part in parts])
                 for part, view in zip(parts, together.split([len(part) for part in parts]), strict=True):

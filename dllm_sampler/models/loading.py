@@ -16,7 +16,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.models import weights
+from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family, Fields
@@ -45,6 +45,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     mask_id: int | None = None,
+    quantize: str | None = None,
 ) -> Loaded:
     """Load a checkpoint.
 
@@ -57,18 +58,26 @@ def load(
     revision: branch, tag or commit on the hub
     trust_remote_code: run tokenizer code that comes with the checkpoint
     mask_id: the mask token, for checkpoints that do not name it; default as the checkpoint says
+    quantize: `int8`: the weights of the layers as 8-bit integers (`models.quantized`), for inference alone
 
     Raises:
         UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
     """
     target = as_device(device)
     wanted = as_dtype(dtype)
+    quantized.check(quantize)
+    if quantize is not None and device_map is not None:
+        raise UserError(
+            "model.quantize and device_map exclude each other: weights that wait elsewhere stay as they are"
+        )
     folder = find(path, revision, trust_remote_code)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no checkpoint: it has no config.json")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     tokenizer = load_tokenizer(folder, trust_remote_code, None if family is None else PreTrainedConfig())
+    if family is None and quantize is not None:
+        raise UserError(f"{folder}: model.quantize is for the families {_known()}, which run on our own layers")
     if family is None and mask_id is not None:
         raise UserError(f"{folder}: model.mask_id is for the families {_known()}; this model names its mask token")
     if family is None:
@@ -89,7 +98,12 @@ def load(
         if wanted == torch.float16 and target.type == "cpu":
             wanted = torch.float32
     places = None if device_map is None else _places(model, device_map, wanted)
-    if places is None:
+    if quantize is not None:
+        if wanted not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(f"model.quantize=int8 is for bfloat16, float16 and float32, not {wanted}: give a dtype")
+        weights.fill(model, folder, family, wanted, lambda name: torch.device("cpu"))
+        quantized.quantize(model, target)
+    elif places is None:
         weights.fill(model, folder, family, wanted, lambda name: target)
     else:
         weights.fill(model, folder, family, wanted, lambda name: _place(name, places))

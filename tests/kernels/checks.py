@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_sampler.kernels import linear as linears
 from dllm_sampler.kernels import norm as norms
 from dllm_sampler.kernels import rope as ropes
 from dllm_sampler.kernels import swiglu as swiglus
@@ -115,3 +116,18 @@ def configurations(found: list[Configuration]) -> None:
     for c in found:
         assert list(c.signature) == list(c.kernel.arg_names)
         assert {name for name, kind in c.signature.items() if kind == "constexpr"} == set(c.constants)
+
+
+def linear(seed: int, rows: int, outputs: int, inputs: int, dtype, bias: bool, device="cpu") -> None:
+    """The product with integers, their scales and a bias, against float64."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=source).to(dtype)
+    weight = torch.randint(-127, 128, (outputs, inputs), generator=source).to(torch.int8)
+    scale = torch.rand(outputs, generator=source) / 127
+    offset = torch.randn(outputs, generator=source).to(dtype) if bias else None
+    want = x.double() @ (weight.double() * scale.double()[:, None]).T + (0 if offset is None else offset.double())
+    moved = (x.to(device), weight.to(device), scale.to(device), None if offset is None else offset.to(device))
+    for answer in (linears.linear_reference, linears.linear):
+        got = answer(*moved)
+        assert got.dtype == dtype
+        close(got, want, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import fields, replace
 from functools import cache
@@ -13,7 +14,7 @@ import torch
 from dllm_sampler import Sampler
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import Backend, LayerKernels
-from dllm_sampler.models import fused
+from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
@@ -183,10 +184,10 @@ def test_weights_side_by_side(calls: Counter[str]) -> None:
     assert fused.adjacent(*(linear.weight for linear in linears)) is None
 
 
-@pytest.mark.parametrize(("part", "left"), [("q_proj", set()), ("ffn", LAYER - {"swiglu"})])
+@pytest.mark.parametrize(("part", "left"), [("", set()), ("q_proj", set()), ("ffn", LAYER - {"swiglu"})])
 def test_a_hooked_layer_runs_as_it_is(part: str, left: set[str], calls: Counter[str]) -> None:
     it = denoiser("gqa")
-    modules = [getattr(layer, part) for layer in it.transformer.layers]
+    modules: list[Any] = [layer.get_submodule(part) for layer in it.transformer.layers]
     handles = [module.register_forward_hook(lambda module, given, out: out * 1.5) for module in modules]
     try:
         both(it, tokens=3, cache="dual")
@@ -194,6 +195,16 @@ def test_a_hooked_layer_runs_as_it_is(part: str, left: set[str], calls: Counter[
         for handle in handles:
             handle.remove()
     assert LAYER & set(calls) == left
+
+
+def test_weights_of_integers(calls: Counter[str]) -> None:
+    """Products with them have a kernel of their own, those that belong together in one launch."""
+    pytest.importorskip("torchao")
+    it = denoiser("dream")
+    model = copy.deepcopy(it.transformer)
+    quantized.quantize(model, CPU)
+    both(replace(it, model=model), tokens=3, cache="dual")
+    assert calls["linear"] == 4 * calls["swiglu"]
 
 
 def test_float64_stays_with_torch() -> None:

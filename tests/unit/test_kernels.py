@@ -182,7 +182,7 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     report, document = tmp_path / "report.json", tmp_path / "kernels.md"
     document.write_text("<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
-    names = ("head bf16 V=126464 few rows greedy", "commit count fp32 Q=32")
+    names = ("head bf16 V=126464 16 rows greedy", "commit count fp32 Q=32")
     only = [f"--only={name}" for name in names]
     run = command(tmp_path, *only, "--json", str(report), "--docs", str(document), "--processes", "1")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -237,7 +237,7 @@ def test_what_fails_fails_the_report(
     from dllm_sampler.kernels import head
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fits = next(it for it in head.CONFIGURATIONS if it.name == "head bf16 V=126464 few rows greedy")
+    fits = next(it for it in head.CONFIGURATIONS if it.name == "head bf16 V=126464 16 rows greedy")
     module: Any = types.ModuleType("dllm_sampler.kernels.invented")
     wrong = replace(fits, name="wrong", constants={**fits.constants, "BLOCK_V": 100})
     module.CONFIGURATIONS = [replace(fits, name="large"), wrong]

@@ -1,0 +1,94 @@
+"""Weights of layers as 8-bit integers (torchao), one scale per output: half the bytes to hold and to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.transformer import Layer, SwiGLU, Transformer
+
+KINDS = ("int8",)
+
+
+def check(kind: object) -> None:
+    """Refuse what is no choice of `model.quantize`.
+
+    Raises:
+        UserError: what it may be.
+    """
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"model.quantize must be null or {' or '.join(KINDS)}, not {kind!r}")
+
+
+@torch.no_grad()
+def quantize(model: Transformer, device: torch.device) -> None:
+    """Bring a model to `device`, layer by layer, with the weights of its layers as int8; embedding and head stay.
+
+    Each number becomes the nearest of 255 multiples of a scale that its output (a row of the weight) has to itself.
+    Activations keep their dtype. Weights that are multiplied together come to lie side by side (`fused.adjacent`).
+
+    Raises:
+        UserError: torchao is missing, or the model has experts, which are no linear layers.
+    """
+    if model.config.moe is not None:
+        raise UserError("model.quantize=int8 is for dense models: this one's experts are no linear layers")
+    with _quietly():
+        try:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        except ImportError:
+            raise UserError("model.quantize=int8 needs torchao: pip install 'dllm-sampler[quantize]'") from None
+        rule = Int8WeightOnlyConfig(set_inductor_config=False)
+        for layer in model.layers:
+            assert isinstance(layer, Layer)
+            quantize_(layer.to(device), rule)
+            together = [[layer.q_proj, layer.k_proj, layer.v_proj]]
+            if type(layer.ffn) is SwiGLU:
+                together.append([layer.ffn.gate_proj, layer.ffn.up_proj])
+            for linears in together:
+                _join(linears)
+    model.to(device)
+
+
+def _join(linears: list[nn.Linear]) -> None:
+    """Give the parts of quantised weights, and the biases, new memory, one behind the other."""
+    names, about = linears[0].weight.__tensor_flatten__()  # pyright: ignore - torchao's
+    parts = {name: [getattr(linear.weight, name) for linear in linears] for name in names}
+    sizes = [len(linear.weight) for linear in linears]
+    views = {name: torch.cat(part).split(sizes) for name, part in parts.items()}
+    for i, linear in enumerate(linears):
+        weight, inner = linear.weight.data, {name: view[i] for name, view in views.items()}
+        kind: Any = type(weight)
+        joined = kind.__tensor_unflatten__(inner, about, weight.size(), weight.stride())
+        linear.weight = nn.Parameter(joined, requires_grad=False)
+    if linears[0].bias is not None:
+        biases = torch.cat([linear.bias.data for linear in linears]).split(sizes)
+        for linear, bias in zip(linears, biases, strict=True):
+            linear.bias.data = bias
+
+
+def integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`[N, K] int8` and `[N, 1]` scales of a weight as `quantize` makes them; None: it is something else."""
+    data = weight.data
+    if type(data) is Tensor or getattr(data, "act_quant_kwargs", "") is not None:
+        return None
+    numbers, scale = getattr(data, "qdata", None), getattr(data, "scale", None)
+    if not isinstance(numbers, Tensor) or numbers.dtype != torch.int8 or not isinstance(scale, Tensor):
+        return None
+    return (numbers, scale) if scale.shape == (len(numbers), 1) and scale.dtype == torch.float32 else None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torchao logs of extensions that it could not load and does not need here."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)

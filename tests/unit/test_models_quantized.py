@@ -1,0 +1,124 @@
+"""Weights as 8-bit integers: what they are, what they cost in quality, and what cannot have them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Sampler, UserError
+from dllm_sampler.models import fused, quantized
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Layer, Transformer
+from tests import toys
+
+PROMPTS = ["reverse: Ada, Ben, Cal, Dan", "sort: Dan, Ada, Cal", "copy: Ada, Ben"]
+
+pytest.importorskip("torchao")
+
+
+def layers(sampler: Sampler) -> list[Layer]:
+    assert isinstance(sampler.denoiser, TransformerDenoiser)
+    return [layer for layer in sampler.denoiser.transformer.layers if isinstance(layer, Layer)]
+
+
+@pytest.fixture(scope="module")
+def mini() -> Sampler:
+    return Sampler.from_pretrained({"name": "mini", "quantize": "int8"}, backend="torch")
+
+
+def numbers_of(linear: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    found = quantized.integers(linear.weight)  # pyright: ignore
+    assert found is not None
+    return found
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "bias"])
+def toy(request: pytest.FixtureRequest) -> tuple[Transformer, Transformer]:
+    """A model before and after."""
+    model = Transformer(replace(toys.transformer(kv_heads=2).config, qkv_bias=request.param))
+    model.init_weights(std=0.3, embedding_std=1.0, generator=torch.Generator().manual_seed(2))
+    before = copy.deepcopy(model)
+    quantized.quantize(model, torch.device("cpu"))
+    return before, model
+
+
+def test_each_number_is_the_nearest_multiple_of_its_outputs_scale(toy: tuple[Transformer, Transformer]) -> None:
+    before, after = toy
+    for name, module in after.named_modules():
+        if name.endswith("_proj"):
+            numbers, scale = numbers_of(module)
+            original: Any = before.get_submodule(name).weight
+            assert numbers.dtype == torch.int8 and scale.shape == (len(numbers), 1)
+            assert bool(((numbers * scale - original).abs() <= scale * 0.501).all())
+            assert bool((numbers.int().abs().amax(1) >= 127).all())
+
+
+@torch.no_grad()
+def test_the_model_computes_with_them(toy: tuple[Transformer, Transformer]) -> None:
+    before, after = toy
+    ids = torch.arange(12).view(2, 6)
+    unlike = float((after(ids) - before(ids)).abs().max())
+    for name, module in after.named_modules():
+        if name.endswith("_proj"):
+            numbers, scale = numbers_of(module)
+            before.get_submodule(name).weight.copy_(numbers * scale)  # pyright: ignore
+    torch.testing.assert_close(after(ids), before(ids), rtol=1e-4, atol=1e-5)
+    assert unlike > 1e-2
+    assert bool(Sampler(toys.wrapped(after), cache="dual").generate([[5, 7]], max_new_tokens=4).complete.all())
+
+
+def test_embedding_head_and_norms_stay(mini: Sampler) -> None:
+    plain = Sampler.from_pretrained("mini", backend="torch")
+    ours, theirs = (one.denoiser.transformer.state_dict() for one in (mini, plain))  # pyright: ignore
+    assert ours.keys() == theirs.keys()
+    same = {name for name in ours if type(ours[name]) is torch.Tensor and torch.equal(ours[name], theirs[name])}
+    assert {name for name in ours if "proj" not in name} == same
+
+
+def test_answers_stay_right(mini: Sampler) -> None:
+    assert mini.generate(PROMPTS, max_new_tokens=16).texts == ["Dan, Cal, Ben, Ada", "Ada, Cal, Dan", "Ada, Ben"]
+
+
+def test_what_is_multiplied_together_lies_together(mini: Sampler) -> None:
+    hidden = torch.randn(1, 3, 128)
+    for layer in layers(mini):
+        for linears in ((layer.q_proj, layer.k_proj, layer.v_proj), (layer.ffn.gate_proj, layer.ffn.up_proj)):
+            together = fused._together([one.weight for one in linears])  # pyright: ignore
+            assert isinstance(together, tuple)
+            numbers, scale = together
+            apart = torch.cat([one(hidden) for one in linears], -1)  # pyright: ignore
+            torch.testing.assert_close((hidden @ numbers.float().T) * scale, apart, rtol=1e-5, atol=1e-5)
+
+
+def test_other_weights_are_no_integers() -> None:
+    assert quantized.integers(torch.ones(2, 3)) is None
+    assert quantized.integers(torch.nn.Parameter(torch.ones(2, 3))) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "sentence"),
+    [
+        ({"quantize": "int4"}, {}, "model.quantize must be null or int8, not 'int4'"),
+        ({"quantize": "int8"}, {"dtype": "float64"}, "is for bfloat16, float16 and float32, not torch.float64"),
+        ({"quantize": "int8", "device_map": "auto"}, {}, "model.quantize and device_map exclude each other"),
+    ],
+)
+def test_what_cannot_be(model: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        Sampler.from_pretrained({"name": "mini", **model}, **options)
+
+
+def test_experts_cannot() -> None:
+    with pytest.raises(UserError, match="experts are no linear layers"):
+        quantized.quantize(toys.causal_transformer(), torch.device("cpu"))
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(UserError, match=r"needs torchao: pip install 'dllm-sampler\[quantize\]'"):
+        quantized.quantize(toys.transformer(), torch.device("cpu"))
