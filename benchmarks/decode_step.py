@@ -18,20 +18,22 @@ and a side that fell back to torch says that too. Each line is in `--json` as so
 `readout`   a readout of 1024 rows of logits: their bytes over its time, over the bandwidth of the copy.
 
 Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
-`torch.compile` made what stands beside the model and the readout (`compile=step`).
+`torch.compile` made what stands beside the model and the readout (`compile=step`); `int8`, a graph of the model with
+8-bit weights (`model.quantize=int8`), beside the floor of those, the plain loop keeping its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,13 @@ from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.graphs import cuda as record
 from dllm_sampler.kernels.backend import TORCH, first_line, forget, select
 from dllm_sampler.loop import Engine, State
-from dllm_sampler.models import fused
+from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
 from dllm_sampler.sampler import Sampler
 
-SIDES = ("torch", "triton", "graph", "compiled")
+SIDES = ("torch", "triton", "graph", "compiled", "int8")
+RECORDED = ("graph", "compiled", "int8")
 
 
 @dataclass
@@ -140,22 +143,32 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def floor(self, batch: int, window: int, asked: int, side: str) -> float:
-        work = roofline.Work(batch, window, self.options.slots, asked, fused_head=side != "torch")
+        work = roofline.Work(batch, window, self.options.slots, asked, fused_head=side != "torch", int8=side == "int8")
         return roofline.floor(self.network.config, self.limits, work)
 
     def prompts(self, batch: int, length: int) -> Tensor:
         ids = torch.randint(self.network.config.vocab_size - 2, (batch, length), generator=torch.manual_seed(1))
         return ids + 2  # neither the end nor the mask
 
-    def sampler(self, window: int, **options: Any) -> Sampler:
+    @cached_property
+    def integers(self) -> TransformerDenoiser:
+        """The model with 8-bit weights."""
+        network = copy.deepcopy(self.network)
+        quantized.quantize(network, self.device)
+        return replace(self.denoiser, model=network)
+
+    def model(self, side: str) -> TransformerDenoiser:
+        return self.integers if side == "int8" else self.denoiser
+
+    def sampler(self, window: int, side: str, **options: Any) -> Sampler:
         blocks = {"name": "fixed", "length": window}
-        return Sampler(self.denoiser, scheduler="fixed", blocks=blocks, stop="none", cache="dual", **options)
+        return Sampler(self.model(side), scheduler="fixed", blocks=blocks, stop="none", cache="dual", **options)
 
     def steps(self, side: str, batch: int, window: int) -> list[Row]:
         """Every forward of one block, several times; the first refreshes."""
         kernels = TORCH if side == "torch" else select("triton", self.device, self.dtype)
-        sampler, spy = self.sampler(window), Spy(self.denoiser.using(kernels))
-        graph = side in ("graph", "compiled")
+        sampler, spy = self.sampler(window, side), Spy(self.model(side).using(kernels))
+        graph = side in RECORDED
         if graph:
             compiled = side == "compiled"
             engine: Engine = StaticEngine(spy, sampler.plugins, 1, kernels, record, compile=compiled)
@@ -190,8 +203,8 @@ class Bench:
         tokens = min(4 * window, options.slots // 2)
         row = Row("generate", side, 1, window)
         chosen: dict[str, Any] = {"backend": "torch" if side == "torch" else "triton"}
-        chosen |= {"cuda_graph": side in ("graph", "compiled"), "compile": "step" if side == "compiled" else False}
-        sampler = self.sampler(window, **chosen)
+        chosen |= {"cuda_graph": side in RECORDED, "compile": "step" if side == "compiled" else False}
+        sampler = self.sampler(window, side, **chosen)
         prompts = self.prompts(1, options.slots - tokens)
         given, found = prompts.to(self.device), {}
 

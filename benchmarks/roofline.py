@@ -73,6 +73,7 @@ class Work:
     asked: int | None = None  # default: the window
     dtype: str = "bf16"
     fused_head: bool = False  # logits never reach memory
+    int8: bool = False  # the weights of the layers are 8-bit integers, with a float32 scale per output
 
 
 @dataclass(frozen=True)
@@ -115,16 +116,17 @@ def parts(model: TransformerConfig, work: Work, cache: float = 0.0) -> list[Part
         """Bytes of tensors between launches, numbers per token and layer."""
         return layers * tokens * numbers * size * spills
 
-    def linear(name: str, touched: float, used: float, numbers: float) -> Part:
-        """touched: weights read; used: weights that multiply a token; numbers: at the ends."""
-        return Part(name, touched * size + ends(numbers), 2.0 * tokens * used)
+    def linear(name: str, touched: float, used: float, numbers: float, outputs: float) -> Part:
+        """touched: weights read; used: weights that multiply a token; numbers: at the ends; outputs: of a layer."""
+        read = touched + layers * outputs * 4 if work.int8 else touched * size
+        return Part(name, read + ends(numbers), 2.0 * tokens * used)
 
     heads, vocabulary = queries + 2 * keys, model.vocab_size
     stored = layers * work.batch * work.slots * 2 * keys * size
     return [
-        linear("qkv", layers * width * heads, layers * width * heads, width + heads),
-        linear("o", layers * queries * width, layers * queries * width, queries + width),
-        linear("mlp", touched, used, 2 * width + 3 * inner),
+        linear("qkv", layers * width * heads, layers * width * heads, width + heads, heads),
+        linear("o", layers * queries * width, layers * queries * width, queries + width, width),
+        linear("mlp", touched, used, 2 * width + 3 * inner, 2 * inner + width),
         Part("kv read", stored + ends(2 * queries), layers * 4.0 * tokens * queries * work.slots),
         Part("kv write", layers * tokens * 2 * keys * size, 0),
         # The embedding; norms with their sums, heads split and turned, the gated product.
@@ -162,7 +164,7 @@ def floors(name: str, gpu: Gpu, options: argparse.Namespace) -> tuple[list[str],
     model = MODELS[name]
     rows = []
     for batch in options.batch:
-        work = Work(batch=batch, slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+        work = replace(options.work, batch=batch)
         cells = [f"{floor(model, gpu, replace(work, window=w)) * 1e3:.2f}" for w in options.windows]
         rows.append([str(batch), *cells, f"{refresh(model, gpu, work) * 1e3:.1f}", str(free(model, gpu, work))])
     return ["batch", *(f"window {w}" for w in options.windows), f"refresh of {options.slots}", "free"], rows
@@ -212,7 +214,7 @@ def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
     colours = pyplot.get_cmap("viridis")
     for axes, name in zip(panels[0], options.models, strict=True):
         for i, batch in enumerate(options.batch):
-            work = Work(batch=batch, slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+            work = replace(options.work, batch=batch)
             rounded = sorted({round(w) for w in windows})
             times = [floor(MODELS[name], gpu, replace(work, window=w)) * 1e3 for w in rounded]
             colour = colours(0.9 * i / max(1, len(options.batch) - 1))
@@ -243,7 +245,7 @@ def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
         f" {options.slots} slots; milliseconds."
     )
     text = markdown.fill(text, "floors", "\n\n".join([heading, *tables]))
-    work = Work(slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+    work = options.work
     described = f"{options.models[0]}, {gpu.name}, batch 1, window {work.window}, {work.slots} slots."
     text = markdown.fill(text, "parts", f"{described}\n\n{markdown.table(*shares(options.models[0], gpu, work))}")
     rows = [
@@ -284,6 +286,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=1024, help="stored columns per row (default 1024)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--fused-head", action="store_true", help="logits never reach memory")
+    parser.add_argument("--int8", action="store_true", help="weights of layers as 8-bit integers (dense models)")
     parser.add_argument("--bandwidth", type=positive, help="TB/s in place of the published figure; needs one --gpus")
     parser.add_argument("--peak", type=positive, help="TFLOP/s in place of the published figure; needs one --gpus")
     parser.add_argument("--parts", action="store_true", help="also the parts of each batch at window 32")
@@ -297,6 +300,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--bandwidth and --peak are figures of one GPU: name it with --gpus")
     if options.slots < 1:
         parser.error("--slots should be at least 1")
+    if options.int8:
+        options.models = [name for name in options.models if MODELS[name].moe is None]
+        if not options.models:
+            parser.error("--int8 is for dense models: experts stay as they are")
+    options.work = Work(slots=options.slots, dtype=options.dtype, fused_head=options.fused_head, int8=options.int8)
     return options
 
 
@@ -314,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             title = f"{name}, {gpu.name}: floor in ms; up to {ridge:.0f} tokens a weight is read longer than multiplied"
             console.print(shown(title, *floors(name, gpu, options)))
             for batch in options.batch if options.parts else ():
-                work = Work(batch, slots=options.slots, dtype=options.dtype, fused_head=options.fused_head)
+                work = replace(options.work, batch=batch)
                 console.print(shown(f"{name}, {gpu.name}, batch {batch}, window 32", *shares(name, gpu, work)))
     console.print("free: the widest window whose floor is at most a tenth above that of one position")
     if options.json:
@@ -325,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in options.models
             for batch in options.batch
             for window in options.windows
-            for work in [Work(batch, window, options.slots, None, options.dtype, options.fused_head)]
+            for work in [replace(options.work, batch=batch, window=window)]
         ]
         options.json.write_text(json.dumps(found, indent=1))
     if options.docs:

@@ -102,6 +102,12 @@ def test_branches_are_timed_in_both_layouts(tmp_path: Path, capsys: pytest.Captu
     assert "over one branch" in capsys.readouterr().out
 
 
+def test_the_hosts_time_between_two_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--schedulers", "threshold", "--caches", "dual", "--layers", "1", "--steps", "12"]
+    assert import_module("host_gap").main(words) == 0
+    assert "threshold" in capsys.readouterr().out
+
+
 def test_recording(capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module("recording").main(["--models", "smoke", "--batch", "1", "--steps", "2", "--repeats", "1"]) == 0
     printed = capsys.readouterr().out
@@ -134,8 +140,11 @@ def test_a_decoding_step_that_fails_is_a_line_and_the_rest_is_written(
     assert notes[1].startswith("Triton kernels cannot run here, torch takes their place")
 
 
-def test_what_a_recorded_model_reads_stays_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("side", ["graph", "int8"])
+def test_what_a_recorded_model_reads_stays_alive(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording keeps nothing: what it reads would be freed, and the memory used again."""
+    if side == "int8":
+        pytest.importorskip("torchao")
     bench, alive = import_module("decode_step"), []
 
     def record(run: Callable[[], None]) -> Callable[[], None]:
@@ -149,6 +158,6 @@ def test_what_a_recorded_model_reads_stays_alive(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bench, "StaticEngine", Taped)
     monkeypatch.setattr(bench, "select", lambda *_: TORCH)
     with torch.no_grad():
-        rows = bench.Bench(bench.arguments(["--smoke"])).steps("graph", 1, 8)
+        rows = bench.Bench(bench.arguments(["--smoke"])).steps(side, 1, 8)
     assert [(row.kind, len(row.seconds), len(row.model)) for row in rows] == [("window", 7, 7), ("refresh", 1, 1)]
     assert alive and all(alive)

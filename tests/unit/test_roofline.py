@@ -40,6 +40,17 @@ def test_parts_by_hand(roofline):
     assert spilled == {name: known[0] + 10 * 3 * more.get(name, 0) * 2 for name, known in found.items()}
 
 
+def test_weights_of_integers_by_hand(roofline):
+    model = TransformerConfig(10, 4, 6, 3, 2, 1, 2)
+    work = roofline.Work(batch=2, window=5, slots=7, asked=3)
+    plain, found = (
+        {p.name: (p.bytes, p.flops) for p in roofline.parts(model, each, cache=1e9)}
+        for each in (work, replace(work, int8=True))
+    )
+    weights = {"qkv": 3 * (4 * 8 + 8 * 4), "o": 3 * (16 + 4 * 4), "mlp": 3 * (72 + (2 * 6 + 4) * 4)}
+    assert found == plain | {name: (size, plain[name][1]) for name, size in weights.items()}
+
+
 def test_experts_by_hand(roofline):
     # 4 experts, 2 per token, one dense layer of two: two tokens reach 4 (1 - 1/4) = 3 experts.
     model = TransformerConfig(10, 4, 6, 2, 2, 1, 2, moe=MoeConfig(4, 2, 5, frozenset([1]), 3))
