@@ -12,7 +12,7 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.buffers import Step
 from dllm_sampler.config import names
 from dllm_sampler.loop import Engine
-from dllm_sampler.models import fused
+from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from tests import toys
@@ -71,6 +71,15 @@ def test_triton_answers_as_torch_does(kind: str, cache: str, temperature: float 
     it = denoiser(kind, torch.float32)
     ours = {"backend": "triton", "cuda_graph": graph}
     same(it, {"backend": "torch"}, ours, cache=cache, temperature=temperature)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_of_integers(graph: bool) -> None:
+    pytest.importorskip("torchao")
+    it = denoiser("dream", torch.float32)
+    model = it.transformer
+    quantized.quantize(model, torch.device("cuda"))
+    same(it, {"backend": "torch"}, {"backend": "triton", "cuda_graph": graph}, cache="dual")
 
 
 @pytest.mark.parametrize("layout", ["batch", "tree"])

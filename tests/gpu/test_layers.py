@@ -55,3 +55,11 @@ def test_rope(dtype, sizes, given):
     bias, norm = given
     for slots in (False, True):
         checks.rope(0, dtype, 28, 4, *sizes, bias=bias, norm=norm, slots=slots, fresh=True, shared=False, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 16, 31, 64, 128, 200])
+@pytest.mark.parametrize(("outputs", "inputs"), [(45, 100), (1024, 4096), (12288, 512)])
+def test_linear(dtype, rows, outputs, inputs):
+    for bias in (False, True):
+        checks.linear(rows, rows, outputs, inputs, dtype, bias, "cuda")

@@ -23,14 +23,14 @@ from triton.compiler.compiler import ir, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dllm_sampler.kernels import attention, commit, head, norm, partial, readout, rope, swiglu
+from dllm_sampler.kernels import attention, commit, flash, head, linear, norm, partial, readout, rope, swiglu
 from dllm_sampler.kernels.statistics import Then
 
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
-    attention.attention_kernel, attention.combine_kernel, commit.commit_kernel, head.head_kernel, norm.norm_kernel,
-    partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel, swiglu.swiglu_kernel,
+    flash.attention_kernel, flash.combine_kernel, commit.commit_kernel, head.head_kernel, linear.linear_kernel,
+    linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel, swiglu.swiglu_kernel,
 )  # fmt: skip
 
 
@@ -105,6 +105,14 @@ def attentions(rows: int) -> None:
     attention.block_attention(q, q, q, None, positions, tree=torch.ones(1, rows, rows, dtype=torch.bool), splits=1)
 
 
+def linears(rows: int) -> None:
+    for outputs, inputs in ((1, 1), (17000, 64), (16, 4096)):
+        weight, scale = torch.zeros(outputs, inputs, dtype=torch.int8), torch.ones(outputs)
+        for dtype in (torch.float32, torch.bfloat16):
+            linear.linear(torch.randn(rows, inputs, dtype=dtype), weight, scale)
+            linear.linear(torch.randn(rows, inputs, dtype=dtype), weight, scale, scale.to(dtype))
+
+
 def layers(rows: int) -> None:
     for width in (1, 64):
         x = torch.randn(rows, width)
@@ -122,7 +130,8 @@ def layers(rows: int) -> None:
     [
         (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
         (commits, {"commit.commit_kernel"}),
-        (attentions, {"attention.attention_kernel", "attention.combine_kernel"}),
+        (attentions, {"flash.attention_kernel", "flash.combine_kernel"}),
+        (linears, {"linear.linear_kernel", "linear.sum_kernel"}),
         (layers, {"norm.norm_kernel", "swiglu.swiglu_kernel", "rope.qkv_kernel"}),
     ],
 )
