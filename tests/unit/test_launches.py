@@ -30,7 +30,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
     flash.attention_kernel, flash.combine_kernel, commit.commit_kernel, head.head_kernel, linear.linear_kernel,
-    linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel, swiglu.swiglu_kernel,
+    linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel,
+    swiglu.swiglu_kernel,
 )  # fmt: skip
 
 
