@@ -15,6 +15,7 @@ and a side that fell back to torch says that too. Each line is in `--json` as so
             `graph` and `compiled` the model alone is a graph too.
 `speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
             same schedule, same run; in half precision the tokens may differ, and how many do is reported.
+`official`  with `--official FILE`: the same over LLaDA's published code (`official_code.py`), both without a cache.
 `readout`   a readout of 1024 rows of logits: their bytes over its time, over the bandwidth of the copy.
 
 Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
@@ -38,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import kernels as kernel_bench
+import official_code
 import official_style
 import roofline
 import torch
@@ -67,7 +69,7 @@ RECORDED = ("graph", "compiled", "int8")
 class Row:
     """What was measured of one configuration; seconds."""
 
-    kind: str  # window, refresh, generate, readout
+    kind: str  # window, refresh, generate, official, readout
     side: str
     batch: int
     window: int
@@ -160,9 +162,9 @@ class Bench:
     def model(self, side: str) -> TransformerDenoiser:
         return self.integers if side == "int8" else self.denoiser
 
-    def sampler(self, window: int, side: str, **options: Any) -> Sampler:
+    def sampler(self, window: int, side: str, cache: str = "dual", **options: Any) -> Sampler:
         blocks = {"name": "fixed", "length": window}
-        return Sampler(self.model(side), scheduler="fixed", blocks=blocks, stop="none", cache="dual", **options)
+        return Sampler(self.model(side), scheduler="fixed", blocks=blocks, stop="none", cache=cache, **options)
 
     def steps(self, side: str, batch: int, window: int) -> list[Row]:
         """Every forward of one block, several times; the first refreshes."""
@@ -197,14 +199,17 @@ class Bench:
             engine.end(state)
         return [window_row, refresh]
 
-    def generate(self, side: str) -> Row:
-        """Sampler and plain loop on the same schedule: one token a step, blocks of a window."""
+    def generate(self, side: str, official: Callable[..., Tensor] | None = None) -> Row:
+        """Sampler and plain loop on the same schedule: one token a step, blocks of a window.
+
+        official: the published code in place of the plain loop, no cache on either side
+        """
         options, window = self.options, self.options.windows[0]
         tokens = min(4 * window, options.slots // 2)
-        row = Row("generate", side, 1, window)
+        row = Row("generate" if official is None else "official", side, 1, window)
         chosen: dict[str, Any] = {"backend": "torch" if side == "torch" else "triton"}
         chosen |= {"cuda_graph": side in RECORDED, "compile": "step" if side == "compiled" else False}
-        sampler = self.sampler(window, side, **chosen)
+        sampler = self.sampler(window, side, "dual" if official is None else "none", **chosen)
         prompts = self.prompts(1, options.slots - tokens)
         given, found = prompts.to(self.device), {}
 
@@ -212,7 +217,12 @@ class Bench:
             found["ours"] = sampler.generate(prompts, max_new_tokens=tokens).tokens
 
         def plain() -> None:
-            found["plain"] = official_style.generate(self.network, given, tokens, window, tokens, 1, dual=True)[0].cpu()
+            work = self.network, given, tokens, window, tokens, 1
+            if official is None:
+                answer, _ = official_style.generate(*work, dual=True)
+            else:
+                answer, _ = official_code.generate(official, *work)
+            found["plain"] = answer.cpu()
 
         for repeat in range(options.repeats + 2):  # two to warm up: compile, then record
             seconds = self.now(ours), self.now(plain)
@@ -220,7 +230,8 @@ class Bench:
                 row.seconds.append(seconds[0])
                 row.plain.append(seconds[1])
         differ = int((found["ours"] != found["plain"]).sum())
-        row.note = f"{tokens} tokens, {differ} of them differ from the plain loop's"
+        other = "plain loop" if official is None else "published code"
+        row.note = f"{tokens} tokens, {differ} of them differ from the {other}'s"
         return row
 
     def readout(self, side: str) -> Row:
@@ -237,11 +248,15 @@ class Bench:
 
     def measure(self) -> Iterator[Row]:
         options = self.options
+        official = None if options.official is None else official_code.load(options.official)
         for side in options.sides:
             if self.device.type == "cpu" and side != "torch":
                 continue
             yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
             yield from self._guarded("generate", side, 1, options.windows[0], lambda side=side: [self.generate(side)])
+            if official is not None:
+                run = lambda side=side: [self.generate(side, official)]  # noqa: E731
+                yield from self._guarded("official", side, 1, options.windows[0], run)
             wanted = [(1, window) for window in options.windows] + [(b, options.windows[0]) for b in options.batch]
             for batch, window in dict.fromkeys(wanted):
                 run = lambda side=side, batch=batch, window=window: self.steps(side, batch, window)  # noqa: E731
@@ -311,6 +326,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--windows", type=numbers, default=[32, 8, 16, 64, 128, 256], help="at batch 1")
     parser.add_argument("--slots", type=int, default=1024, help="columns of a row (default 1024)")
     parser.add_argument("--repeats", type=int, default=3, help="blocks measured (default 3)")
+    parser.add_argument("--official", type=Path, metavar="FILE", help="generate.py of a clone of LLaDA, to run beside")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
     options = parser.parse_args(argv)

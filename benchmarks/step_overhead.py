@@ -9,6 +9,7 @@ Two ratios, both of alternating measurements in one process, each the median of 
             the same head rows, the same attention to the same stored keys. The rows are those our step asked for.
 `speed`     tokens per second of `Sampler.generate` over those of `official_style.generate` on the same weights and
             schedule. Both must give the same tokens in the same number of forwards, or nothing is reported.
+`official`  the same over the published code itself (`--official FILE`, see `official_code.py`), which knows no cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
+import official_code
 import official_style
 import torch
 from rich.console import Console
@@ -167,8 +170,13 @@ def overhead(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> t
     return ours, other
 
 
-def speed(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tuple[float, float]:
-    """Seconds of one generation by our sampler and by the plain loop; refuses to compare different answers."""
+def speed(
+    it: Subject, batch: int, cache: str, steps: int, clock: Clock, official: Callable[..., Tensor] | None = None
+) -> tuple[float, float]:
+    """Seconds of one generation by our sampler and by the plain loop; refuses to compare different answers.
+
+    official: the published code, in place of the plain loop
+    """
     sampler, prompts = it.sampler(cache, steps), it.prompts(batch)
     result = tokens = forwards = None
 
@@ -178,9 +186,11 @@ def speed(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tupl
 
     def plain() -> None:
         nonlocal tokens, forwards
-        tokens, forwards = official_style.generate(
-            it.network, prompts, it.new_tokens, it.block, steps, it.denoiser.mask_id, dual=cache == "dual"
-        )
+        given = it.network, prompts, it.new_tokens, it.block, steps, it.denoiser.mask_id
+        if official is not None:
+            tokens, forwards = official_code.generate(official, *given)
+        else:
+            tokens, forwards = official_style.generate(*given, dual=cache == "dual")
 
     times = clock(ours), clock(plain)
     assert result is not None and tokens is not None
@@ -193,13 +203,15 @@ def speed(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tupl
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """One row after the other, each after a run that warms up."""
     kinds = {"overhead": overhead, "speed": speed}
+    if options.official is not None:
+        kinds["official"] = partial(speed, official=official_code.load(options.official))
     for name in options.models:
         it = subject(name)
         clock = Clock(CLOCKS[options.clock], it.denoiser.spec.device)
         for batch in options.batch:
-            for kind in options.kinds:
-                for cache in options.caches:
-                    target = TARGETS[kind, cache] if name == "llada-157m" else None
+            for kind in (*options.kinds, *(["official"] if options.official is not None else [])):
+                for cache in options.caches if kind != "official" else ["none"]:
+                    target = TARGETS.get((kind, cache)) if name == "llada-157m" else None
                     row = Row(name, it.weights, batch, cache, kind, target=target)
                     for repeat in range(options.repeats + 1):
                         mine, its = kinds[kind](it, batch, cache, options.steps, clock)
@@ -207,6 +219,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                             row.ours.append(mine)
                             row.other.append(its)
                     yield row
+
+
+AGAINST = {"overhead": "step / forward", "speed": "tokens/s / plain loop", "official": "tokens/s / published code"}
 
 
 def table(rows: Sequence[Row], steps: int) -> Table:
@@ -217,7 +232,7 @@ def table(rows: Sequence[Row], steps: int) -> Table:
     for name in ("ours ms/step", "other ms/step", "ratio", "spread", "wanted"):
         out.add_column(name, justify="right")
     for row in rows:
-        against = "step / forward" if row.kind == "overhead" else "tokens/s / plain loop"
+        against = AGAINST[row.kind]
         wanted = "" if row.target is None else f"{'<=' if row.kind == 'overhead' else '>='} {row.target:.2f}"
         out.add_row(
             f"{row.model} ({row.weights})",
@@ -266,6 +281,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="cpu: the process's own seconds, for a busy machine"
     )
+    parser.add_argument("--official", type=Path, metavar="FILE", help="generate.py of a clone of LLaDA, to run beside")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does it run, are the tokens equal?")
     options = parser.parse_args(argv)

@@ -102,6 +102,38 @@ def test_branches_are_timed_in_both_layouts(tmp_path: Path, capsys: pytest.Captu
     assert "over one branch" in capsys.readouterr().out
 
 
+PUBLISHED = """
+import torch
+
+def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, block_length=128, temperature=0.0,
+             cfg_scale=0.0, remasking="low_confidence", mask_id=126336):
+    ids = torch.cat([prompt, prompt.new_full((len(prompt), gen_length), mask_id)], 1).to(model.device)
+    for end in range(prompt.shape[1] + block_length, ids.shape[1] + 1, block_length):
+        for _ in range(steps // (gen_length // block_length)):
+            law = model(ids, attention_mask=attention_mask).logits.double().softmax(-1)
+            sure = torch.where(ids == mask_id, law.amax(-1), -1)
+            sure[:, end:] = -1
+            for row, at in enumerate(sure.argmax(1)):
+                ids[row, at] = law[row, at].argmax()
+    return ids
+"""  # of the published signature; ours, not theirs
+
+
+def test_beside_the_published_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "generate.py"
+    file.write_text(PUBLISHED)
+    words = ["--models", "smoke", "--batch", "2", "--steps", "32", "--repeats", "1", "--kinds", "speed", "--official"]
+    assert import_module("step_overhead").main([*words, str(file)]) == 0
+    assert "smoke batch 2 none official" in capsys.readouterr().out
+    words = ["--smoke", "--batch", "1", "--windows", "8", "--json", str(tmp_path / "steps.json"), "--official"]
+    assert import_module("decode_step").main([*words, str(file)]) == 0
+    (row,) = (one for one in json.loads((tmp_path / "steps.json").read_text())["rows"] if one["kind"] == "official")
+    assert row["plain"] and row["note"].endswith(" 0 of them differ from the published code's")
+    file.write_text("")
+    with pytest.raises(SystemExit, match="has no function generate"):
+        import_module("official_code").load(file)
+
+
 def test_the_hosts_time_between_two_replays(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--schedulers", "threshold", "--caches", "dual", "--layers", "1", "--steps", "12"]
     assert import_module("host_gap").main(words) == 0

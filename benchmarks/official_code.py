@@ -1,0 +1,64 @@
+"""The published sampler of LLaDA itself, where its file is at hand: `--official FILE` of the benchmarks.
+
+FILE is `generate.py` of github.com/ML-GSAI/LLaDA (arXiv 2502.09992), from a clone of your own. It is run as it is, on
+the network that our sampler runs, which answers as its own model would: with logits for every column. The mask cannot
+be predicted, here as in our sampler.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.models.transformer import Transformer
+
+
+@dataclass
+class Predictor:
+    """The network as the published code calls a model."""
+
+    network: Transformer
+    mask_id: int
+    forwards: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.embed.weight.device
+
+    def __call__(self, ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+        assert attention_mask is None
+        self.forwards += 1
+        logits = self.network(ids)
+        logits[..., self.mask_id] = -torch.inf
+        return SimpleNamespace(logits=logits)
+
+
+def load(file: Path) -> Callable[..., Tensor]:
+    """The function `generate` of the file."""
+    found = importlib.util.spec_from_file_location("official_llada_generate", file)
+    if not file.is_file() or found is None or found.loader is None:
+        raise SystemExit(f"--official: there is no Python file {file}: it should be generate.py of a clone of LLaDA")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    if not callable(getattr(module, "generate", None)):
+        raise SystemExit(f"--official: {file} has no function generate, as generate.py of LLaDA has")
+    return module.generate
+
+
+@torch.no_grad()
+def generate(
+    official: Callable[..., Tensor], network: Transformer, prompts: Tensor, new_tokens: int, block: int, steps: int,
+    mask_id: int,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """Answers `[B, new_tokens]` to `prompts [B, P]`, greedy, and the number of forwards."""
+    model = Predictor(network, mask_id)
+    options = {"steps": steps, "gen_length": new_tokens, "block_length": block, "temperature": 0.0, "mask_id": mask_id}
+    ids = official(model, prompts, **options)
+    return ids[:, prompts.shape[1] :], model.forwards
