@@ -1,9 +1,10 @@
 """The plain sampler that speed-ups are measured against: a loop written the way published ones are.
 
 Our own code, not anybody's; it keeps what makes such loops slow and nothing else. Every forward answers for each
-computed row with the whole vocabulary; probabilities are a float64 softmax over all of them; positions are chosen in a
-Python loop over the batch, whose counts are read from the device. The body is the very `Transformer` that our sampler
-runs, with the same fused attention, and the dual cache writes keys and values in place.
+computed row with the whole vocabulary; probabilities are a softmax over all of them, in the dtype of the logits as
+LLaDA's code has it today (its first versions, and Fast-dLLM, take float64, which is slower); positions are chosen
+in a Python loop over the batch, whose counts are read from the device. The body is the very `Transformer` that our
+sampler runs, with the same fused attention, and the dual cache writes keys and values in place.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def transfer(logits: Tensor, masked: Tensor, counts: Tensor, limit: int, mask_id
     """`[B, M] bool` the positions to commit, the surest masks before `limit`, and the tokens to write there."""
     logits[..., mask_id] = -torch.inf
     tokens = logits.argmax(-1)  # [B, M]
-    probability = logits.to(torch.float64).softmax(-1)
+    probability = logits.softmax(-1)
     sure = probability.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     sure[:, limit:] = -torch.inf
     sure = torch.where(masked, sure, -torch.inf)
