@@ -187,4 +187,6 @@ def replaceable(error: Exception) -> bool:
         return False
     if isinstance(error, (TritonError, subprocess.CalledProcessError)):  # the latter: the C compiler, for a launcher
         return True
-    return type(error) is RuntimeError and str(error).startswith(("PassManager::run failed", "Triton Error ["))
+    return type(error) is RuntimeError and str(error).startswith(
+        ("PassManager::run failed", "Triton Error [", "AMD LLVM")
+    )

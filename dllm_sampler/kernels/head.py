@@ -156,10 +156,10 @@ def head(
 
 
 def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int], int, int]:
-    """Tile, warps and stages, for numbers of `size` bytes: within 64 KB of shared memory.
+    """Tile, warps and stages, for numbers of `size` bytes: within the 64 KB of shared memory that AMD's have.
 
     Registers decide how many programs a multiprocessor holds, and so how much of the weight is on its way: with up to
-    32 rows three on an H100, each with two tiles of 16 KB.
+    32 rows three or four on an H100 (two that draw), each with two tiles of 16 KB.
     """
     lines = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tile = {"BLOCK_R": lines, "BLOCK_V": 64 if top or diverge else 128, "BLOCK_D": 64 if size == 2 else 32}

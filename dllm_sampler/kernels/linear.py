@@ -35,10 +35,11 @@ def linear_kernel(
 
     The weight stands on the left: matrix units take 64 of its outputs at once, and as few rows as there are.
     """
-    output = tl.program_id(0) * TALL + tl.arange(0, TALL)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # runs fastest: tiles of rows share the weight
+    output = tl.program_id(1) * TALL + tl.arange(0, TALL)
+    part = tl.program_id(2)
     depth: tl.constexpr = tl.cdiv(tl.cdiv(INPUTS, DEEP), PARTS) * DEEP
-    begin = tl.program_id(1) * depth
+    begin = part * depth
     at = tl.arange(0, DEEP)
     numbers = weight + output.to(tl.int64)[:, None] * INPUTS + at[None]  # [TALL, DEEP]
     given = x + row.to(tl.int64)[None] * stride + at[:, None]  # [DEEP, ROWS]
@@ -52,7 +53,7 @@ def linear_kernel(
             h = h.to(tl.float32)
         total = tl.dot(w.to(h.dtype), h, total, input_precision="ieee")
     if PARTS > 1:
-        to = (tl.program_id(1).to(tl.int64) * rows + row[None]) * OUTPUTS + output[:, None]
+        to = (part.to(tl.int64) * rows + row[None]) * OUTPUTS + output[:, None]
         tl.store(out + to, total, mask=here & asked)
     else:
         total = _scaled(total, scale, bias, output[:, None], here)
@@ -94,13 +95,14 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
     rows = len(flat)
     if rows > MANY:
         return linear_reference(x, weight, scale, bias)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out
     tile, parts = _tile(rows, x.element_size()), _parts(outputs, inputs)
-    into = out if parts == 1 else torch.empty(parts, rows, outputs, device=x.device)
+    into = out if parts == 1 else torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
     launch: dict[str, Any] = {"enable_fp_fusion": True, "num_warps": 4}
-    linear_kernel[cdiv(outputs, TALL), parts, cdiv(rows, tile["ROWS"])](
+    linear_kernel[cdiv(rows, tile["ROWS"]), cdiv(outputs, TALL), parts](
         flat, weight, scale, bias, into, rows, flat.stride(0), outputs, inputs, **tile, PARTS=parts,
         WIDE=triton.knobs.runtime.interpret, num_stages=3, **launch,
     )  # fmt: skip
@@ -110,7 +112,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What `linear` computes, in torch: integers are exact in every dtype."""
+    """What `linear` computes, in torch: integers are exact in every dtype, but their sums may leave float16's range."""
+    if x.dtype == torch.float16:
+        return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
     out = F.linear(x, weight.to(x.dtype)).to(torch.float32) * scale
     return (out if bias is None else out + bias).to(x.dtype)
 

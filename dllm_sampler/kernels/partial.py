@@ -259,7 +259,7 @@ def room(rows: int, parts: int, top: int, device: torch.device) -> tuple[Tensor,
     """Buffers for the parts of `rows`."""
     lists = torch.empty(rows, parts, top, dtype=torch.int64, device=device) if top else None
     return (
-        torch.empty(REALS.value, rows, parts, device=device),
+        torch.empty(REALS.value, rows, parts, dtype=torch.float32, device=device),
         torch.empty(NAMES.value, rows, parts, dtype=torch.int32, device=device),
         lists,
     )

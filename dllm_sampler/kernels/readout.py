@@ -77,8 +77,8 @@ def readout_kernel(
     top = _over(most, tl.max)
     first = tl.reshape(first, most.shape)
     origin = _over(tl.where(most == top, first, BEYOND), tl.min)
-    few = origin + tl.arange(0, PACK)[None]
-    raw = tl.load(logits + few, mask=few < end, other=-float("inf"))
+    few = origin + tl.arange(0, PACK)[None]  # nowhere, where all of the part is NaN
+    raw = tl.load(logits + few, mask=(few >= begin) & (few < end), other=-float("inf"))
     near = refine(raw, few, temperature, dtype, V, MASK, MEASURED)  # [1, PACK]
     best_id = tl.min(tl.where(near == top, few, BEYOND), 1, keep_dims=True)
     near = tl.where(few == best_id, -float("inf"), near)

@@ -67,6 +67,7 @@ class Fused:
     plan: Plan
     tree: bool
     layers: int
+    passed: int = 0  # layers so far; one may run twice, and some may be gone
     feed: Tensor | None = None  # `[B*K, M, D]` of the layer before: the next norm adds it to the stream on its way
 
     def __post_init__(self) -> None:
@@ -89,7 +90,8 @@ class Fused:
         delta = projected(heads.flatten(2), layer.o_proj, kernels=kernels)
         normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
         self.feed = self._feed(layer.ffn, normed)
-        return hidden + self.feed if index + 1 == self.layers else hidden
+        self.passed += 1
+        return hidden + self.feed if self.passed == self.layers else hidden
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
         """Attention `[B*K, M, H, Dh]` before the output projection; the slots of this layer are written."""

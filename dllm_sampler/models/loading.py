@@ -99,8 +99,8 @@ def load(
             wanted = torch.float32
     places = None if device_map is None else _places(model, device_map, wanted)
     if quantize is not None:
-        if wanted not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UserError(f"model.quantize=int8 is for bfloat16, float16 and float32, not {wanted}: give a dtype")
+        if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
+            raise UserError(f"model.quantize=int8 is for bfloat16 and float32, not {wanted}: give a dtype")
         weights.fill(model, folder, family, wanted, lambda name: torch.device("cpu"))
         quantized.quantize(model, target)
     elif places is None:

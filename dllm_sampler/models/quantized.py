@@ -31,7 +31,8 @@ def quantize(model: Transformer, device: torch.device) -> None:
     """Bring a model to `device`, layer by layer, with the weights of its layers as int8; embedding and head stay.
 
     Each number becomes the nearest of 255 multiples of a scale that its output (a row of the weight) has to itself.
-    Activations keep their dtype. Weights that are multiplied together come to lie side by side (`fused.adjacent`).
+    Activations keep their dtype; nothing of the model can be trained. Weights that are multiplied together come to lie
+    side by side (`fused.adjacent`).
 
     Raises:
         UserError: torchao is missing, or the model has experts, which are no linear layers.
@@ -52,7 +53,7 @@ def quantize(model: Transformer, device: torch.device) -> None:
                 together.append([layer.ffn.gate_proj, layer.ffn.up_proj])
             for linears in together:
                 _join(linears)
-    model.to(device)
+    model.to(device).requires_grad_(False)
 
 
 def _join(linears: list[nn.Linear]) -> None:
@@ -75,8 +76,10 @@ def _join(linears: list[nn.Linear]) -> None:
 def integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """`[N, K] int8` and `[N, 1]` scales of a weight as `quantize` makes them; None: it is something else."""
     data = weight.data
-    if type(data) is Tensor or getattr(data, "act_quant_kwargs", "") is not None:
-        return None
+    if type(data) is Tensor or any(
+        getattr(data, name, "") is not None for name in ("act_quant_kwargs", "act_pre_scale")
+    ):
+        return None  # activations take part
     numbers, scale = getattr(data, "qdata", None), getattr(data, "scale", None)
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int8 or not isinstance(scale, Tensor):
         return None

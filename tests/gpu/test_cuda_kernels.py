@@ -39,8 +39,9 @@ def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: floa
 
 
 @READOUT
-def test_rows_that_are_not_finite(kernel: Any) -> None:
-    checks.rows_that_are_not_finite(kernel, "cuda")
+@pytest.mark.parametrize("vocab", [50, 8192, 9000])
+def test_rows_that_are_not_finite(kernel: Any, vocab: int) -> None:
+    checks.rows_that_are_not_finite(kernel, "cuda", vocab)
 
 
 def test_close_to_one() -> None:

@@ -5,6 +5,7 @@ tests elsewhere. To run one by hand: `TRITON_INTERPRET=1 pytest -n0 tests/kernel
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     aside = collection_path.name.startswith("test_") and collection_path.name != "test_interpreted.py"
     return True if not INTERPRETED and aside else None
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    """What a kernel is to write is NaN before, or the largest integer: what it leaves out shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

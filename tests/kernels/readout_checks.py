@@ -160,25 +160,27 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)
 
 
-def rows_that_are_not_finite(kernel: Any, device: str) -> None:
-    """They are NaN, and their neighbours as if alone."""
-    logits = torch.randn(6, 50, generator=seeded(1))
+def rows_that_are_not_finite(kernel: Any, device: str, vocab: int) -> None:
+    """They are NaN, and their neighbours as if alone; a part of theirs may have no number at all."""
+    logits = torch.randn(8, vocab, generator=seeded(1))
     logits[1] = -INF
     logits[2, 7] = torch.nan
     logits[4, 9] = INF
-    logits[5] = torch.tensor([1e4, -1e4, *([-INF] * 47), 1e4])
-    named, keys = torch.full((6,), 3), keys_of(6)
-    whole = {"current": named, "keys": keys, "then": Then(logits[[0]].repeat(6, 1), torch.zeros(6), torch.arange(6))}
+    logits[5] = torch.tensor([1e4, -1e4, *([-INF] * (vocab - 3)), 1e4])
+    logits[6] = torch.nan
+    logits[7, : vocab // 2] = torch.nan
+    named, keys = torch.full((8,), 3), keys_of(8)
+    whole = {"current": named, "keys": keys, "then": Then(logits[[0]].repeat(8, 1), torch.zeros(8), torch.arange(8))}
     for temperature in (0.0, 0.5):
         found = kernel(
             logits.to(device), temperature=temperature, **{name: on(device, value) for name, value in whole.items()}
         )
         for name in STATISTICS:
-            expected = [False, True, True, False, True, False]
+            expected = [False, True, True, False, True, False, True, True]
             got = getattr(found, name).isnan().tolist()
             assert got == expected, name
         assert int(found.token[1]) == 0
-        assert ((found.token >= 0) & (found.token < 50)).all()
+        assert ((found.token >= 0) & (found.token < vocab)).all()
     assert float(found.confidence[5]) == 0.5  # of two
     assert float(found.current[5]) == -INF
 

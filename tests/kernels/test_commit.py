@@ -29,7 +29,7 @@ def test_as_select(dtype: torch.dtype, rows: int, width: int, length: int) -> No
         checks.commit_like_select(commit.commit, "cpu", **problem, count=count)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=9), st.integers(0, 10), SCORES)
 def test_any_score(positions: list[tuple[float, bool]], count: int, threshold: float) -> None:
     width = len(positions)

@@ -19,6 +19,10 @@ def test_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int,
     checks.head_against_float64(kernel, "cpu", dtype, rows, vocab, width, top)
 
 
+def test_more_rows_than_a_tile_has() -> None:
+    checks.head_against_float64(head.head, "cpu", torch.float32, 70, 140, 20, 0)
+
+
 @KERNELS
 def test_lists_the_best(kernel: Any) -> None:
     checks.head_against_float64(kernel, "cpu", torch.bfloat16, 2, 70, 9, 3)

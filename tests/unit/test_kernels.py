@@ -109,6 +109,7 @@ def failures() -> list[Exception]:
         errors.OutOfResources(1, 0, "shared memory"),
         errors.PTXASError("no such instruction"),
         RuntimeError("PassManager::run failed"),
+        RuntimeError("AMD LLVM 1234: no such register"),
         RuntimeError("Triton Error [CUDA]: invalid argument"),
         subprocess.CalledProcessError(1, ["gcc"]),
     ]

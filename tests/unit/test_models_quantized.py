@@ -104,13 +104,29 @@ def test_other_weights_are_no_integers() -> None:
     ("model", "options", "sentence"),
     [
         ({"quantize": "int4"}, {}, "model.quantize must be null or int8, not 'int4'"),
-        ({"quantize": "int8"}, {"dtype": "float64"}, "is for bfloat16, float16 and float32, not torch.float64"),
+        ({"quantize": "int8"}, {"dtype": "float64"}, "is for bfloat16 and float32, not torch.float64"),
+        ({"quantize": "int8"}, {"dtype": "float16"}, "is for bfloat16 and float32, not torch.float16"),
         ({"quantize": "int8", "device_map": "auto"}, {}, "model.quantize and device_map exclude each other"),
     ],
 )
 def test_what_cannot_be(model: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Sampler.from_pretrained({"name": "mini", **model}, **options)
+
+
+def test_what_activations_take_part_in_is_left_to_its_own_code() -> None:
+    from torchao.quantization import Int8Tensor, quantize_
+    from torchao.quantization.quant_api import Int8WeightOnlyConfig
+
+    linear = torch.nn.Linear(8, 3)
+    quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False))
+    assert isinstance(linear.weight.data, Int8Tensor) and quantized.integers(linear.weight) is not None
+    linear.weight.data.act_pre_scale = torch.tensor(2.0)
+    assert quantized.integers(linear.weight) is None
+
+
+def test_nothing_of_it_can_be_trained(toy: tuple[Transformer, Transformer]) -> None:
+    assert not any(weight.requires_grad for weight in toy[1].parameters())
 
 
 def test_experts_cannot() -> None:
