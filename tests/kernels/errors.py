@@ -1,0 +1,111 @@
+"""The largest error of each kernel over random inputs: the column "error" in docs/kernels.md.
+
+    TRITON_INTERPRET=1 python -m tests.kernels.errors            # in Triton's interpreter
+    python -m tests.kernels.errors --device cuda                 # on a GPU
+
+The cases are those of the checks beside this file, whose bounds they must keep. Errors are against float64: of layers
+relative to the largest answer (the interpreter cuts bfloat16 off where a GPU rounds), of readout and head as the
+largest of a logsumexp over the largest logit, a probability (relative) and an entropy (nats).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.kernels import attention, head, linear, norm, readout, rope, swiglu
+from dllm_sampler.kernels.statistics import Statistics
+from tests.kernels import checks, oracles, readout_checks
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+REFERENCES = (
+    (checks, "attention_reference", attention.block_attention), (checks.norms, "norm_reference", norm.norm),
+    (checks.ropes, "qkv_rope_reference", rope.qkv_rope), (checks.swiglus, "swiglu_reference", swiglu.swiglu),
+    (checks.linears, "linear_reference", linear.linear),
+)  # fmt: skip
+Cases = dict[str, Callable[[int, torch.dtype], None]]
+
+
+def cases(device: str) -> Cases:
+    """What is run with each seed and dtype."""
+
+    def attend(seed: int, dtype: torch.dtype) -> None:
+        width, grid = (1, 5, 17)[seed % 3], (None, 4)[seed % 2]
+        given, options = oracles.case(seed, dtype, width=width, length=60, heads=6, grid=grid, splits=1 + seed % 3)
+        checks.attention(given, options, device)
+
+    def turn(seed: int, dtype: torch.dtype) -> None:
+        flags = {"bias": seed % 2 > 0, "norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shared": False}
+        checks.rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
+
+    def read(seed: int, dtype: torch.dtype) -> None:
+        readout_checks.readout_against_float64(readout.readout, device, dtype, 1 + seed % 3, 500 + 701 * seed, 0)
+
+    def multiply(seed: int, dtype: torch.dtype) -> None:
+        readout_checks.head_against_float64(head.head, device, dtype, 1 + 7 * (seed % 6), 300 + seed, 30, 0)
+
+    return {
+        "readout": read,
+        "head": multiply,
+        "attention": attend,
+        "norm": lambda seed, dtype: checks.norm(seed, (2, 3, 128), dtype, seed % 2 > 0, 3.0, device),
+        "qkv_rope": turn,
+        "swiglu": lambda seed, dtype: checks.swiglu(seed, (2, 3, 300), dtype, seed % 2 > 0, 3.0, device),
+        "linear": lambda seed, dtype: checks.linear(seed, 1 + 5 * (seed % 9), 100, 600, dtype, seed % 2 > 0, device),
+    }
+
+
+def worst(device: str, seeds: int) -> dict[tuple[str, str], list[float]]:
+    """By kernel and dtype: one number, or three of readout and head."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    here = "", ""
+    close, compare = checks.close, readout_checks.compare
+
+    def keep(*numbers: float) -> None:
+        old = found[here] or [0.0] * len(numbers)
+        found[here] = [max(pair) for pair in zip(old, numbers, strict=True)]
+
+    def closer(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+        close(got, want, dtype)
+        if want.numel():
+            scale = max(1.0, float(want.abs().max()))
+            keep(float((got.double().cpu() - want.double().cpu()).abs().max()) / scale)
+
+    def compared(got: Statistics, want: dict[str, Tensor], size: float = 1.0) -> None:
+        compare(got, want, size)
+        apart = {name: (getattr(got, name).cpu() - value).abs() for name, value in want.items()}
+        relative = apart["confidence"] / want["confidence"]
+        keep(float(apart["logsumexp"].max()) / size, float(relative.max()), float(apart["entropy"].max()))
+
+    patches = [patch.object(owner, name, kernel) for owner, name, kernel in REFERENCES]
+    patches += [patch.object(checks, "close", closer), patch.object(readout_checks, "compare", compared)]
+    for one in patches:
+        one.start()
+    try:
+        for kernel, run in cases(device).items():
+            for name, dtype in DTYPES.items():
+                here = kernel, name
+                for seed in range(seeds):
+                    run(seed, dtype)
+    finally:
+        for one in patches:
+            one.stop()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default cpu, in the interpreter")
+    parser.add_argument("--seeds", type=int, default=12, help="cases for each kernel and dtype (default 12)")
+    options = parser.parse_args()
+    for (kernel, dtype), numbers in worst(options.device, options.seeds).items():
+        print(f"{kernel:10} {dtype:9}", *(f"{number:.1e}" for number in numbers))
+
+
+if __name__ == "__main__":
+    main()
