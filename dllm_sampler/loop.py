@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import layout, readout
+from dllm_sampler import layout, readout, select
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query, Readout, Sizes
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -75,6 +75,10 @@ class Engine:
 
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
+        with select.by(None if self.kernels is TORCH else self.kernels.choose):
+            self._step(state)
+
+    def _step(self, state: State) -> None:
         p, spec = self.plugins, self.denoiser.spec
         canvas, query, plan = self._part(Engine._ask)(state, spec)
         hidden, spent = self.denoiser(canvas, query, plan)

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
 from torch import Tensor
+
+WIDEST = 512  # positions up to which a kernel compares all pairs; a sort is faster with more
+_kernel: ContextVar[Callable[..., Tensor] | None] = ContextVar("choose", default=None)
+
+
+@contextmanager
+def by(kernel: Callable[..., Tensor] | None) -> Iterator[None]:
+    """Within it `top` and `at_least_one` are one launch of `kernel` (`kernels.commit.choose`); None: torch does it.
+
+    A scheduler calls them from inside a step and knows nothing of backends, so the engine says which it is.
+    """
+    token = _kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
+
+
+def _choice(score: Tensor) -> Callable[..., Tensor] | None:
+    """The kernel, where it knows such scores."""
+    kernel = None if torch.compiler.is_compiling() else _kernel.get()  # a compiler makes a kernel of its own
+    known = score.dim() == 2 and score.shape[1] <= WIDEST and score.dtype in (torch.float32, torch.float64)
+    return kernel if known else None
 
 
 def numbers(size: int, device: torch.device) -> Tensor:
@@ -49,11 +75,17 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
 
 def top(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     """`[B, Q] bool` the `count [B]` best eligible positions by score `[B, Q]`; all of them where there are fewer."""
+    kernel = _choice(score)
+    if kernel is not None:
+        return kernel(score, eligible, count=count)
     return (rank(score, eligible) < count[:, None]) & eligible
 
 
 def at_least_one(chosen: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
     """`[B, Q] bool` the eligible among `chosen`, and the best eligible position in any case."""
+    kernel = _choice(score)
+    if kernel is not None:
+        return kernel(score, eligible, wanted=chosen)
     best = score.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
     leader = eligible & (score >= best)
     return eligible & (chosen | (leader & (leader.cumsum(1) == 1)))

@@ -43,10 +43,11 @@ class Backend:
     readout: Callable[..., Statistics]
     head: Callable[..., Statistics]
     commit: Callable[..., Tensor]
+    choose: Callable[..., Tensor]
     layer: LayerKernels | None = None  # None: a layer's modules do it
 
 
-TORCH = Backend("torch", reference.readout, reference.head, reference.commit)
+TORCH = Backend("torch", reference.readout, reference.head, reference.commit, reference.choose)
 
 
 def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
@@ -133,6 +134,7 @@ def _triton() -> Backend:
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
         guarded(commit.commit, reference.commit),
+        guarded(commit.choose, reference.choose),
         LayerKernels(
             guarded(attention.block_attention, attention.attention_reference),
             guarded(linear.linear, linear.linear_reference),

@@ -1,10 +1,12 @@
-"""Choosing positions and writing their tokens into the canvas, in one launch."""
+"""Choosing positions, and writing their tokens into the canvas, in one launch."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -30,23 +32,28 @@ def _sortable(score, LEAST: tl.constexpr):
 
 @triton.jit
 def commit_kernel(
-    ids, masked, positions, token, score, eligible, done, count, committed,
-    ids_stride, masked_stride, position_stride, token_stride, score_stride, eligible_stride, width,
+    ids, masked, positions, token, score, eligible, wanted, done, count, committed,
+    ids_stride, masked_stride, position_stride, token_stride, score_stride, eligible_stride, wanted_stride, width,
     THRESHOLD: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One program: one row of the batch, all its queried positions."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < width
-    live = tl.load(done + row + lane * 0) == 0
-    may = inside & live & (tl.load(eligible + row * eligible_stride + lane, mask=inside, other=0) != 0)
+    may = inside & (tl.load(eligible + row * eligible_stride + lane, mask=inside, other=0) != 0)
+    if done is not None:
+        may = may & (tl.load(done + row + lane * 0) == 0)
     own = tl.load(score + row * score_stride + lane, mask=inside, other=-float("inf"))
     if count is None:
         # As `select.at_least_one`: a NaN among the candidates leaves the row without a leader.
         best = tl.max(tl.where(may & (own == own), own, -float("inf")))
         spoilt = tl.max((may & (own != own)).to(tl.int32))
         leader = tl.min(tl.where(may & (own == best), lane, BLOCK)) + spoilt * BLOCK
-        chosen = may & ((own >= tl.full([1], THRESHOLD, own.dtype)) | (lane == leader))
+        if wanted is None:
+            sure = own >= tl.full([1], THRESHOLD, own.dtype)
+        else:
+            sure = tl.load(wanted + row * wanted_stride + lane, mask=inside, other=0) != 0
+        chosen = may & (sure | (lane == leader))
     else:
         mine = _sortable(own, LEAST)
         rank = tl.zeros([BLOCK], tl.int32)
@@ -58,10 +65,11 @@ def commit_kernel(
             ahead = (theirs[None] > mine[:, None]) | ((theirs[None] == mine[:, None]) & (other[None] < lane[:, None]))
             rank += tl.sum((ahead & rival[None]).to(tl.int32), 1)
         chosen = may & (rank < tl.load(count + row))
-    column = tl.load(positions + row * position_stride + lane, mask=inside, other=0)
-    new = tl.load(token + row * token_stride + lane, mask=inside, other=0)
-    tl.store(ids + row * ids_stride + column, new, mask=chosen)
-    tl.store(masked + row * masked_stride + column, tl.zeros([BLOCK], tl.uint8), mask=chosen)
+    if ids is not None:
+        column = tl.load(positions + row * position_stride + lane, mask=inside, other=0)
+        new = tl.load(token + row * token_stride + lane, mask=inside, other=0)
+        tl.store(ids + row * ids_stride + column, new, mask=chosen)
+        tl.store(masked + row * masked_stride + column, tl.zeros([BLOCK], tl.uint8), mask=chosen)
     tl.store(committed + row * width + lane, chosen.to(tl.uint8), mask=inside)
 
 
@@ -88,23 +96,41 @@ def commit(
     count: `[B] int64` commit so many of the best, the lower position first among equals: `select.top`
     """
     check_rule(threshold, count)
+    return _launch((ids, masked, positions, token), score, eligible, None, done, count, threshold)
+
+
+def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """`[B, Q] bool` what to commit, nothing written: `commit` for those who write by themselves.
+
+    score, eligible, count: as in `commit`
+    wanted: `[B, Q] bool` commit these, and the best eligible position in any case: `select.at_least_one`
+    """
+    check_rule(wanted, count)
+    return _launch((None, None, None, None), score, eligible, wanted, None, count, None)
+
+
+def _launch(
+    into: tuple[Tensor | None, ...],
+    score: Tensor,
+    eligible: Tensor,
+    wanted: Tensor | None,
+    done: Tensor | None,
+    count: Tensor | None,
+    threshold: float | None,
+) -> Tensor:
+    """into: ids, masked, positions, token."""
     batch, width = score.shape
-    committed = torch.zeros(batch, width, dtype=torch.bool, device=score.device)
+    committed = torch.empty(batch, width, dtype=torch.bool, device=score.device)
     if not committed.numel():
         return committed
     constants, warps = _shape(width)
-    tables = [table if table.stride(1) == 1 else table.contiguous() for table in (positions, token, score, eligible)]
+    tables = [*into[:2], *map(_lined, (*into[2:], score, eligible, wanted))]
     commit_kernel[(batch,)](
-        ids,
-        _bytes(masked),
-        *tables[:3],
-        _bytes(tables[3]),
-        _bytes(done.contiguous()),
+        *map(_bytes, tables),
+        _bytes(None if done is None else done.contiguous()),
         None if count is None else count.contiguous(),
         _bytes(committed),
-        ids.stride(0),
-        masked.stride(0),
-        *(table.stride(0) for table in tables),
+        *(0 if table is None else table.stride(0) for table in tables),
         width,
         THRESHOLD=threshold,
         LEAST=torch.finfo(score.dtype).min,
@@ -116,8 +142,14 @@ def commit(
     return committed
 
 
-def _bytes(flags: Tensor) -> Tensor:
-    return flags.view(torch.uint8)
+def _bytes(table: Tensor | None) -> Tensor | None:
+    """Flags as a kernel takes them; other tables as they are."""
+    return table.view(torch.uint8) if table is not None and table.dtype == torch.bool else table
+
+
+def _lined(table: Tensor | None) -> Tensor | None:
+    """With neighbours of a row together in memory."""
+    return table if table is None or table.stride(1) == 1 else table.contiguous()
 
 
 def _shape(width: int) -> tuple[dict[str, int], int]:
@@ -125,22 +157,24 @@ def _shape(width: int) -> tuple[dict[str, int], int]:
     return {"BLOCK": block, "STEP": max(2, min(block, PAIRS // block))}, 4 if block <= 256 else 8
 
 
-def _configuration(dtype: str, width: int, threshold: float | None) -> Configuration:
+def _configuration(dtype: str, width: int, rule: str, writes: bool) -> Configuration:
     shape, warps = _shape(width)
-    constants = {"THRESHOLD": threshold, "LEAST": torch.finfo(torch.float64).min, **shape}
-    constants |= {} if threshold is None else {"count": None}
-    types = dict.fromkeys(("ids", "positions", "token", "count"), "*i64")
-    types |= dict.fromkeys(("masked", "eligible", "done", "committed"), "*u8") | {"score": f"*{dtype}", "width": "i32"}
+    threshold = 0.9 if rule == "threshold" else None
+    constants: dict[str, Any] = {"THRESHOLD": threshold, "LEAST": torch.finfo(torch.float64).min, **shape}
+    constants |= dict.fromkeys(name for name in ("wanted", "count") if name != rule)
+    constants |= {} if writes else dict.fromkeys(("ids", "masked", "positions", "token", "done"))
+    types = dict.fromkeys(("ids", "positions", "token", "count"), "*i64") | {"score": f"*{dtype}", "width": "i32"}
+    types |= dict.fromkeys(("masked", "eligible", "wanted", "done", "committed"), "*u8")
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i64")
         for argument in commit_kernel.arg_names
     }
-    rule = "count" if threshold is None else "threshold"
-    return Configuration(f"commit {rule} {dtype} Q={width}", commit_kernel, signature, constants, warps)
+    name = f"{'commit' if writes else 'choose'} {rule} {dtype} Q={width}"
+    return Configuration(name, commit_kernel, signature, constants, warps)
 
 
 CONFIGURATIONS = [
-    _configuration(dtype, width, threshold)
+    _configuration(dtype, width, rule, writes)
     for dtype, width in (("fp64", 32), ("fp64", 1024), ("fp32", 32))
-    for threshold in (0.9, None)
+    for rule, writes in (("threshold", True), ("count", True), ("wanted", False), ("count", False))
 ]

@@ -95,6 +95,16 @@ def head(
     )
 
 
+def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """See `kernels.commit.choose`."""
+    check_rule(wanted, count)
+    with select.by(None):
+        if count is None:
+            assert wanted is not None
+            return select.at_least_one(wanted, score, eligible)
+        return select.top(score, eligible, count)
+
+
 def commit(
     ids: Tensor,
     masked: Tensor,
@@ -109,12 +119,9 @@ def commit(
 ) -> Tensor:
     """See `kernels.commit.commit`."""
     check_rule(threshold, count)
-    eligible = eligible & ~done[:, None]
-    if count is None:
-        assert threshold is not None
-        chosen = select.at_least_one(score >= threshold, score, eligible)
-    else:
-        chosen = select.top(score, eligible, count)
+    chosen = choose(
+        score, eligible & ~done[:, None], wanted=None if threshold is None else score >= threshold, count=count
+    )
     at = torch.where(chosen, positions, ids.shape[1] - 1)
     empty = ids[:, -1].clone(), masked[:, -1].clone()
     ids.scatter_(1, at, token)

@@ -89,7 +89,7 @@ def check(
         raise UserError(f"the rows of one forward before must be {rows.dtype} with neighbours in memory")
 
 
-def check_rule(threshold: float | None, count: Tensor | None) -> None:
+def check_rule(threshold: float | Tensor | None, count: Tensor | None) -> None:
     """Refuse a commit without a rule, or with two.
 
     Raises:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Edit, Query
-from dllm_sampler.errors import UserError
-from dllm_sampler.kernels import commit, reference
+from dllm_sampler.errors import FallbackWarning, UserError
+from dllm_sampler.kernels import backend, commit, reference
 from tests import toys
 from tests.kernels import readout_checks as checks
 
@@ -45,6 +45,60 @@ def test_any_score(positions: list[tuple[float, bool]], count: int, threshold: f
     checks.commit_like_select(commit.commit, "cpu", **problem, count=torch.tensor([count]))
     if not math.isnan(threshold):
         checks.commit_like_select(commit.commit, "cpu", **problem, threshold=threshold)
+
+
+def chosen_alike(score: torch.Tensor, eligible: torch.Tensor, wanted: torch.Tensor, count: torch.Tensor) -> None:
+    """Kernel, reference and `select` with either."""
+    led, counted = select.at_least_one(wanted, score, eligible), select.top(score, eligible, count)
+    for it in (commit.choose, reference.choose):
+        assert torch.equal(it(score, eligible, wanted=wanted), led)
+        assert torch.equal(it(score, eligible, count=count), counted)
+    with select.by(commit.choose):
+        assert torch.equal(select.at_least_one(wanted, score, eligible), led)
+        assert torch.equal(select.top(score, eligible, count), counted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.tuples(SCORES, st.booleans(), st.booleans()), min_size=5, max_size=5), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.sampled_from([torch.float64, torch.float32]),
+)
+def test_choosing_without_writing(rows: list, count: int, dtype: torch.dtype) -> None:
+    score = torch.tensor([[score for score, _, _ in row] for row in rows], dtype=dtype)
+    eligible, wanted = (torch.tensor([[item[i] for item in row] for row in rows]) for i in (1, 2))
+    chosen_alike(score, eligible, wanted, torch.arange(count, count + len(rows)))
+
+
+def test_tables_of_any_stride() -> None:
+    score = torch.rand(7, 3, 2, generator=checks.seeded(0), dtype=torch.float64)[..., 0].T  # [3, 7]
+    eligible = torch.tensor([[True], [False], [True]]).expand(3, 7)
+    wanted = torch.rand(3, 14, generator=checks.seeded(1))[:, ::2] < 0.3
+    chosen_alike(score, eligible, wanted, torch.tensor([2, 3, 0]))
+
+
+def test_what_the_kernel_does_not_know_is_torchs() -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the kernel was asked")
+
+    count = torch.ones(1, dtype=torch.long)
+    with select.by(never):
+        for score in (torch.rand(1, select.WIDEST + 1), torch.rand(1, 4).half()):
+            assert int(select.top(score, torch.ones_like(score, dtype=torch.bool), count).sum()) == 1
+        with pytest.raises(AssertionError, match="was asked"):
+            select.top(torch.rand(1, 4), torch.ones(1, 4, dtype=torch.bool), count)
+
+
+def test_a_kernel_that_cannot_run_is_torch_from_then_on() -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("PassManager::run failed")
+
+    score, all_of = torch.rand(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    expected = select.top(score, all_of, torch.tensor([1, 2]))
+    with select.by(backend.guarded(fails, reference.choose)):
+        with pytest.warns(FallbackWarning, match="cannot run"):
+            assert torch.equal(select.top(score, all_of, torch.tensor([1, 2])), expected)
+        assert torch.equal(select.top(score, all_of, torch.tensor([1, 2])), expected)
 
 
 @KERNELS

@@ -146,7 +146,7 @@ def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], call
 @pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])
 def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter[str]) -> None:
     both(denoiser("gqa"), cache=cache)
-    assert set(calls) == {"head"}
+    assert set(calls) == {"head", "choose"}
 
 
 def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:

@@ -90,6 +90,8 @@ def commits(rows: int) -> None:
         given = ids, masked, positions, positions, score, may, torch.zeros(rows, dtype=torch.bool)
         commit.commit(*given, threshold=0.5)
         commit.commit(*given, count=torch.ones(rows, dtype=torch.long))
+        commit.choose(score, may, count=torch.ones(rows, dtype=torch.long))
+        commit.choose(score, may, wanted=may)
 
 
 def attentions(rows: int) -> None:
