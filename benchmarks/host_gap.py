@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = [1e6 * seconds for seconds in gaps(rule, cache, options.layers, options.steps)]
             if len(found) < 2:
                 raise UserError(f"{options.steps} steps of {scheduler} replayed {len(found)}: it takes more --steps")
-            low, *_, high = statistics.quantiles(found, n=10)
+            low, *_, high = statistics.quantiles(found, n=10, method="inclusive")
             out.add_row(scheduler, cache, f"{statistics.median(found):.0f} ({low:.0f} to {high:.0f})")
     Console().print(out)
     return 0

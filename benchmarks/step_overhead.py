@@ -36,6 +36,7 @@ from torch import Tensor
 import dllm_sampler
 from dllm_sampler import config, layout
 from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.loop import Engine
@@ -99,9 +100,18 @@ class Bare:
         self.slots = torch.zeros(shape, dtype=weight.dtype, device=weight.device) if stores else None
 
     def prepare(self, canvas: Canvas, query: Query, plan: Plan) -> Callable[[], Tensor]:
-        """The forward that answers our step's query on our step's rows, a run of columns equal in every row."""
+        """The forward that answers our step's query on our step's rows, a run of columns equal in every row.
+
+        Raises:
+            UserError: the cache has other columns computed.
+        """
         first, last = int(plan.positions[0, 0]), int(plan.positions[0, -1]) + 1
-        assert (plan.positions == torch.arange(first, last, device=plan.positions.device)).all(), "not the same rows"
+        run = torch.arange(first, last, device=plan.positions.device)
+        if not torch.equal(plan.positions, run.expand(len(plan.positions), -1)):
+            raise UserError(
+                f"a bare forward computes one run of columns, and cache={type(plan.cache).__name__} others: choose"
+                " --caches among none, prefix and dual"
+            )
         ids = canvas.ids[:, first:last].clone()
         rows = (query.positions - first).clamp(max=last - first - 1)  # [B, Q]
         positions = torch.arange(first, last, device=ids.device)[None]

@@ -129,6 +129,10 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("step_overhead --kinds sped", "unknown kind 'sped', did you mean 'speed'"),
         ("step_overhead --caches dul", "unknown cache 'dul', did you mean 'dual'"),
         ("step_overhead --caches prefix", "--caches prefix: the plain loop of --kinds speed has none and dual alone"),
+        (
+            "step_overhead --models smoke --caches elastic --kinds overhead --batch 1",
+            "a bare forward computes one run of columns, and cache=ElasticCache others",
+        ),
         ("step_overhead --clock sun", "invalid choice: 'sun'"),
         ("step_overhead --clock cpu --threads 2", "add --threads 1"),
         ("step_overhead --models smoke --steps 3", "--steps 3 does not suit smoke"),
