@@ -18,15 +18,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
+from options import command, numbers, parser, quantity
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from step_overhead import circumstances
-from subjects import Subject, subject
+from subjects import SIZES, Subject, check, subject
 
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.sampler import Sampler
 
 
@@ -101,24 +103,24 @@ def table(rows: Sequence[Row], slack: float) -> Table:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-
-    def numbers(text: str) -> list[int]:
-        found = [int(word) for word in text.split(",")]
-        if found[0] != 1 or min(found) < 1:
-            raise argparse.ArgumentTypeError("a list of whole numbers that begins with 1, which all are set against")
-        return found
-
     best = "llada-8b" if torch.cuda.is_available() else "llada-157m"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=best, help=f"mini, llada-157m, llada-8b (needs a GPU), smoke ({best})")
-    parser.add_argument("--branches", type=numbers, default=[1, 2, 4, 8, 16], help="depths (1,2,4,8,16)")
-    parser.add_argument("--repeats", type=int, default=5, help="generations per depth that are timed (5)")
-    parser.add_argument("--slack", type=float, default=1.25, help="what counts as free (1.25)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    return parser.parse_args(argv)
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--model", choices=SIZES, default=best, help="llada-8b needs a GPU (default %(default)s)")
+    add("--branches", type=numbers, default="1,2,4,8,16", help="depths, the first of them 1 (default %(default)s)")
+    add("--repeats", type=positive, default=5, help="generations per depth that are timed (default %(default)s)")
+    add("--slack", type=quantity, default=1.25, help="what counts as free (default %(default)s)")
+    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    options = it.parse_args(argv)
+    if options.branches[0] != 1:
+        given = ",".join(map(str, options.branches))
+        it.error(f"--branches {given}: should begin with 1, which all are set against")
+    check(options.model)
+    return options
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     options = arguments(argv)
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table(rows, options.slack))
     if options.json:
         found = {"about": about, "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        markdown.write(options.json, json.dumps(found, indent=1))
     return 0
 
 

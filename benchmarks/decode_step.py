@@ -11,16 +11,19 @@ and a side that fell back to torch says that too. Each line is in `--json` as so
 
 `floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
             measured in this run. A tenth above it is 1.10.
-`outside`   the share of a step that is not the model: its time without the body and the head, over its time. Beside
-            `graph` and `compiled` the model alone is a graph too.
+`outside`   the share of a step that is not the model: its time without the body and the head, over its time. The model
+            alone does what it does in the step: where the readout's kernel multiplies the head, it counts as the
+            model, and where the step is a graph, so is the model.
 `speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
-            same schedule, same run; in half precision the tokens may differ, and how many do is reported.
+            same schedule, same run, same number of forwards; in half precision the tokens may differ, and how many do
+            is reported.
 `official`  with `--official FILE`: the same over LLaDA's published code (`official_code.py`), both without a cache.
-`readout`   a readout of 1024 rows of logits: their bytes over its time, over the bandwidth of the copy.
+`readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth of the copy.
 
 Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
 `torch.compile` made what stands beside the model and the readout (`compile=step`); `int8`, a graph of the model with
-8-bit weights (`model.quantize=int8`), beside the floor of those, the plain loop keeping its own.
+8-bit weights (`model.quantize=int8`), beside the floor of those. No other loop has such weights: `speed` and `official`
+are left out there.
 """
 
 from __future__ import annotations
@@ -35,7 +38,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import kernels as kernel_bench
@@ -43,18 +45,20 @@ import official_code
 import official_style
 import roofline
 import torch
+from options import accepted, among, command, numbers, parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dllm_sampler import layout
+from dllm_sampler import layout, readout
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import FallbackWarning
 from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.graphs import cuda as record
-from dllm_sampler.kernels.backend import TORCH, first_line, forget, select
+from dllm_sampler.kernels.backend import TORCH, Backend, first_line, forget, select
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -85,6 +89,7 @@ class Spy:
     """The denoiser, remembering what it was asked."""
 
     inner: Any
+    kernels: Backend = TORCH
     last: tuple[Canvas, Query, Plan] | None = None
 
     @property
@@ -98,8 +103,14 @@ class Spy:
         return self.inner(canvas, query, plan)
 
     def again(self, given: tuple[Canvas, Query, Plan]) -> None:
-        """The model alone, on what it was asked."""
-        self.inner.head(self.inner(*given)[0])
+        """The model alone, on what it was asked; the head as `readout.predict` has it multiplied."""
+        hidden = self.inner(*given)[0]
+        rows = hidden.flatten(0, 2)
+        weight = None if self.kernels is TORCH else readout.joined(self.inner, rows)
+        if weight is None:
+            self.inner.head(hidden)
+        else:
+            self.kernels.head(rows, weight, mask_id=self.spec.mask_id)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.inner.head(hidden)
@@ -169,7 +180,7 @@ class Bench:
     def steps(self, side: str, batch: int, window: int) -> list[Row]:
         """Every forward of one block, several times; the first refreshes."""
         kernels = TORCH if side == "torch" else select("triton", self.device, self.dtype)
-        sampler, spy = self.sampler(window, side), Spy(self.model(side).using(kernels))
+        sampler, spy = self.sampler(window, side), Spy(self.model(side).using(kernels), kernels)
         graph = side in RECORDED
         if graph:
             compiled = side == "compiled"
@@ -205,7 +216,7 @@ class Bench:
         official: the published code in place of the plain loop, no cache on either side
         """
         options, window = self.options, self.options.windows[0]
-        tokens = min(4 * window, options.slots // 2)
+        tokens = min(4, options.slots // 2 // window) * window
         row = Row("generate" if official is None else "official", side, 1, window)
         chosen: dict[str, Any] = {"backend": "torch" if side == "torch" else "triton"}
         chosen |= {"cuda_graph": side in RECORDED, "compile": "step" if side == "compiled" else False}
@@ -214,23 +225,27 @@ class Bench:
         given, found = prompts.to(self.device), {}
 
         def ours() -> None:
-            found["ours"] = sampler.generate(prompts, max_new_tokens=tokens).tokens
+            result = sampler.generate(prompts, max_new_tokens=tokens)
+            found["ours"] = result.tokens, int(result.nfe)
 
         def plain() -> None:
             work = self.network, given, tokens, window, tokens, 1
             if official is None:
-                answer, _ = official_style.generate(*work, dual=True)
+                answer, forwards = official_style.generate(*work, dual=True)
             else:
-                answer, _ = official_code.generate(official, *work)
-            found["plain"] = answer.cpu()
+                answer, forwards = official_code.generate(official, *work)
+            found["plain"] = answer.cpu(), forwards
 
+        other = "plain loop" if official is None else "published code"
         for repeat in range(options.repeats + 2):  # two to warm up: compile, then record
             seconds = self.now(ours), self.now(plain)
+            forwards, needed = (found[which][1] for which in ("ours", "plain"))
+            if forwards != needed:
+                raise RuntimeError(f"{forwards} forwards are not the {needed} of the {other}")
             if repeat > 1:
                 row.seconds.append(seconds[0])
                 row.plain.append(seconds[1])
-        differ = int((found["ours"] != found["plain"]).sum())
-        other = "plain loop" if official is None else "published code"
+        differ = int((found["ours"][0] != found["plain"][0]).sum())
         row.note = f"{tokens} tokens, {differ} of them differ from the {other}'s"
         return row
 
@@ -248,15 +263,14 @@ class Bench:
 
     def measure(self) -> Iterator[Row]:
         options = self.options
-        official = None if options.official is None else official_code.load(options.official)
+        others = {"generate": ()} | ({"official": (options.official,)} if options.official else {})
         for side in options.sides:
             if self.device.type == "cpu" and side != "torch":
                 continue
             yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
-            yield from self._guarded("generate", side, 1, options.windows[0], lambda side=side: [self.generate(side)])
-            if official is not None:
-                run = lambda side=side: [self.generate(side, official)]  # noqa: E731
-                yield from self._guarded("official", side, 1, options.windows[0], run)
+            for kind, other in others.items() if side != "int8" else ():
+                run = lambda side=side, other=other: [self.generate(side, *other)]  # noqa: E731
+                yield from self._guarded(kind, side, 1, options.windows[0], run)
             wanted = [(1, window) for window in options.windows] + [(b, options.windows[0]) for b in options.batch]
             for batch, window in dict.fromkeys(wanted):
                 run = lambda side=side, batch=batch, window=window: self.steps(side, batch, window)  # noqa: E731
@@ -308,40 +322,32 @@ def table(rows: list[Row]) -> Table:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        found = [int(part) for part in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-        return found
-
-    def sides(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in SIDES:
-                raise argparse.ArgumentTypeError(f"unknown {name!r}: choose among {', '.join(SIDES)}")
-        return text.split(",")
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sides", type=sides, default=list(SIDES), help=", ".join(SIDES))
-    parser.add_argument("--batch", type=numbers, default=[1, 4, 16, 64], help="at the first window")
-    parser.add_argument("--windows", type=numbers, default=[32, 8, 16, 64, 128, 256], help="at batch 1")
-    parser.add_argument("--slots", type=int, default=1024, help="columns of a row (default 1024)")
-    parser.add_argument("--repeats", type=int, default=3, help="blocks measured (default 3)")
-    parser.add_argument("--official", type=Path, metavar="FILE", help="generate.py of a clone of LLaDA, to run beside")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
-    options = parser.parse_args(argv)
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--sides", type=among("side", SIDES), default=",".join(SIDES), help="what to measure (default %(default)s)")
+    add("--batch", type=numbers, default="1,4,16,64", help="rows, at the first window (default %(default)s)")
+    add("--windows", type=numbers, default="32,8,16,64,128,256", help="columns, at batch 1 (default %(default)s)")
+    add("--slots", type=positive, default=1024, help="columns of a row (default %(default)s)")
+    add("--repeats", type=positive, default=3, help="blocks measured (default %(default)s)")
+    official = accepted(official_code.load)
+    add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to run beside (default: none)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
+    options = it.parse_args(argv)
     if options.smoke:
         options.batch, options.windows, options.slots, options.repeats = [1, 2], [8, 4], 32, 1
-    if options.slots < 2 * max(options.windows) or min(options.windows) < 2:
-        parser.error("windows should be at least 2 and at most half of --slots")
+    elif not torch.cuda.is_available():
+        it.error("a model of 8 billion parameters needs a GPU: run this on one, or with --smoke")
+    for window in options.windows:
+        if not 2 <= window <= options.slots // 2:
+            it.error(f"--windows {window}: should be at least 2 and at most half of --slots {options.slots}")
     return options
 
 
+@command
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    if not options.smoke and not torch.cuda.is_available():
-        raise SystemExit("a model of 8 billion parameters needs a GPU: run this on one, or with --smoke")
     bench, console = Bench(options), Console(width=max(Console().width, 140))
     about = kernel_bench.circumstances(bench.device, bench.copied) | {"product TFLOP/s": round(bench.peak / 1e12, 3)}
     console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)

@@ -17,10 +17,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from options import among, command, parser
 from rich.console import Console
 from rich.table import Table
 
-from dllm_sampler import layout
+from dllm_sampler import config, layout
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.noise import CounterNoise
@@ -69,17 +72,20 @@ def gaps(scheduler: object, cache: str, layers: int, steps: int) -> list[float]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return text.split(",")
+    it = parser(__doc__)
+    add = it.add_argument
+    schedulers, caches = (among(kind, config.names(kind)) for kind in ("scheduler", "cache"))
+    add("--schedulers", type=schedulers, default="threshold,klass,localleap", help="which (default %(default)s)")
+    add("--caches", type=caches, default="prefix,dual", help="under each of these (default %(default)s)")
+    add("--layers", type=positive, default=32, help="of the model (default %(default)s)")
+    add("--steps", type=positive, default=200, help="of a generation, at least 4 (default %(default)s)")
+    options = it.parse_args(argv)
+    if options.steps < 4:
+        it.error(f"--steps {options.steps}: should be at least 4, the first two are no replays")
+    return options
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--schedulers", type=names, default=["threshold", "klass", "localleap"])
-    parser.add_argument("--caches", type=names, default=["prefix", "dual"])
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=200)
-    return parser.parse_args(argv)
 
-
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     out = Table(title="microseconds between two replays: median (lowest to highest tenth)")
@@ -89,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for cache in options.caches:
             rule = {"name": scheduler} | ({"threshold": 2.0} if scheduler == "threshold" else {})
             found = [1e6 * seconds for seconds in gaps(rule, cache, options.layers, options.steps)]
-            low, *_, high = statistics.quantiles(found, n=10)
+            if len(found) < 2:
+                raise UserError(f"{options.steps} steps of {scheduler} replayed {len(found)}: it takes more --steps")
+            low, *_, high = statistics.quantiles(found, n=10, method="inclusive")
             out.add_row(scheduler, cache, f"{statistics.median(found):.0f} ({low:.0f} to {high:.0f})")
     Console().print(out)
     return 0

@@ -23,15 +23,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
+from options import command, parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import dllm_sampler
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
 from dllm_sampler.kernels.statistics import Then
 
@@ -141,22 +144,35 @@ def layers(
     angles = normal(rows, 1, window, head // 2, dtype=torch.float32)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
     q, keys, values = normal(rows, window, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
+    k, v = (normal(rows, window, kv_heads, head) for _ in range(2))
     at = torch.arange(slots - window, slots, device=device).expand(rows, -1).contiguous()
+    begin, limit = (torch.full((rows,), end, device=device) for end in (slots // 4, slots // 4 * 3))
     numbers = torch.randint(-127, 128, (6 * width, width), device=device, dtype=torch.int8)
     scale = torch.rand(6 * width, device=device)
     runs: dict[str, tuple[Callable[[LayerKernels], Any], int]] = {
         "attention": (lambda its: its.attention(q, None, None, (keys, values), at), size(q, q, keys, values)),
+        "attention half in range": (
+            lambda its: its.attention(q, None, None, (keys, values), at, begin=begin, limit=limit),
+            size(q, q) + size(keys, values) // 2,
+        ),
+        "attention fresh keys": (  # in place of the stored ones, which are written
+            lambda its: its.attention(q, k, v, (keys, values), at),
+            size(q, q, keys, values, k, v),
+        ),
+        "attention blocks of 32": (
+            lambda its: its.attention(q, None, None, (keys, values), at, grid=32),
+            size(q, q, keys, values),
+        ),
         "norm": (lambda its: its.norm(hidden, weight, 1e-5, delta), 4 * size(hidden)),
         "qkv_rope": (
             lambda its: its.qkv_rope(fused, cos, sin, heads, kv_heads, slots=(keys, values), positions=at, fresh=False),
             size(fused, fused, cos, sin),
         ),
-        "linear int8": (
-            lambda its: its.linear(hidden, numbers, scale),
-            size(hidden, numbers, scale) + rows * window * len(scale) * hidden.element_size(),
-        ),
         "swiglu": (lambda its: its.swiglu(gate), size(gate) * 3 // 2),
     }
+    if rows * window <= linear.MANY:  # with more the kernel is its reference
+        moved = size(hidden, numbers, scale) + rows * window * len(scale) * hidden.element_size()
+        runs["linear int8"] = lambda its: its.linear(hidden, numbers, scale), moved
     for name, (run, moved) in runs.items():
         shape = f"{rows} x {window} of {slots}, heads {heads}/{kv_heads} of {head}"
         yield Case(f"{name} {shape}", lambda it, run=run: run(it.layer or plain), moved)
@@ -172,7 +188,7 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield from commits(device, 4, 32)
         yield from layers(device, dtype, 2, 8, 64 if smoke else 512, 4, 2, 64)
         return
-    for rows in (1, 32, 2048):
+    for rows in (1, 32, 1024):
         yield from readouts(device, torch.bfloat16, rows, 126464)
     for rows in (16, 64, 256):
         yield from heads(device, torch.bfloat16, rows, 126464, 4096)
@@ -265,18 +281,20 @@ def circumstances(device: torch.device, copied: float) -> dict[str, object]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
-    parser.add_argument("--repeats", type=int, default=7, help="measurements per ratio (default 7)")
-    parser.add_argument("--inner", type=int, default=10, help="calls per measurement (default 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once: does it run?")
-    options = parser.parse_args(argv)
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--only", default="", metavar="TEXT", help="cases whose name contains it (default: all)")
+    add("--repeats", type=positive, default=7, help="measurements per ratio (default %(default)s)")
+    add("--inner", type=positive, default=10, help="calls per measurement (default %(default)s)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add("--smoke", action="store_true", help="tiny sizes, once: does it run?")
+    options = it.parse_args(argv)
     if options.smoke:
         options.repeats, options.inner = 1, 1
     return options
 
 
+@command
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
@@ -296,11 +314,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.only in case.name:
             rows.append(measure(case, fused, clock, options.repeats, options.inner))
     if not rows:
-        raise SystemExit(f"no case's name contains {options.only!r}")
+        raise UserError(f"no case's name contains {options.only!r}: without --only the table has them all")
     console.print(table(rows, copied))
     if options.json:
         measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-        options.json.write_text(json.dumps({"about": about, "rows": measured}, indent=1))
+        markdown.write(options.json, json.dumps({"about": about, "rows": measured}, indent=1))
     return 0
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_sampler.errors import UserError
+from dllm_sampler.kernels.backend import first_line
 from dllm_sampler.models.transformer import Transformer
 
 
@@ -40,15 +42,23 @@ class Predictor:
         return SimpleNamespace(logits=logits)
 
 
-def load(file: Path) -> Callable[..., Tensor]:
-    """The function `generate` of the file."""
+def load(file: str | Path) -> Callable[..., Tensor]:
+    """The function `generate` of the file.
+
+    Raises:
+        UserError: there is none.
+    """
+    file = Path(file)
     found = importlib.util.spec_from_file_location("official_llada_generate", file)
     if not file.is_file() or found is None or found.loader is None:
-        raise SystemExit(f"--official: there is no Python file {file}: it should be generate.py of a clone of LLaDA")
+        raise UserError(f"there is no Python file {file}: it should be generate.py of a clone of LLaDA")
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    try:
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     if not callable(getattr(module, "generate", None)):
-        raise SystemExit(f"--official: {file} has no function generate, as generate.py of LLaDA has")
+        raise UserError(f"{file} has no function generate, as generate.py of LLaDA has")
     return module.generate
 
 

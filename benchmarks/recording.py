@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 import torch
-from subjects import Subject, subject
+from options import command, parser
+from subjects import SIZES, Subject, check, subject
 
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.trace import Recorder
 
@@ -57,15 +59,24 @@ def size(entropy: bool) -> int:
     return sum(tensor.element_size() for tensor in kept if tensor is not None)
 
 
-def main(words: list[str] | None = None) -> int:
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--models", nargs="+", choices=SIZES, default=["mini"], help="llada-8b needs a GPU (default mini)")
+    add("--batch", type=positive, default=8, help="rows of a generation (default %(default)s)")
+    add("--steps", type=positive, default=32, help="forwards per generation (default %(default)s)")
+    add("--repeats", type=positive, default=7, help="generations timed of each (default %(default)s)")
+    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    options = it.parse_args(words)
+    for name in options.models:
+        check(name, options.steps)
+    return options
+
+
+@command
+def main(words: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["mini"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(words)
+    options = arguments(words)
     torch.set_num_threads(options.threads)
     print(f"bytes per column: {size(False)}, with the entropy {size(True)}")
     for name in options.models:

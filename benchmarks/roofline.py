@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from options import among, command, numbers, parser, quantity
 from rich.console import Console
 from rich.table import Table
 
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import TransformerConfig
 
@@ -258,56 +259,38 @@ def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        found = [int(part) for part in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-        return found
-
-    def among(known: dict) -> Callable[[str], list[str]]:
-        def names(text: str) -> list[str]:
-            for name in text.split(","):
-                if name not in known:
-                    raise argparse.ArgumentTypeError(f"unknown {name!r}: choose among {', '.join(known)}")
-            return text.split(",")
-
-        return names
-
-    def positive(text: str) -> float:
-        if (number := float(text)) <= 0:
-            raise ValueError
-        return number
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", type=among(MODELS), default=list(MODELS), help=", ".join(MODELS))
-    parser.add_argument("--gpus", type=among(GPUS), default=["h200", "a100", "h100", "b200", "mi300x"])
-    parser.add_argument("--batch", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--windows", type=numbers, default=[8, 16, 32, 64, 128, 256])
-    parser.add_argument("--slots", type=int, default=1024, help="stored columns per row (default 1024)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--fused-head", action="store_true", help="logits never reach memory")
-    parser.add_argument("--int8", action="store_true", help="weights of layers as 8-bit integers (dense models)")
-    parser.add_argument("--bandwidth", type=positive, help="TB/s in place of the published figure; needs one --gpus")
-    parser.add_argument("--peak", type=positive, help="TFLOP/s in place of the published figure; needs one --gpus")
-    parser.add_argument("--parts", action="store_true", help="also the parts of each batch at window 32")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every part of every configuration there")
-    parser.add_argument("--docs", type=Path, metavar="FILE", help="fill the tables of this page, for the first GPU")
-    parser.add_argument("--smoke", action="store_true", help="one model, one GPU, two batches")
-    options = parser.parse_args(argv)
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--models", type=among("model", MODELS), default=",".join(MODELS), help="shapes (default %(default)s)")
+    gpus = among("GPU", GPUS)
+    add("--gpus", type=gpus, default="h200,a100,h100,b200,mi300x", help="published figures (default %(default)s)")
+    add("--batch", type=numbers, default="1,4,16,64", help="rows (default %(default)s)")
+    add("--windows", type=numbers, default="8,16,32,64,128,256", help="positions per row (default %(default)s)")
+    add("--slots", type=positive, default=1024, help="stored columns per row (default %(default)s)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of weights and all else (default %(default)s)")
+    add("--fused-head", action="store_true", help="logits never reach memory")
+    add("--int8", action="store_true", help="weights of layers as 8-bit integers (dense models)")
+    add("--bandwidth", type=quantity, metavar="TB/S", help="of the one GPU of --gpus (default: the published figure)")
+    add("--peak", type=quantity, metavar="TFLOP/S", help="of the one GPU of --gpus (default: the published figure)")
+    add("--parts", action="store_true", help="also the parts of each batch at window 32")
+    add("--json", type=output, metavar="FILE", help="write every part of every configuration there (default: nowhere)")
+    add("--docs", type=output, metavar="FILE", help="fill this page's tables, for the first GPU (default: none)")
+    add("--smoke", action="store_true", help="one model, one GPU, two batches")
+    options = it.parse_args(argv)
     if options.smoke:
         options.models, options.gpus, options.batch, options.windows = ["llada-8b"], ["h200"], [1, 2], [8, 32]
     if (options.bandwidth or options.peak) and len(options.gpus) > 1:
-        parser.error("--bandwidth and --peak are figures of one GPU: name it with --gpus")
-    if options.slots < 1:
-        parser.error("--slots should be at least 1")
+        it.error(f"--bandwidth and --peak are figures of one GPU, not of {','.join(options.gpus)}: name it with --gpus")
     if options.int8:
-        options.models = [name for name in options.models if MODELS[name].moe is None]
-        if not options.models:
-            parser.error("--int8 is for dense models: experts stay as they are")
+        dense = [name for name in options.models if MODELS[name].moe is None]
+        if not dense:
+            it.error(f"--int8 is for dense models, not for {','.join(options.models)}: experts stay as they are")
+        options.models = dense
     options.work = Work(slots=options.slots, dtype=options.dtype, fused_head=options.fused_head, int8=options.int8)
     return options
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     gpus = [GPUS[name] for name in options.gpus]
@@ -335,12 +318,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for window in options.windows
             for work in [replace(options.work, batch=batch, window=window)]
         ]
-        options.json.write_text(json.dumps(found, indent=1))
+        markdown.write(options.json, json.dumps(found, indent=1))
     if options.docs:
-        try:
-            page(options.docs, gpus, options)
-        except UserError as error:
-            raise SystemExit(str(error)) from None
+        page(options.docs, gpus, options)
     return 0
 
 

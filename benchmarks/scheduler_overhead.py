@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from options import among, command, parser, quantity
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -39,6 +40,8 @@ from torch.utils._pytree import tree_leaves
 from dllm_sampler import config, layout, readout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Blocks, Carry, ModelSpec, Scheduler, Stop, block_over
 from dllm_sampler.schedulers.threshold import Threshold
@@ -291,22 +294,31 @@ def table(rows: Sequence[Row], base: int) -> Table:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help="these schedulers")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=126464)
-    parser.add_argument("--repeats", type=int, default=9, help="measurements per ratio (default 9)")
-    parser.add_argument("--wanted", type=float, default=0.02, help="seconds per measurement of tell (default 0.02)")
-    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="cpu (default): the process's own seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    parser.add_argument("--smoke", action="store_true", help="a tiny vocabulary, once: does it run?")
-    options = parser.parse_args(argv)
+    it = parser(__doc__)
+    add = it.add_argument
+    schedulers = among("scheduler", config.names("scheduler"))
+    add(
+        "--only",
+        type=schedulers,
+        metavar="NAME,...",
+        default=[],
+        help="schedulers (default: all, and blocks and stops)",
+    )
+    add("--batch", type=positive, default=8, help="rows (default %(default)s)")
+    add("--block", type=positive, default=32, help="columns of a block (default %(default)s)")
+    add("--vocab", type=positive, default=126464, help="tokens of the vocabulary (default %(default)s)")
+    add("--repeats", type=positive, default=9, help="measurements per ratio (default %(default)s)")
+    add("--wanted", type=quantity, default=0.02, help="seconds per measurement of tell (default %(default)s)")
+    add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add("--smoke", action="store_true", help="a tiny vocabulary, once: does it run?")
+    options = it.parse_args(argv)
     if options.smoke:
         options.batch, options.block, options.vocab, options.repeats, options.wanted = 2, 8, 640, 1, 1e-4
     return options
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(1)
@@ -325,7 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += [] if options.only else others(scene, base, watch)
     console.print(table(rows, base.operations))
     if options.json:
-        options.json.write_text(json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1))
+        text = json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1)
+        markdown.write(options.json, text)
     return 0
 
 

@@ -20,11 +20,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from options import among, command, parser
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_sampler import layout, readout
+from dllm_sampler import config, layout, readout
 from dllm_sampler.buffers import Buffers
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.untrained import llada
@@ -134,16 +135,16 @@ def outside(found: Counter[str]) -> int:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return text.split(",")
+    it = parser(__doc__)
+    add = it.add_argument
+    schedulers, caches, stops = (among(kind, config.names(kind)) for kind in ("scheduler", "cache", "stop"))
+    add("--schedulers", type=schedulers, default="threshold,fixed,klass", help="which (default %(default)s)")
+    add("--caches", type=caches, default="none,prefix,dual", help="under each of these (default %(default)s)")
+    add("--stops", type=stops, default="none,prefix", help="and with each of these (default %(default)s)")
+    return it.parse_args(argv)
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--schedulers", type=names, default=["threshold", "fixed", "klass"])
-    parser.add_argument("--caches", type=names, default=["none", "prefix", "dual"])
-    parser.add_argument("--stops", type=names, default=["none", "prefix"])
-    return parser.parse_args(argv)
 
-
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     out = Table(title="tensor operations of a step beside the model")

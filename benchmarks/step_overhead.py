@@ -23,25 +23,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 
 import official_code
 import official_style
 import torch
+from options import accepted, among, command, numbers, parser
 from rich.console import Console
 from rich.table import Table
-from subjects import Subject, subject
+from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 import dllm_sampler
-from dllm_sampler import layout
+from dllm_sampler import config, layout
 from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
-TARGETS = {  # issue 2, for llada-157m
+TARGETS = {  # for llada-157m
     ("overhead", "none"): 1.10,
     ("overhead", "dual"): 1.10,
     ("speed", "none"): 2.5,
@@ -97,9 +100,18 @@ class Bare:
         self.slots = torch.zeros(shape, dtype=weight.dtype, device=weight.device) if stores else None
 
     def prepare(self, canvas: Canvas, query: Query, plan: Plan) -> Callable[[], Tensor]:
-        """The forward that answers our step's query on our step's rows, a run of columns equal in every row."""
+        """The forward that answers our step's query on our step's rows, a run of columns equal in every row.
+
+        Raises:
+            UserError: the cache has other columns computed.
+        """
         first, last = int(plan.positions[0, 0]), int(plan.positions[0, -1]) + 1
-        assert (plan.positions == torch.arange(first, last, device=plan.positions.device)).all(), "not the same rows"
+        run = torch.arange(first, last, device=plan.positions.device)
+        if not torch.equal(plan.positions, run.expand(len(plan.positions), -1)):
+            raise UserError(
+                f"a bare forward computes one run of columns, and cache={type(plan.cache).__name__} others: choose"
+                " --caches among none, prefix and dual"
+            )
         ids = canvas.ids[:, first:last].clone()
         rows = (query.positions - first).clamp(max=last - first - 1)  # [B, Q]
         positions = torch.arange(first, last, device=ids.device)[None]
@@ -204,7 +216,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """One row after the other, each after a run that warms up."""
     kinds = {"overhead": overhead, "speed": speed}
     if options.official is not None:
-        kinds["official"] = partial(speed, official=official_code.load(options.official))
+        kinds["official"] = partial(speed, official=options.official)
     for name in options.models:
         it = subject(name)
         clock = Clock(CLOCKS[options.clock], it.denoiser.spec.device)
@@ -263,39 +275,41 @@ def circumstances(clock: str) -> dict[str, object]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
-    default = ["mini", "llada-157m"] + ["llada-8b"] * torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", type=names, default=default, help="mini, llada-157m, llada-8b, smoke")
-    parser.add_argument("--batch", type=numbers, default=[1, 8])
-    parser.add_argument("--caches", type=names, default=["none", "dual"])
-    parser.add_argument("--kinds", type=names, default=["overhead", "speed"])
-    parser.add_argument("--steps", type=int, default=32, help="forwards per generation (default 32)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements per ratio (default 5)")
-    parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu: the process's own seconds, for a busy machine"
-    )
-    parser.add_argument("--official", type=Path, metavar="FILE", help="generate.py of a clone of LLaDA, to run beside")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, once: does it run, are the tokens equal?")
-    options = parser.parse_args(argv)
+    models = "mini,llada-157m" + ",llada-8b" * torch.cuda.is_available()
+    kinds = ("overhead", "speed")
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--models", type=among("model", SIZES), default=models, help=f"of {', '.join(SIZES)} (default %(default)s)")
+    add("--batch", type=numbers, default="1,8", help="rows of a generation (default %(default)s)")
+    caches = among("cache", config.names("cache"))
+    add("--caches", type=caches, default="none,dual", help="speed knows these two alone (default %(default)s)")
+    add("--kinds", type=among("kind", kinds), default=",".join(kinds), help="what to measure (default %(default)s)")
+    add("--steps", type=positive, default=32, help="forwards per generation (default %(default)s)")
+    add("--repeats", type=positive, default=5, help="measurements per ratio (default %(default)s)")
+    add("--threads", type=positive, help="of torch (default: its own choice)")
+    add("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on a busy machine (default %(default)s)")
+    official = accepted(official_code.load)
+    add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to run beside (default: none)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add("--smoke", action="store_true", help="a tiny model, once: does it run, are the tokens equal?")
+    options = it.parse_args(argv)
     if options.smoke:
         options.models, options.batch, options.steps, options.repeats = ["smoke"], [1, 2], 8, 1
+    for name in options.models:
+        check(name, options.steps)
+    strange = sorted(set(options.caches) - {"none", "dual"})
+    if strange and "speed" in options.kinds:
+        it.error(f"--caches {','.join(strange)}: the plain loop of --kinds speed has none and dual alone")
+    if options.clock == "cpu" and (options.threads or torch.get_num_threads()) > 1:
+        it.error("--clock cpu would count threads that wait for each other: add --threads 1")
     return options
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
-    if options.clock == "cpu" and torch.get_num_threads() > 1:
-        raise SystemExit("--clock cpu would count threads that wait for each other: add --threads 1")
     console = Console(width=max(Console().width, 100))
     about, rows = circumstances(options.clock), []
     console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
@@ -305,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table(rows, options.steps))
     if options.json:
         measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-        options.json.write_text(json.dumps({"about": about, "steps": options.steps, "rows": measured}, indent=1))
+        text = json.dumps({"about": about, "steps": options.steps, "rows": measured}, indent=1)
+        markdown.write(options.json, text)
     return 0
 
 

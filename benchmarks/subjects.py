@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 import dllm_sampler
+from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.untrained import llada, llada_157m
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
 
+SIZES = {  # prompt, new tokens, block
+    "mini": (32, 64, 32),
+    "llada-157m": (128, 128, 32),
+    "llada-8b": (128, 128, 32),  # on a GPU
+    "smoke": (16, 32, 16),
+}
 MINI = Path(dllm_sampler.__file__).parent / "models" / "mini"
 
 
@@ -45,19 +52,42 @@ class Subject:
         return Sampler(self.denoiser, scheduler=scheduler, blocks=blocks, stop="none", cache=cache)
 
 
+def check(name: str, steps: int | None = None) -> None:
+    """Whether a model can be had here, and generate in so many steps.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if name not in SIZES:
+        raise unknown("model", name, SIZES)
+    if name == "llada-8b" and not torch.cuda.is_available():
+        raise UserError("llada-8b needs a GPU, and torch finds none: choose another model")
+    _, tokens, block = SIZES[name]
+    blocks = tokens // block
+    if steps is not None and (steps % blocks or steps > tokens):
+        raise UserError(
+            f"--steps {steps} does not suit {name}, which generates {tokens} tokens in {blocks} blocks: it should be a"
+            f" multiple of {blocks} and at most {tokens}"
+        )
+
+
 def subject(name: str) -> Subject:
-    """A model by name: the shipped `mini`, or random weights of a shape."""
+    """A model by name: the shipped `mini`, or random weights of a shape.
+
+    Raises:
+        UserError: see `check`.
+    """
+    check(name)
+    weights = "random"
     if name == "mini" and (MINI / "model.safetensors").exists():
-        denoiser = loading.load(MINI, device="cpu").denoiser
+        denoiser, weights = loading.load(MINI, device="cpu").denoiser, "checkpoint"
         assert isinstance(denoiser, TransformerDenoiser)
-        return Subject(denoiser, "checkpoint", prompt=32, new_tokens=64, block=32)
-    if name == "mini":
-        return Subject(llada(160, 128, 352, 5, 4), "random", prompt=32, new_tokens=64, block=32)
-    if name == "smoke":
-        return Subject(llada(640, 64, 128, 2, 4), "random", prompt=16, new_tokens=32, block=16)
-    if name == "llada-157m":
-        return Subject(llada_157m(), "random", prompt=128, new_tokens=128, block=32)
-    if name == "llada-8b":
+    elif name == "mini":
+        denoiser = llada(160, 128, 352, 5, 4)
+    elif name == "smoke":
+        denoiser = llada(640, 64, 128, 2, 4)
+    elif name == "llada-157m":
+        denoiser = llada_157m()
+    else:
         denoiser = llada(126464, 4096, 12288, 32, 32, "cuda", torch.bfloat16)
-        return Subject(denoiser, "random", prompt=128, new_tokens=128, block=32)
-    raise SystemExit(f"unknown model {name!r}: choose among mini, llada-157m, llada-8b (needs a GPU), smoke")
+    return Subject(denoiser, weights, *SIZES[name])

@@ -46,13 +46,19 @@ def predict(
     if kernels is None or rule is None:
         return read(denoiser.head(hidden), hidden, canvas, query, spec, guides, needs, allow_mask)
     rows = hidden.flatten(0, 2)  # [B*K*Q, D]
-    weight = denoiser.head_weight() if len(rows) <= FUSED and hasattr(denoiser, "head_weight") else None  # pyright: ignore
-    if weight is not None and weight.dtype == rows.dtype:
+    weight = joined(denoiser, rows)
+    if weight is not None:
         found = kernels.head(rows, weight, **rule)
     else:
         found = kernels.readout(denoiser.head(hidden).flatten(0, 2), **rule)
     batch, candidates, width = query.ids.shape
     return found.readout((batch, candidates, width), needs)
+
+
+def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
+    """The head's weight `[V, D]`, where a kernel of the readout multiplies `rows [N, D]` with it itself; else None."""
+    weight = denoiser.head_weight() if len(rows) <= FUSED and hasattr(denoiser, "head_weight") else None  # pyright: ignore
+    return weight if weight is not None and weight.dtype == rows.dtype else None
 
 
 def _rule(

@@ -1,6 +1,8 @@
 """How the commands of this folder read their arguments."""
 
+import os
 from argparse import ArgumentParser, ArgumentTypeError
+from pathlib import Path
 from typing import NoReturn
 
 from dllm_sampler.errors import UserError
@@ -19,3 +21,15 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"should be a whole number of at least 1, not {text!r}")
     return int(text)
+
+
+def output(text: str) -> Path:
+    """A file that can be written, as `markdown.write` does: beside it first."""
+    path = Path(text)
+    if path.exists() and not path.is_file():
+        raise ArgumentTypeError(f"{path} cannot be written: it is no file")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{path} cannot be written: nothing may be written to the folder {path.parent}")
+    return path

@@ -23,7 +23,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -33,7 +32,7 @@ from rich.table import Table
 from dllm_sampler import kernels
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.kernels.configuration import Configuration
 
 COMMAND = "python -m dllm_sampler.kernels.compile"
@@ -195,10 +194,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--target", action="append", metavar="NAME", help=f"one of {', '.join(TARGETS)}; may be repeated (all)")
     add("--only", action="append", metavar="TEXT", help="kernels whose name contains it; may be repeated (all)")
-    add("--json", type=Path, metavar="FILE", help="write the report there")
-    add("--docs", type=Path, metavar="FILE", help=f"fill the {SECTION} of this document (docs/kernels.md)")
+    add("--json", type=output, metavar="FILE", help="write the report there")
+    add("--docs", type=output, metavar="FILE", help=f"fill the whole {SECTION} of this document (docs/kernels.md)")
     add("--processes", type=positive, default=2, metavar="N", help="at work at once (2)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.docs and (options.target or options.only):
+        parser.error("--docs writes every kernel and target: leave out --only and --target")
+    return options
 
 
 def run(arguments: Sequence[str] | None) -> int:
@@ -229,7 +231,9 @@ def run(arguments: Sequence[str] | None) -> int:
     if options.json:
         report = {"triton": version, "kernels": [asdict(one) for one in found]}
         markdown.write(options.json, json.dumps(report, indent=1) + "\n")
-    if options.docs and not failed:
+    if options.docs and failed:
+        print(f"{options.docs} was left as it is: not every kernel compiles and fits", file=sys.stderr)
+    elif options.docs:
         note = f"Triton {version}; `{COMMAND} --docs docs/kernels.md`.\n\n"
         text = markdown.read(options.docs, SECTION)
         markdown.write(options.docs, markdown.fill(text, SECTION, note + markdown.table(head, rows)))

@@ -1,16 +1,22 @@
 """The benchmark runs, and refuses to compare sides that do different work."""
 
 import json
+import re
 import weakref
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.table import Table
+from torch import Tensor
 
+from dllm_sampler import readout
+from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH
 from tests.contract.test_in_place import Taped, taped
 
@@ -86,10 +92,249 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
     assert "nothing about a GPU was measured" in capsys.readouterr().out
 
 
-def test_a_decoding_step_of_a_large_model_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+COMMANDS = (
+    "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "host_gap", "step_operations",
+    "branches", "recording",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = import_module(name)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and command.__doc__ and command.__doc__.strip() in printed
+    options = re.split(r"\n  (?=--)", printed.partition("\noptions:")[2])[1:]
+    given = [one for one in options if re.match(r"--\S+ \S", one)]  # others are flags
+    assert given and all("(default" in one for one in given)
+    assert all(len(one.split()) > 1 for one in options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("decode_step", "a model of 8 billion parameters needs a GPU"),
+        ("decode_step --smoke --batch 0", "--batch: each should be a whole number of at least 1, not '0'"),
+        ("decode_step --smoke --windows 8,x", "--windows: each should be a whole number of at least 1, not 'x'"),
+        ("decode_step --smoke --sides tritn", "unknown side 'tritn', did you mean 'triton'"),
+        ("decode_step --smoke --official nowhere.py", "there is no Python file nowhere.py"),
+        ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
+        ("kernels --inner 0", "--inner: should be a whole number of at least 1, not '0'"),
+        ("kernels --repeats -1", "--repeats: should be a whole number of at least 1, not '-1'"),
+        ("kernels --json .", "cannot be written: it is no file"),
+        ("kernels --smoke --only nothing", "no case's name contains 'nothing'"),
+        ("step_overhead --repeats 0", "--repeats: should be a whole number of at least 1, not '0'"),
+        ("step_overhead --models min", "unknown model 'min', did you mean 'mini'"),
+        ("step_overhead --kinds sped", "unknown kind 'sped', did you mean 'speed'"),
+        ("step_overhead --caches dul", "unknown cache 'dul', did you mean 'dual'"),
+        ("step_overhead --caches prefix", "--caches prefix: the plain loop of --kinds speed has none and dual alone"),
+        (
+            "step_overhead --models smoke --caches elastic --kinds overhead --batch 1",
+            "a bare forward computes one run of columns, and cache=ElasticCache others",
+        ),
+        ("step_overhead --clock sun", "invalid choice: 'sun'"),
+        ("step_overhead --clock cpu --threads 2", "add --threads 1"),
+        ("step_overhead --models smoke --steps 3", "--steps 3 does not suit smoke"),
+        ("step_overhead --models llada-8b", "llada-8b needs a GPU"),
+        ("scheduler_overhead --only klas", "unknown scheduler 'klas', did you mean 'klass'"),
+        ("scheduler_overhead --wanted nan", "--wanted: should be a number above 0, not 'nan'"),
+        ("scheduler_overhead --smoke --only apd", "scheduler.verifier"),
+        ("host_gap --steps 1", "--steps 1: should be at least 4"),
+        ("host_gap --caches dul", "unknown cache 'dul', did you mean 'dual'"),
+        ("step_operations --stops non", "unknown stop 'non', did you mean 'none'"),
+        ("branches --model smok", "invalid choice: 'smok'"),
+        ("branches --branches 2,4", "--branches 2,4: should begin with 1"),
+        ("branches --slack 0", "--slack: should be a number above 0, not '0'"),
+        ("recording --models smoke --steps 64", "--steps 64 does not suit smoke"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="needs a GPU"):
-        import_module("decode_step").main([])
+    monkeypatch.chdir(tmp_path)
+    name, *arguments = words.split()
+    assert import_module(name).main(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def cells(table: Table) -> list[dict[str, str]]:
+    """The rows of a table, by the heads of its columns."""
+    columns = [list(column.cells) for column in table.columns]
+    return [dict(zip([str(c.header) for c in table.columns], row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def test_figures_of_a_decoding_step() -> None:
+    bench = import_module("decode_step")
+    step = bench.Row("window", "graph", 1, 32, [0.004, 0.005, 0.010], [0.002, 0.004, 0.004], floor=0.002)
+    whole = bench.Row("generate", "graph", 1, 32, [2.0, 4.0, 4.0], plain=[3.0, 8.0, 12.0])
+    found = cells(bench.table([step, whole]))
+    wanted = {"ms": "5.000", "spread": "4.000 to 10.000", "floor ms": "2.000", "over floor": "2.50", "outside": "20.0%"}
+    assert found[0].items() >= (wanted | {"speed": ""}).items()
+    wanted = {"ms": "4000.000", "over floor": "", "outside": "", "speed": "2.00 (1.50 to 3.00)"}
+    assert found[1].items() >= wanted.items()
+
+
+@pytest.fixture
+def smoke() -> Any:
+    bench = import_module("decode_step")
+    return bench.Bench(bench.arguments(["--smoke"]))
+
+
+def test_what_a_decoding_step_times(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which time goes where, and the two measures that its floor is made of."""
+
+    def now(run: Any) -> float:
+        run()
+        return 3.0 if isinstance(run, partial) else {"ours": 2.0, "plain": 5.0}.get(run.__name__, 4.0)
+
+    monkeypatch.setattr(smoke, "now", now)
+    with torch.no_grad():
+        window, refresh = smoke.steps("torch", 1, 8)
+    assert (window.seconds, window.model) == ([4.0] * 7, [3.0] * 7)
+    assert (refresh.seconds, refresh.model) == ([4.0], [3.0])
+    row = smoke.generate("torch")
+    assert (row.seconds, row.plain) == ([2.0], [5.0])
+    smoke.clock = lambda run: 0.5
+    assert smoke._peak(16) == 2 * 16**3 / 0.5
+    smoke.copied = 1000.0
+    row = smoke.readout("torch")
+    assert (row.seconds, row.floor) == ([0.5], 16 * 640 * 4 / 1000)
+
+
+def test_other_numbers_of_forwards_are_no_speed(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    official = import_module("official_style")
+    generate = official.generate
+
+    def slower(*args: object, **options: object) -> tuple[Tensor, int]:
+        tokens, forwards = generate(*args, **options)
+        return tokens, forwards + 1
+
+    monkeypatch.setattr(official, "generate", slower)
+    (row,) = smoke._guarded("generate", "torch", 1, 8, lambda: [smoke.generate("torch")])
+    assert row.note == "failed: RuntimeError: 16 forwards are not the 17 of the plain loop"
+    assert not row.seconds and not row.plain
+
+
+def test_integers_are_compared_with_no_other_loop(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    smoke.options.sides, smoke.options.official = ["graph", "int8"], lambda: None
+    smoke.device = torch.device("cuda")  # no kernel is launched
+    monkeypatch.setattr(smoke, "_guarded", lambda kind, side, *_: [(kind, side)])
+    found = list(smoke.measure())
+    assert [kind for kind, side in found if side == "graph"][:3] == ["readout", "generate", "official"]
+    assert {kind for kind, side in found if side == "int8"} == {"readout", "window"}
+
+
+@pytest.mark.parametrize(
+    ("side", "rows", "dtype", "asked"),
+    [
+        ("triton", readout.FUSED, torch.float32, "kernel"),
+        ("triton", readout.FUSED + 1, torch.float32, "head"),
+        ("triton", 4, torch.float16, "head"),  # rows and weight differ
+        ("torch", 4, torch.float32, "head"),
+    ],
+)
+def test_the_model_alone_multiplies_its_head_as_the_step_does(
+    side: str, rows: int, dtype: torch.dtype, asked: str
+) -> None:
+    """Held against what `readout.predict` calls in a step."""
+    bench, called = import_module("decode_step"), []
+    hidden, weight = torch.zeros(1, 1, rows, 2, dtype=dtype), torch.zeros(6, 2)
+
+    class Model:
+        spec = SimpleNamespace(mask_id=5)
+
+        def __call__(self, *_: Any) -> tuple[Tensor, None]:
+            return hidden, None
+
+        def head(self, given: Tensor) -> Tensor:
+            called.append("head")
+            return torch.zeros(*given.shape[:-1], 6)
+
+        def head_weight(self) -> Tensor:
+            return weight
+
+    def kernel(given: Tensor, other: Tensor, *, mask_id: int) -> Any:
+        assert given.shape == (rows, 2) and other is weight and mask_id == 5
+        called.append("kernel")
+        return SimpleNamespace(readout=lambda *_: None)
+
+    seen = SimpleNamespace(readout=lambda *_: None)
+    kernels = TORCH if side == "torch" else SimpleNamespace(name=side, head=kernel, readout=lambda *_, **__: seen)
+    model: Any = Model()
+    bench.Spy(model, kernels).again((None, None, None))
+    query: Any = SimpleNamespace(ids=torch.zeros(1, 1, rows, dtype=torch.long))
+    readout.predict(model, hidden, Any, query, model.spec, (), frozenset(), False, kernels)  # pyright: ignore
+    assert called == [asked, asked]
+
+
+def test_figures_of_a_kernel() -> None:
+    bench = import_module("kernels")
+    row = bench.Row("one", 6_000_000, [0.001, 0.002, 0.002], [0.004, 0.004, 0.010])
+    assert row.ratios == pytest.approx([4, 2, 5])
+    (found,) = cells(bench.table([row], copied=4e9))
+    assert found == {
+        "case": "one", "kernel us": "2000.0", "torch us": "4000.0", "ratio": "4.00", "spread": "2.00 to 5.00",
+        "of copy": "75%",
+    }  # fmt: skip
+    assert bench.size(torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(2)) == 38
+
+
+def test_what_a_kernel_is_timed_by() -> None:
+    bench, copied = import_module("kernels"), []
+
+    class Clock:
+        device = torch.device("cpu")
+
+        def __call__(self, run: Callable[[], Any]) -> float:
+            copied.append(run())
+            return 0.25
+
+    assert bench.bandwidth(Clock(), 1000) == 2 * 4000 / 0.25  # read and written
+    assert all(bool((one == 1).all()) and one.numel() == 1000 for one in copied)
+    case = bench.Case("one", lambda it: 0.5 if it is TORCH else 0.125, 8)
+    row = bench.measure(case, object(), lambda run: run(), repeats=2, inner=3)
+    assert (row.kernel, row.reference, row.moved) == ([0.125] * 2, [0.5] * 2, 8)
+
+
+def test_a_kernel_that_is_its_reference_is_no_case() -> None:
+    pytest.importorskip("triton")
+    bench = import_module("kernels")
+    few, many = (
+        {case.name.partition(" 1 x")[0]: case for case in bench.layers("cpu", torch.float32, 1, window, 256, 2, 1, 16)}
+        for window in (128, 129)
+    )
+    assert few.keys() - many.keys() == {"linear int8"}
+    stored, queries, own = 2 * 257 * 16 * 4, 128 * 32 * 4, 2 * 128 * 16 * 4
+    assert few["attention"].moved == few["attention blocks of 32"].moved == 2 * queries + stored
+    assert few["attention half in range"].moved == 2 * queries + stored // 2
+    assert few["attention fresh keys"].moved == 2 * queries + stored + own
+
+
+def test_figures_of_a_step() -> None:
+    bench = import_module("step_overhead")
+    ours, other = [2.0, 4.0, 3.0], [1.0, 1.0, 2.0]
+    rows = [bench.Row("m", "random", 1, "none", kind, ours, other) for kind in ("overhead", "speed", "official")]
+    assert rows[0].ratios == [2.0, 4.0, 1.5]
+    assert rows[1].ratios == rows[2].ratios == pytest.approx([1 / 2, 1 / 4, 2 / 3])
+    found = cells(bench.table(rows, steps=10))
+    wanted = {"ours ms/step": "300.00", "other ms/step": "100.00", "ratio": "2.000", "spread": "1.500 to 4.000"}
+    assert found[0].items() >= wanted.items()
+    assert found[1]["ratio"] == "0.500"
+
+
+def test_what_a_step_is_timed_by() -> None:
+    bench = import_module("step_overhead")
+    it = bench.subject("smoke")
+
+    def clock(run: Callable[[], Any]) -> float:
+        run()
+        return {"ours": 3.0, "plain": 5.0, "advance": 2.0, "driven": 1.0}[run.__name__]
+
+    assert bench.speed(it, 1, "none", 8, clock) == (3.0, 5.0)
+    assert bench.overhead(it, 1, "dual", 8, clock) == (16.0, 8.0)
 
 
 def test_branches_are_timed_in_both_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +375,10 @@ def test_beside_the_published_code(tmp_path: Path, capsys: pytest.CaptureFixture
     (row,) = (one for one in json.loads((tmp_path / "steps.json").read_text())["rows"] if one["kind"] == "official")
     assert row["plain"] and row["note"].endswith(" 0 of them differ from the published code's")
     file.write_text("")
-    with pytest.raises(SystemExit, match="has no function generate"):
+    with pytest.raises(UserError, match="has no function generate"):
+        import_module("official_code").load(file)
+    file.write_text("import nothing_of_this_name")
+    with pytest.raises(UserError, match="cannot be imported: ModuleNotFoundError"):
         import_module("official_code").load(file)
 
 

@@ -181,18 +181,16 @@ def command(
 
 def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    report, document = tmp_path / "report.json", tmp_path / "kernels.md"
-    document.write_text("<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
+    report = tmp_path / "report.json"
     names = ("head bf16 V=126464 16 rows greedy", "commit count fp32 Q=32")
     only = [f"--only={name}" for name in names]
-    run = command(tmp_path, *only, "--json", str(report), "--docs", str(document), "--processes", "1")
+    run = command(tmp_path, *only, "--json", str(report), "--processes", "1")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(report.read_text())["kernels"]
     assert len(found) == 4 * 2
     assert {one["target"] for one in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}
     assert all(one["registers"] > 8 and one["spills"] is not None for one in found)
     assert all(0 < one["shared"] <= 64 * 1024 for one in found if one["kernel"].startswith("head"))
-    assert document.read_text().count("\n| ") == 2 + 2
     assert "head bf16" in run.stdout
 
 
@@ -217,6 +215,10 @@ def test_an_interpreter_cannot_compile(tmp_path: Path) -> None:
         (("--target", "sm_9"), "did you mean 'sm_90'"),
         (("--only", "nothing"), "no kernel's name contains nothing"),
         (("--docs", "nowhere.md"), "nowhere.md cannot be read"),
+        (("--docs", "pyproject.toml", "--only", "head"), "leave out --only and --target"),
+        (("--docs", "pyproject.toml", "--target", "sm_90"), "leave out --only and --target"),
+        (("--docs", "nowhere/kernels.md"), "nowhere/kernels.md cannot be written: there is no folder nowhere"),
+        (("--json", "tests"), "tests cannot be written: it is no file"),
     ],
 )
 def test_mistakes_are_one_sentence(
@@ -252,6 +254,31 @@ def test_what_fails_fails_the_report(
     monkeypatch.setattr(report, "compile_all", lambda *_: found)
     assert report.main(["--target", "gfx942"]) == 1
     assert "large on gfx942: needs" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_document_has_the_whole_table_or_is_left(
+    fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from dllm_sampler.kernels import compile as report
+
+    def compile_all(jobs: list[tuple[str, int, str]], *_: Any) -> list[report.Compiled]:
+        return [report.Compiled(f"k{place}", target, 1, 2, "", "no" if fails else None) for _, place, target in jobs]
+
+    monkeypatch.setattr(
+        report, "discover", lambda: [("module", place, types.SimpleNamespace(name="")) for place in (0, 1)]
+    )
+    monkeypatch.setattr(report, "compile_all", compile_all)
+    document = tmp_path / "kernels.md"
+    document.write_text(before := "<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
+    assert report.main(["--docs", str(document)]) == fails
+    after, error = document.read_text(), capsys.readouterr().err
+    if fails:
+        assert after == before and f"{document} was left as it is" in error
+    else:
+        assert after.count("\n| ") == 2 + 2 and "| k1 | " in after and not error
 
 
 def test_resources_that_are_not_known() -> None:

@@ -97,9 +97,21 @@ def test_smoke_writes_json_and_fills_a_page(roofline, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(["--gpus", "h300"], "choose among"), (["--bandwidth", "4"], "of one GPU"), (["--slots", "0"], "at least 1")],
+    [
+        (["--gpus", "h300"], "unknown GPU 'h300', did you mean 'h200' or 'h100'"),
+        (["--models", "lada-8b"], "unknown model 'lada-8b', did you mean 'llada-8b'"),
+        (["--bandwidth", "4"], "of one GPU, not of h200,a100"),
+        (["--gpus", "h200", "--bandwidth", "-3"], "--bandwidth: should be a number above 0, not '-3'"),
+        (["--gpus", "h200", "--peak", "inf"], "--peak: should be a number above 0, not 'inf'"),
+        (["--slots", "0"], "--slots: should be a whole number of at least 1, not '0'"),
+        (["--windows", "8,0"], "--windows: each should be a whole number of at least 1, not '0'"),
+        (["--int8", "--models", "llada2-mini"], "for dense models, not for llada2-mini"),
+        (["--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["--docs", "pyproject.toml"], "pyproject.toml has no place for the results"),
+    ],
 )
-def test_wrong_options_are_said(roofline, given, said, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        roofline.main(given)
-    assert said in capsys.readouterr().err
+def test_wrong_options_are_said(roofline, given, said, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert roofline.main(given) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ") and error.count("\n") == 1

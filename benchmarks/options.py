@@ -1,0 +1,78 @@
+"""How the benchmarks read their arguments: what is wrong is one sentence, and exit status 2."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import TypeVar
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.arguments import Parser, positive
+
+Value = TypeVar("Value")
+
+
+def parser(doc: str | None) -> Parser:
+    """Of a benchmark, whose `--help` begins with its docstring."""
+    return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """`main`, which says what a user did wrong in a line."""
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run
+
+
+def accepted(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """An argument's type, of a function that raises `UserError`."""
+
+    def value(text: str) -> Value:
+        try:
+            return read(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers of at least 1, with commas between them."""
+    try:
+        return [positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"each {error}") from None
+
+
+def quantity(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"should be a number above 0, not {text!r}")
+    return number
+
+
+def among(kind: str, choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """Some of the choices, with commas between them."""
+    known = list(choices)
+
+    def names(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise unknown(kind, name, known)
+        return text.split(",")
+
+    return accepted(names)
