@@ -182,14 +182,19 @@ def command(
 def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     report = tmp_path / "report.json"
-    names = ("head bf16 V=126464 16 rows greedy", "commit count fp32 Q=32")
+    names = (  # one of each kernel
+        "attention LLaDA-8B bf16 Dh=128 rows=16 range split", "attention combine bf16 Dh=128 one line",
+        "choose count fp32 Q=32", "combine 31 parts one row", "head bf16 V=126464 16 rows greedy",
+        "linear int8 bf16 4608 x 3584 32 rows", "linear sum bf16 4 parts bias", "norm bf16 D=2048 add",
+        "qkv_rope SDAR-8B bf16 slots", "readout bf16 V=126464 greedy one row", "swiglu bf16",
+    )  # fmt: skip
     only = [f"--only={name}" for name in names]
     run = command(tmp_path, *only, "--json", str(report), "--processes", "1")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(report.read_text())["kernels"]
-    assert len(found) == 4 * 2
+    assert {one["kernel"] for one in found} == set(names) and len(found) == 4 * len(names)
     assert {one["target"] for one in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    assert all(one["registers"] > 8 and one["spills"] is not None for one in found)
+    assert all(one["registers"] >= 8 and one["spills"] is not None for one in found)
     assert all(0 < one["shared"] <= 64 * 1024 for one in found if one["kernel"].startswith("head"))
     assert "head bf16" in run.stdout
 
