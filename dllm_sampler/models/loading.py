@@ -67,9 +67,7 @@ def load(
     wanted = as_dtype(dtype)
     quantized.check(quantize)
     if quantize is not None and device_map is not None:
-        raise UserError(
-            "model.quantize and device_map exclude each other: weights that wait elsewhere stay as they are"
-        )
+        raise UserError("model.quantize and device_map exclude each other: quantise what fits one device, or map it")
     folder = find(path, revision, trust_remote_code)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no checkpoint: it has no config.json")

@@ -76,10 +76,9 @@ def _join(linears: list[nn.Linear]) -> None:
 def integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """`[N, K] int8` and `[N, 1]` scales of a weight as `quantize` makes them; None: it is something else."""
     data = weight.data
-    if type(data) is Tensor or any(
-        getattr(data, name, "") is not None for name in ("act_quant_kwargs", "act_pre_scale")
-    ):
-        return None  # activations take part
+    scales_activations = (getattr(data, name, "") is not None for name in ("act_quant_kwargs", "act_pre_scale"))
+    if type(data) is Tensor or any(scales_activations):
+        return None
     numbers, scale = getattr(data, "qdata", None), getattr(data, "scale", None)
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int8 or not isinstance(scale, Tensor):
         return None
