@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,20 +36,19 @@ def quantize(model: Transformer, device: torch.device) -> None:
     """
     if model.config.moe is not None:
         raise UserError("model.quantize=int8 is for dense models: this one's experts are no linear layers")
-    with _quietly():
-        try:
-            from torchao.quantization import Int8WeightOnlyConfig, quantize_
-        except ImportError:
-            raise UserError("model.quantize=int8 needs torchao: pip install 'dllm-sampler[quantize]'") from None
-        rule = Int8WeightOnlyConfig(set_inductor_config=False)
-        for layer in model.layers:
-            assert isinstance(layer, Layer)
-            quantize_(layer.to(device), rule)
-            together = [[layer.q_proj, layer.k_proj, layer.v_proj]]
-            if type(layer.ffn) is SwiGLU:
-                together.append([layer.ffn.gate_proj, layer.ffn.up_proj])
-            for linears in together:
-                _join(linears)
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError:
+        raise UserError("model.quantize=int8 needs torchao: pip install 'dllm-sampler[quantize]'") from None
+    rule = Int8WeightOnlyConfig(set_inductor_config=False)
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        quantize_(layer.to(device), rule)
+        together = [[layer.q_proj, layer.k_proj, layer.v_proj]]
+        if type(layer.ffn) is SwiGLU:
+            together.append([layer.ffn.gate_proj, layer.ffn.up_proj])
+        for linears in together:
+            _join(linears)
     model.to(device).requires_grad_(False)
 
 
@@ -83,14 +79,3 @@ def integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     if not isinstance(numbers, Tensor) or numbers.dtype != torch.int8 or not isinstance(scale, Tensor):
         return None
     return (numbers, scale) if scale.shape == (len(numbers), 1) and scale.dtype == torch.float32 else None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without what torchao logs of extensions that it could not load and does not need here."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
