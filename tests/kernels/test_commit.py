@@ -29,7 +29,7 @@ def test_as_select(dtype: torch.dtype, rows: int, width: int, length: int) -> No
         checks.commit_like_select(commit.commit, "cpu", **problem, count=count)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(SCORES, st.booleans()), min_size=1, max_size=9), st.integers(0, 10), SCORES)
 def test_any_score(positions: list[tuple[float, bool]], count: int, threshold: float) -> None:
     width = len(positions)
@@ -58,7 +58,7 @@ def chosen_alike(score: torch.Tensor, eligible: torch.Tensor, wanted: torch.Tens
         assert torch.equal(select.top(score, eligible, count), counted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.tuples(SCORES, st.booleans(), st.booleans()), min_size=5, max_size=5), min_size=1, max_size=3),
     st.integers(0, 6),

@@ -111,7 +111,7 @@ def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Co
 @pytest.mark.parametrize(
     ("kind", "cache", "layout"),
     [
-        ("gqa", "none", "tree"),
+        slow("gqa", "none", "tree"),
         ("gqa", "dual", "batch"),
         slow("gqa", "none", "batch"),
         slow("gqa", "dual", "tree"),
