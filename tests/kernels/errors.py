@@ -70,8 +70,8 @@ def worst(device: str, seeds: int) -> dict[tuple[str, str], list[float]]:
         old = found[here] or [0.0] * len(numbers)
         found[here] = [max(pair) for pair in zip(old, numbers, strict=True)]
 
-    def closer(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-        close(got, want, dtype)
+    def closer(got: Tensor, want: Tensor, dtype: torch.dtype, roundings: float = 2) -> None:
+        close(got, want, dtype, roundings)
         if want.numel():
             scale = max(1.0, float(want.abs().max()))
             keep(float((got.double().cpu() - want.double().cpu()).abs().max()) / scale)
