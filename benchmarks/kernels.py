@@ -89,7 +89,7 @@ def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) ->
 
 
 def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Iterator[Case]:
-    """The head of a model, for a window's masks."""
+    """The head of a model, for a window's masks; and beside it a library's product whose logits are stored and read."""
     hidden = torch.randn(4 * rows, width, device=device, dtype=dtype)
     weight = torch.randn(vocab, width, device=device, dtype=dtype) / width**0.5
     index = torch.arange(0, 4 * rows, 4, device=device)
@@ -99,7 +99,11 @@ def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width
         def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
             return it.head(hidden, weight, index=index, **arguments)
 
-        yield Case(f"head {rows} x {width} x {vocab} {what}", run, size(weight, hidden[:rows]))
+        def apart(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
+            return it.readout(torch.nn.functional.linear(hidden.index_select(0, index), weight), **arguments)
+
+        for name, how in {"head": run, "head stored": apart}.items():
+            yield Case(f"{name} {rows} x {width} x {vocab} {what}", how, size(weight, hidden[:rows]))
 
 
 def commits(device: torch.device, rows: int, width: int) -> Iterator[Case]:
@@ -190,7 +194,7 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         return
     for rows in (1, 32, 1024):
         yield from readouts(device, torch.bfloat16, rows, 126464)
-    for rows in (16, 64, 256):
+    for rows in (16, 64, 256, 1024):
         yield from heads(device, torch.bfloat16, rows, 126464, 4096)
         yield from heads(device, torch.bfloat16, rows, 152064, 3584)
     for width in (32, 1024):

@@ -20,9 +20,6 @@ TILE = 64  # divides the padded vocabularies of published checkpoints
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # what the kernels know beside confidence
-# Rows up to which the head is part of the readout's kernel. With more, storing the logits is little beside a product
-# that is bound by arithmetic, and a library multiplies best.
-FUSED = 256
 
 
 def predict(
@@ -57,7 +54,7 @@ def predict(
 
 def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
     """The head's weight `[V, D]`, where a kernel of the readout multiplies `rows [N, D]` with it itself; else None."""
-    weight = denoiser.head_weight() if len(rows) <= FUSED and hasattr(denoiser, "head_weight") else None  # pyright: ignore
+    weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
 
 

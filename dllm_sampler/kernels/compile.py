@@ -115,7 +115,8 @@ def build(it: Configuration, target: Target) -> Any:
             aligned[(number,)] = [["tt.divisibility", 16]]
     constants = {name: it.constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
     source = ASTSource(it.kernel, signature, constants, aligned)
-    options = {"num_warps": it.warps, "num_stages": it.stages, "enable_fp_fusion": True}
+    stages = it.stages(target.shared) if callable(it.stages) else it.stages
+    options = {"num_warps": it.warps, "num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+Stages = int | Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Configuration:
     kernel: the `triton.jit` function
     signature: Triton's type of each argument, such as "*bf16", "i32", or "constexpr"
     constants: the values of those that are "constexpr"
-    warps, stages: as in a launch
+    warps, stages: as in a launch; stages may be a function of the bytes of shared memory that a program may have
     """
 
     name: str
@@ -25,7 +27,7 @@ class Configuration:
     signature: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
-    stages: int = 2
+    stages: Stages = 2
 
 
 # Triton's functions of these names are for kernels too, and so are said to return what a launch cannot count with.

@@ -10,31 +10,39 @@ selected rows and reduced on the spot; what goes to memory is ten numbers per ro
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-from dllm_sampler.kernels.configuration import cdiv
+from dllm_sampler.kernels.configuration import Stages, cdiv
 from dllm_sampler.kernels.partial import (
+    BEYOND,
+    INTERPRETED,
     LOW,
     ONE_ROW,
     configuration,
+    drawn,
     finish,
     finishing,
     floor,
     former,
-    gumbel,
+    noises,
     put,
     reduce,
     refine,
     room,
     rounded,
     sortable,
+    weigh,
     words,
 )
 from dllm_sampler.kernels.statistics import Statistics, Then, check
+
+GROUP = 16  # tiles of rows that share the weight, and that a second-level cache of 40 MB holds: 16 MB of 4096 wide rows
 
 
 @triton.jit
@@ -43,10 +51,12 @@ def head_kernel(
     then_rows, then_stride, then_logsumexp, then_index, reals, names, lists,
     D: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, DRAW: tl.constexpr, MEASURED: tl.constexpr,
     PARTS: tl.constexpr, TOP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R rows and one part, BLOCK_V tokens. Rows run fastest, so that they share the weight."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    """One program: BLOCK_R rows and one part, BLOCK_V tokens. The rows of a group run fastest, its parts next."""
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    if tile * BLOCK_R >= rows:  # the last group may have fewer
+        return
+    row = tile.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     part = tl.program_id(1)
     inside = row < rows
     name = part * BLOCK_V + tl.arange(0, BLOCK_V)[None]
@@ -56,6 +66,7 @@ def head_kernel(
     token = weight + name.to(tl.int64) * D + d[:, None]  # [BLOCK_D, BLOCK_V]
     own = hidden + source * stride + d[None]  # [BLOCK_R, BLOCK_D]
     product = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
+    old, norm = None, None
     if then_rows is not None:
         before = tl.load(then_index + row, mask=inside, other=0)
         past = then_rows + before * then_stride + d[None]
@@ -64,39 +75,79 @@ def head_kernel(
         left = d < D - start
         w = tl.load(token + start, mask=left[:, None] & (name < V), other=0.0)
         h = tl.load(own + start, mask=inside & left[None], other=0.0)
-        if WIDE:
+        if INTERPRETED:  # which multiplies matrices of bfloat16 by their bits
             h, w = h.to(tl.float32), w.to(tl.float32)
         product = tl.dot(h, w, product, input_precision="ieee")
         if then_rows is not None:
             h = tl.load(past + start, mask=inside & left[None], other=0.0)
-            if WIDE:
+            if INTERPRETED:
                 h = h.to(tl.float32)
             old = tl.dot(h, w, old, input_precision="ieee")
-    logits = rounded(product, dtype)
-    seen = refine(logits, name, temperature, dtype, V, MASK, MEASURED)
-    x = floor(seen)
-    nothing = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-    names_here = name + tl.zeros([BLOCK_R, BLOCK_V], tl.int32)
-    score = nothing
+    logits = rounded(product, dtype).to(dtype)  # in half the registers, but for float32
+    if then_rows is not None:
+        old = rounded(old, dtype).to(dtype)
+        norm = tl.load(then_logsumexp + before, mask=inside, other=0.0).to(tl.float32)
+    low, high, asked = None, None, None
     if DRAW:
         low, high = words(keys, row, inside)
-        score = refine(logits, name, temperature, dtype, V, MASK, True) + gumbel(low, high, name)
-        score = tl.where(x > LOW, score, -float("inf"))
-    cross = nothing
-    if then_rows is not None:
-        norm = tl.load(then_logsumexp + before, mask=inside, other=0.0).to(tl.float32)
-        old = refine(rounded(old, dtype), name, temperature, dtype, V, MASK, MEASURED)
-        cross = former(old, norm)
-    present = tl.full([BLOCK_R, 1], -float("inf"), tl.float32)
     if named is not None:
         asked = tl.load(named + row, mask=inside, other=-1)
-        present = tl.max(tl.where(name == asked, seen, -float("inf")), 1, keep_dims=True)
+    if BLOCK_V <= 128:
+        found, present = _part(logits, old, name, temperature, low, high, norm, asked, V, MASK, MEASURED)
+    else:  # by halves, for the registers, of every other token: neighbours lie in one thread, and nothing moves
+        logits, others = tl.split(tl.reshape(logits, [BLOCK_R, BLOCK_V // 2, 2]))
+        name = part * BLOCK_V + 2 * tl.arange(0, BLOCK_V // 2)[None]
+        one, present = _part(logits, old, name, temperature, low, high, norm, asked, V, MASK, MEASURED)
+        two, also = _part(others, old, name + 1, temperature, low, high, norm, asked, V, MASK, MEASURED)
+        present = tl.maximum(present, also)
+        found = reduce(
+            _pair(one[0], two[0]), _pair(one[1], two[1]), _pair(one[2], two[2]), _pair(one[3], two[3]),
+            _pair(one[4], two[4]), _pair(one[5], two[5]), _pair(one[6], two[6]), _pair(one[7], two[7]),
+            _pair(one[8], two[8]),
+        )  # fmt: skip
     at = row * PARTS + part
-    found = reduce(x, names_here, nothing, nothing, nothing + LOW, score, names_here, x, cross)
     put(reals, names, at, inside, tl.cast(rows, tl.int64) * PARTS, found, present)
     if TOP:
         place = tl.arange(0, TOP)[None]
-        tl.store(lists + at * TOP + place, tl.topk(sortable(seen, names_here, V), TOP), mask=inside)
+        packed = sortable(refine(logits, name, temperature, dtype, V, MASK, MEASURED), name, V)
+        tl.store(lists + at * TOP + place, tl.topk(packed, TOP), mask=inside)
+
+
+@triton.jit
+def _part(
+    logits, old, name, temperature, low, high, norm, asked,
+    V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
+):  # fmt: skip
+    """Of logits `[R, n]` of the tokens `name [1, n]`: a part as `reduce` makes it, and the logit that is asked for."""
+    dtype: tl.constexpr = logits.dtype
+    x = refine(logits, name, temperature, dtype, V, MASK, MEASURED)
+    names = name + tl.zeros(x.shape, tl.int32)
+    highest = tl.max(x, 1, keep_dims=True)
+    best_id = tl.min(tl.where(x == highest, names, BEYOND), 1, keep_dims=True)
+    best = floor(highest)
+    others = tl.where(names == best_id, -float("inf"), x)
+    second = floor(tl.max(others, 1, keep_dims=True))
+    weight, far = weigh(best - others)
+    rest, spread = tl.sum(weight, 1, keep_dims=True), tl.sum(weight * far, 1, keep_dims=True)
+    score, chosen_id, chosen = best, best_id, best
+    if low is not None:
+        noisy = refine(logits, name, temperature, dtype, V, MASK, True) + noises(low, high, names)
+        score, chosen_id, chosen = drawn(tl.where(x > LOW, noisy, -float("inf")), names, x)
+    cross = tl.zeros(best.shape, tl.float32)
+    if old is not None:
+        weight, _ = weigh(best - x)
+        log = former(refine(old, name, temperature, dtype, V, MASK, MEASURED), norm)
+        cross = tl.sum(weight * log, 1, keep_dims=True)
+    present = highest
+    if asked is not None:
+        present = tl.max(tl.where(names == asked, x, -float("inf")), 1, keep_dims=True)
+    return (best, best_id, rest, spread, second, score, chosen_id, chosen, cross), present
+
+
+@triton.jit
+def _pair(x, y):
+    """`[R, 2]` of two `[R, 1]`."""
+    return tl.reshape(tl.join(x, y), [x.shape[0], 2])
 
 
 def head(
@@ -122,7 +173,8 @@ def head(
     keys, current, the indices of then: `[N]`; the other arguments as in `readout`
 
     Sums in float32 (never in TF32), then rounds to the weight's dtype as a stored product would be. Matrix units add
-    in an order of their own, so that a logit may differ from the stored one by its last place.
+    in an order of their own, so that a logit may differ from the stored one by its last place. Tile and part depend on
+    the number of rows (up to 16, 32, 64, more), and so do the order of sums and their last places; nothing else does.
     """
     rows = len(hidden) if index is None else len(index)
     vocab, width = weight.shape
@@ -135,7 +187,9 @@ def head(
     constants = _constants(vocab, width, mask_id, draw, measured and draw, shape, top)
     parts = constants["PARTS"]
     buffers = room(rows, parts, constants["TOP"], hidden.device)
-    head_kernel[cdiv(rows, shape["BLOCK_R"]), parts](
+    tiles = cdiv(rows, shape["BLOCK_R"])
+    groups = cdiv(tiles, GROUP)
+    head_kernel[cdiv(tiles, groups), parts, groups](
         hidden,
         hidden.stride(0),
         weight.contiguous(),
@@ -148,22 +202,37 @@ def head(
         *buffers,
         **constants,
         num_warps=warps,
-        num_stages=stages,
+        num_stages=stages(_shared(hidden.device.index)),
         enable_fp_fusion=True,
     )
     finish(rows, parts, draw, buffers, out)
     return out
 
 
-def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int], int, int]:
-    """Tile, warps and stages, for numbers of `size` bytes: within the 64 KB of shared memory that AMD's have.
+def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int], int, Stages]:
+    """Tile, warps and stages, for numbers of `size` bytes.
 
-    Registers decide how many programs a multiprocessor holds, and so how much of the weight is on its way: with up to
-    32 rows three or four on an H100 (two that draw), each with two tiles of 16 KB.
+    Up to 64 rows the weight's way through memory is the limit: registers decide how many programs a multiprocessor
+    holds, and so how much of the weight is on its way. With up to 32 rows four and more on an H100 (three that draw),
+    each with two tiles of 16 KB. With more, arithmetic is the limit, and what a tile reads for it: the largest tile
+    whose sums the registers of one program hold does 85 operations for each byte that it reads, one of 64 x 128 half as
+    many. Float32, which no matrix unit multiplies here, keeps the smaller tile.
     """
-    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    tile = {"BLOCK_R": lines, "BLOCK_V": 64 if top or diverge else 128, "BLOCK_D": 64 if size == 2 else 32}
-    return tile, 8 if lines == 64 else 4, 3
+    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or size == 4 else 128
+    columns = 128 if lines < 128 else 256
+    tile = {"BLOCK_R": lines, "BLOCK_V": columns // 2 if top or diverge else columns, "BLOCK_D": 128 // size}
+    read = (lines * (2 if diverge else 1) + tile["BLOCK_V"]) * tile["BLOCK_D"] * size
+
+    def stages(shared: int) -> int:
+        return max(2, min(3 if lines < 128 else 4, shared // read + 1))
+
+    return tile, 8 if lines >= 64 else 4, stages
+
+
+@cache
+def _shared(device: int | None) -> int:
+    """Bytes of shared memory that a program may have; None: on no GPU, where it does not matter."""
+    return 64 * 1024 if device is None else driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def _constants(
@@ -173,7 +242,6 @@ def _constants(
     parts = cdiv(vocab, shape["BLOCK_V"])
     ends = finishing(parts, draw, top)
     own = {"D": width, "V": vocab, "MASK": mask, "DRAW": draw, "MEASURED": measured, **shape}
-    own["WIDE"] = triton.knobs.runtime.interpret  # which multiplies matrices of bfloat16 by their bits
     return own | {name: ends[name] for name in ("PARTS", "TOP")}
 
 
@@ -194,13 +262,17 @@ CONFIGURATIONS = [
     *(
         _configuration("bf16", rows, vocab, width, what)
         for vocab, width in ((126464, 4096), (152064, 3584), (262144, 4096))
-        for rows, what in ((16, "greedy"), (32, "greedy"), (32, "draw"), (64, "greedy"), (64, "draw"))
+        for rows, what in (
+            (16, "greedy"),
+            *((rows, what) for rows in (32, 64, 1024) for what in ("greedy", "draw")),
+        )
     ),
     _configuration("bf16", 1, 126464, 4096, "greedy"),
     _configuration("bf16", 16, 126464, 4096, "draw current KL"),
-    _configuration("bf16", 64, 126464, 4096, "greedy KL"),
-    _configuration("bf16", 64, 126464, 4096, "greedy top"),
+    *(_configuration("bf16", rows, 126464, 4096, what) for rows in (64, 1024) for what in ("greedy KL", "greedy top")),
+    _configuration("bf16", 1024, 126464, 4096, "draw current KL top"),
     _configuration("fp16", 16, 126464, 4096, "draw"),
+    _configuration("fp16", 1024, 126464, 4096, "draw"),
     _configuration("fp32", 16, 126464, 4096, "greedy"),
     _configuration("fp32", 64, 126464, 4096, "draw"),
 ]

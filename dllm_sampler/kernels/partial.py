@@ -28,13 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler import noise, readout
-from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
+from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
 from dllm_sampler.kernels.statistics import Statistics
 
 LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
 SCALE = tl.constexpr(noise.SCALE)
 TINY = tl.constexpr(readout.TINY)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as it was when `triton.jit` read it
 LOG2E = tl.constexpr(math.log2(math.e))
 REALS = tl.constexpr(8)  # floats of a part: best, rest, spread, second, chosen, its logit, cross, current
 NAMES = tl.constexpr(2)  # and ids: best, chosen
@@ -58,6 +59,14 @@ def gumbel(low, high, ids):
 
 
 @triton.jit
+def noises(low, high, ids):
+    """`gumbel` of the two words `[R, 1]` and `[R, n]` ids: token by token, or what is between fills the registers."""
+    if INTERPRETED:  # which maps nothing
+        return gumbel(low, high, ids)
+    return tl.map_elementwise(gumbel, low, high, ids)
+
+
+@triton.jit
 def words(keys, rows, inside):
     """The two words of keys, as `gumbel` takes them."""
     key = tl.load(keys + rows, mask=inside, other=0)
@@ -67,7 +76,7 @@ def words(keys, rows, inside):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 rounded to the nearest number of DTYPE, ties to even."""
-    if tl.bfloat16 == DTYPE:  # by hand: Triton's interpreter cuts off instead
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter cuts off instead
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
@@ -308,7 +317,7 @@ ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
 
 
 def configuration(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: int = 2
+    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: Stages = 2
 ) -> Configuration:
     """A configuration of a kernel of this family: `constants` are its specialisation, None for what is not given."""
     own = dict.fromkeys(("logits", "hidden", "weight", "then_rows"), f"*{dtype}")

@@ -49,9 +49,13 @@ def test_close_to_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocab", "width", "top"), [(7, 300, 70, 3), (70, 1000, 128, 0), (33, 126464, 64, 0)])
-def test_head_against_float64(dtype: torch.dtype, rows: int, vocab: int, width: int, top: int) -> None:
-    checks.head_against_float64(head.head, "cuda", dtype, rows, vocab, width, top)
+@pytest.mark.parametrize("diverge", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width", "top"),
+    [(7, 300, 70, 3), (70, 1000, 128, 0), (33, 126464, 64, 0), (300, 1000, 70, 3), (2500, 1000, 256, 0)],
+)
+def test_head_against_float64(dtype: torch.dtype, rows: int, vocab: int, width: int, top: int, diverge: bool) -> None:
+    checks.head_against_float64(head.head, "cuda", dtype, rows, vocab, width, top, diverge)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

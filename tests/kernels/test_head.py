@@ -19,8 +19,19 @@ def test_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int,
     checks.head_against_float64(kernel, "cpu", dtype, rows, vocab, width, top)
 
 
-def test_more_rows_than_a_tile_has() -> None:
-    checks.head_against_float64(head.head, "cpu", torch.float32, 70, 140, 20, 0)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "vocab", "width", "diverge"),
+    [
+        (torch.float32, 130, 140, 20, True),  # three tiles in two groups, the last with room for another
+        (torch.bfloat16, 130, 520, 70, False),  # two tiles, three parts
+        (torch.bfloat16, 66, 130, 20, True),
+    ],
+)
+def test_many_rows(
+    dtype: torch.dtype, rows: int, vocab: int, width: int, diverge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "GROUP", 2)
+    checks.head_against_float64(head.head, "cpu", dtype, rows, vocab, width, 0, diverge)
 
 
 @KERNELS
@@ -54,11 +65,19 @@ def test_float32_keeps_all_its_digits() -> None:
 
 
 @KERNELS
-def test_rows_that_are_not_finite(kernel: Any) -> None:
-    hidden, weight = random(3, 40, 8, torch.float32)
-    hidden[1, 2] = torch.nan
-    found = kernel(hidden, weight)
-    assert found.confidence.isnan().tolist() == [False, True, False]
+@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (70, torch.bfloat16)])
+def test_rows_that_are_not_finite(kernel: Any, rows: int, dtype: torch.dtype) -> None:
+    hidden, weight = random(rows, 300, 8, dtype)
+    alone = kernel(hidden, weight, temperature=0.5, keys=checks.keys_of(rows))
+    bad = torch.arange(rows) % 50 == 1
+    hidden[bad, 2] = torch.nan
+    found = kernel(hidden, weight, temperature=0.5, keys=checks.keys_of(rows))
+    for name in ("confidence", "margin", "gap", "entropy", "logsumexp"):
+        got = getattr(found, name)
+        assert torch.equal(got.isnan(), bad), name
+        assert torch.equal(got[~bad], getattr(alone, name)[~bad]), name
+    assert torch.equal(found.token[~bad], alone.token[~bad])
+    assert ((found.token >= 0) & (found.token < 300)).all()
 
 
 def test_no_rows() -> None:

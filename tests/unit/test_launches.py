@@ -82,6 +82,16 @@ def readouts(rows: int, **options: Any) -> None:
         head.head(hidden, weight, mask_id=1, top=3, **asked)
 
 
+def heads(rows: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        hidden, weight = torch.randn(rows, 64, dtype=dtype), torch.randn(4099, 64, dtype=dtype)
+        keys = torch.arange(rows)
+        then = Then(hidden.clone(), torch.zeros(rows, dtype=torch.float64), keys)
+        head.head(hidden, weight)
+        head.head(hidden, weight, temperature=0.7, keys=keys, current=keys, mask_id=1)
+        head.head(hidden, weight, index=keys, then=then, top=3)
+
+
 def commits(rows: int) -> None:
     for width in (1, 8):
         ids, masked = torch.zeros(rows, 9, dtype=torch.long), torch.ones(rows, 9, dtype=torch.bool)
@@ -141,3 +151,8 @@ def layers(rows: int) -> None:
 def test_a_launch_of_one_row_compiles(launch: Callable[[int], None], kernels: set[str], launched: set[str]) -> None:
     launch(1)
     assert launched == kernels
+
+
+def test_a_launch_of_the_head_with_many_rows_compiles(launched: set[str]) -> None:
+    heads(65)  # one more than the tile of a window has
+    assert launched == {"head.head_kernel", "partial.combine_kernel"}
