@@ -10,13 +10,12 @@ selected rows and reduced on the spot; what goes to memory is ten numbers per ro
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
+from triton.compiler.compiler import max_shared_mem
 
 from dllm_sampler.kernels.configuration import Stages, cdiv
 from dllm_sampler.kernels.partial import (
@@ -187,6 +186,7 @@ def head(
     constants = _constants(vocab, width, mask_id, draw, measured and draw, shape, top)
     parts = constants["PARTS"]
     buffers = room(rows, parts, constants["TOP"], hidden.device)
+    shared = 0 if hidden.device.index is None else max_shared_mem(hidden.device.index)  # no GPU: it does not matter
     tiles = cdiv(rows, shape["BLOCK_R"])
     groups = cdiv(tiles, GROUP)
     head_kernel[cdiv(tiles, groups), parts, groups](
@@ -202,7 +202,7 @@ def head(
         *buffers,
         **constants,
         num_warps=warps,
-        num_stages=stages(_shared(hidden.device.index)),
+        num_stages=stages(shared),
         enable_fp_fusion=True,
     )
     finish(rows, parts, draw, buffers, out)
@@ -213,26 +213,20 @@ def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int
     """Tile, warps and stages, for numbers of `size` bytes.
 
     Up to 64 rows the weight's way through memory is the limit: registers decide how many programs a multiprocessor
-    holds, and so how much of the weight is on its way. With up to 32 rows four and more on an H100 (three that draw),
-    each with two tiles of 16 KB. With more, arithmetic is the limit, and what a tile reads for it: the largest tile
-    whose sums the registers of one program hold does 85 operations for each byte that it reads, one of 64 x 128 half as
-    many. Float32, which no matrix unit multiplies here, keeps the smaller tile.
+    holds, and so how much of the weight is on its way. With up to 32 rows four and more on an H100 (three or four that
+    draw), each with two tiles of 16 KB. With more, arithmetic is the limit, and what a tile reads for it: the largest
+    tile whose sums the registers of one program hold does 85 operations for each byte that it reads, one of 64 x 128
+    half as many. Float32, which no matrix unit multiplies here, keeps the smaller tile.
     """
     lines = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or size == 4 else 128
     columns = 128 if lines < 128 else 256
     tile = {"BLOCK_R": lines, "BLOCK_V": columns // 2 if top or diverge else columns, "BLOCK_D": 128 // size}
     read = (lines * (2 if diverge else 1) + tile["BLOCK_V"]) * tile["BLOCK_D"] * size
 
-    def stages(shared: int) -> int:
+    def stages(shared: int) -> int:  # as many as fit, of which the last needs no place on all but newer GPUs
         return max(2, min(3 if lines < 128 else 4, shared // read + 1))
 
     return tile, 8 if lines >= 64 else 4, stages
-
-
-@cache
-def _shared(device: int | None) -> int:
-    """Bytes of shared memory that a program may have; None: on no GPU, where it does not matter."""
-    return 64 * 1024 if device is None else driver.active.utils.get_device_properties(device)["max_shared_mem"]
 
 
 def _constants(
