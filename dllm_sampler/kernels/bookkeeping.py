@@ -230,7 +230,7 @@ def _configuration(name: str, kernel: Any, size: int, absent: str = "", **consta
         else types.get(argument, "i64" if argument.endswith("stride") else "*i64")
         for argument in kernel.arg_names
     }
-    return Configuration(name, kernel, signature, constants, options["num_warps"])
+    return Configuration(f"bookkeeping {name}", kernel, signature, constants, options["num_warps"])
 
 
 REST = "count limit lasts least later"
@@ -239,16 +239,16 @@ CONFIGURATIONS = [
     *(_configuration(f"noise Q={width}", noise_kernel, width) for width in (32, 1024)),
     _configuration("noise left", noise_left_kernel, 256),
     *(_configuration(f"vouch Q={width}", vouch_kernel, width, "token", FORBIDDEN=None) for width in (32, 1024)),
-    _configuration("vouch Q=32 one hypothesis", vouch_kernel, 32, FORBIDDEN=126336, candidates=1),
+    _configuration("vouch one hypothesis Q=32", vouch_kernel, 32, FORBIDDEN=126336, candidates=1),
     *(_configuration(f"write Q={width}", write_kernel, MOST, "remask", QUERY=width) for width in (32, 1024)),
-    _configuration("write Q=32 remask", write_kernel, MOST, QUERY=32),
+    _configuration("write remask Q=32", write_kernel, MOST, QUERY=32),
     _configuration("note Q=32", note_kernel, 32, "entropy unsure wrote"),
     _configuration("note Q=1024 entropy", note_kernel, 1024, "commit was noise"),
     _configuration("advance B=64", advance_kernel, 64, "finish grid"),
     _configuration("advance B=1 grid", advance_kernel, 1, rows=1),
     _configuration("report B=64", report_kernel, 64, "limit lasts least later", LONG=True, NONE=NOBODY),
-    _configuration("report B=1 certain", report_kernel, 1, LONG=True, NONE=NOBODY, rows=1),
+    _configuration("report certain B=1", report_kernel, 1, LONG=True, NONE=NOBODY, rows=1),
     _configuration(
-        "report B=64 ended", report_kernel, 64, f"left start stop begin end age {REST}", LONG=False, NONE=NOBODY
+        "report ended B=64", report_kernel, 64, f"left start stop begin end age {REST}", LONG=False, NONE=NOBODY
     ),
 ]
