@@ -22,7 +22,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,11 +32,17 @@ from rich.table import Table
 from torch import Tensor
 
 import dllm_sampler
+from dllm_sampler import bookkeeping, launches, layout
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.canvas import Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
 from dllm_sampler.kernels.statistics import Then
+from dllm_sampler.noise import CounterNoise
+from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.trace import Recorder
 
 Call = Callable[[Backend], Any]
 
@@ -123,6 +129,35 @@ def commits(device: torch.device, rows: int, width: int) -> Iterator[Case]:
         yield Case(f"commit {rows} x {width} {what}", run, moved)
 
 
+def steps(device: torch.device, rows: int, columns: int, width: int) -> Iterator[Case]:
+    """What a step does to a canvas besides computing, as `loop.Engine` asks for it: launches again."""
+    spec = ModelSpec(1000, 1, 2, 0, columns, 1, 1, 64, torch.float32, device)
+    blocks, prompt = FixedBlocks(width), columns // 2
+    prompts, seeds = [[5] * prompt] * rows, list(range(rows))
+    canvas = layout.canvas(prompts, columns - prompt, seeds, spec, blocks, CounterNoise(), False)
+    query = Query.masks(canvas, width)
+    token = torch.full((rows, 1, width), 7, device=device)  # of one hypothesis
+    seen = Readout(token, torch.rand(rows, 1, width, dtype=torch.float64, device=device))
+    edit = Edit(token[:, 0], seen.confidence[:, 0] > 0.9)
+    recorder, bad = Recorder(canvas, revises=False), torch.zeros_like(canvas.step)
+
+    def run(it: Backend) -> Any:
+        with launches.by(it.step):
+            asked = Query.masks(canvas, width)
+            failed, commit = bookkeeping.vouch(
+                canvas.masked, asked.positions, canvas.start, canvas.stop, canvas.done, canvas.step, bad,
+                seen.confidence, edit.commit, edit.ids,
+            )  # fmt: skip
+            told = replace(edit, commit=commit)
+            after = canvas.apply(asked.positions, told)
+            recorder.note(canvas, after, asked, told, seen)
+            moved = after.advance(blocks.close(canvas, after, told), width, None)
+            return layout.measure(moved, failed, None, None)
+
+    moved = size(canvas.ids, canvas.ids, canvas.masked, canvas.masked, query.positions, query.ids)
+    yield Case(f"bookkeeping {rows} x {width} of {columns}", run, moved)
+
+
 def layers(
     device: torch.device, dtype: torch.dtype, rows: int, window: int, slots: int, heads: int, kv_heads: int, head: int
 ) -> Iterator[Case]:
@@ -190,6 +225,7 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield from readouts(device, dtype, rows, vocab)
         yield from heads(device, dtype, rows, vocab, 64 if smoke else 512)
         yield from commits(device, 4, 32)
+        yield from steps(device, 4, 64, 32)
         yield from layers(device, dtype, 2, 8, 64 if smoke else 512, 4, 2, 64)
         return
     for rows in (1, 32, 1024):
@@ -199,6 +235,8 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         yield from heads(device, torch.bfloat16, rows, 152064, 3584)
     for width in (32, 1024):
         yield from commits(device, 8, width)
+    for rows in (1, 64):
+        yield from steps(device, rows, 1024, 32)
     for rows, window in ((1, 8), (1, 32), (1, 256), (1, 1024), (16, 32)):
         yield from layers(device, torch.bfloat16, rows, window, 1024, 32, 32, 128)
         yield from layers(device, torch.bfloat16, rows, window, 1024, 28, 4, 128)

@@ -2,9 +2,11 @@
 
     python benchmarks/step_operations.py
     python benchmarks/step_operations.py --schedulers threshold --caches dual --stops none,prefix
+    python benchmarks/step_operations.py --backend triton
 
 Counted on a CPU in a step in the middle of a block, as a recorded step makes it (`graphs.py`). Views are not counted,
 and a GPU may take several launches for one operation (a sort, say). `readout` is torch's, which a kernel may replace;
+with `--backend triton` it is not counted and what has a kernel is one operation, a launch of it;
 `measure` is what the host asks for where the schedule does not fix the next sizes, `home` the copies that bring a
 step's outcome to its place. The counts are the same on every machine: `tests/contract/test_overhead.py` holds them.
 """
@@ -15,6 +17,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import wraps
 from typing import Any
 from unittest.mock import patch
@@ -25,11 +28,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_sampler import config, layout, readout
+from dllm_sampler import bookkeeping, config, launches, layout, readout
 from dllm_sampler.buffers import Buffers
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import StaticEngine
+from dllm_sampler.kernels import reference
+from dllm_sampler.kernels.backend import TORCH, Backend, StepKernels
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import CounterNoise
@@ -50,10 +55,32 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
         self.part: list[str] = ["loop"]
+        self.silent = False  # inside what is a single launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[self.part[-1]] += not func.is_view
+        self.found[self.part[-1]] += not (func.is_view or self.silent)
         return func(*args, **(kwargs or {}))
+
+    def once(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, counted as one operation."""
+
+        @wraps(run)
+        def launch(*args: Any, **options: Any) -> Any:
+            before, self.silent = self.silent, True
+            try:
+                with launches.by(None):
+                    return run(*args, **options)
+            finally:
+                self.silent = before
+                self.found[self.part[-1]] += not before
+
+        return launch
+
+    def kernels(self) -> Backend:
+        """Triton's backend as it counts: torch's functions in place of its kernels."""
+        plain = {one.name: getattr(bookkeeping, one.name, reference.choose) for one in fields(StepKernels)}
+        plain = {name: getattr(function, "__wrapped__", function) for name, function in plain.items()}
+        return replace(TORCH, step=StepKernels(**{name: self.once(one) for name, one in plain.items()}))
 
     def under(self, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, whose operations count for `part`; the model never counts for another."""
@@ -74,9 +101,8 @@ def _home(owner: Any, name: str) -> Any:
 
 
 @contextmanager
-def counted(p: Plugins) -> Iterator[Operations]:
+def counted(seen: Operations, p: Plugins) -> Iterator[None]:
     """Count what a step does, by part."""
-    seen = Operations()
     places: list[tuple[Any, str, str]] = [
         *((type(p.scheduler), name, name) for name in ("ask", "tell")),
         *((type(p.cache), name, name) for name in ("narrow", "plan", "observe")),
@@ -88,7 +114,7 @@ def counted(p: Plugins) -> Iterator[Operations]:
         (Recorder, "note", "record"),
         (type(p.blocks), "close", "close"),
         (Engine, "measure", "measure"),
-        (layout, "ended", "measure"),
+        (bookkeeping, "ended", "measure"),
         (Buffers, "settle", "home"),
     ]
     # Where a method is defined: some plug-ins look whether theirs is the default.
@@ -98,7 +124,7 @@ def counted(p: Plugins) -> Iterator[Operations]:
         one.start()
     try:
         with seen:
-            yield seen
+            yield
     finally:
         for one in patches:
             one.stop()
@@ -112,20 +138,24 @@ class Unrecorded(StaticEngine):
 
 
 @torch.no_grad()
-def operations(scheduler: object, cache: object, stop: object) -> Counter[str]:
+def operations(scheduler: object, cache: object, stop: object, backend: str = "torch") -> Counter[str]:
     """What the fourth step of a block takes, by part."""
+    seen = Operations()
     denoiser = llada(640, 64, 128, 2, 4)
     blocks = {"name": "fixed", "length": BLOCK}
     it = Sampler(denoiser, scheduler=scheduler, cache=cache, stop=stop, blocks=blocks)
     p = it.plugins
-    engine = Unrecorded(it.denoiser, p, 1, record=lambda run: run)
+    engine = Unrecorded(it.denoiser, p, 1, seen.kernels() if backend == "triton" else TORCH, record=lambda run: run)
     canvas = layout.canvas(PROMPTS, 2 * BLOCK, [0, 1], denoiser.spec, p.blocks, CounterNoise(), p.stop.cuts)
     state = engine.begin(canvas)
     for step in range(1, 4):
         engine.step(state)
         engine.poll(state, step)
-    with counted(p) as seen:
+    seen.found.clear()
+    with counted(seen, p):
         engine.step(state)
+    if backend == "triton":
+        del seen.found["readout"]  # two launches, or three, instead
     return seen.found
 
 
@@ -141,6 +171,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--schedulers", type=schedulers, default="threshold,fixed,klass", help="which (default %(default)s)")
     add("--caches", type=caches, default="none,prefix,dual", help="under each of these (default %(default)s)")
     add("--stops", type=stops, default="none,prefix", help="and with each of these (default %(default)s)")
+    add("--backend", choices=("torch", "triton"), default="torch", help="whose operations (default %(default)s)")
     return it.parse_args(argv)
 
 
@@ -153,9 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for scheduler in options.schedulers:
         for cache in options.caches:
             for stop in options.stops:
-                found = operations(
-                    {"name": scheduler} | ({"threshold": 2.0} if scheduler == "threshold" else {}), cache, stop
-                )
+                rule = {"name": scheduler} | ({"threshold": 2.0} if scheduler == "threshold" else {})
+                found = operations(rule, cache, stop, options.backend)
                 out.add_row(scheduler, cache, stop, *(str(found[part]) for part in PARTS), str(outside(found)))
     Console(width=180).print(out)
     return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
+from dllm_sampler import bookkeeping, select
 
 if TYPE_CHECKING:
     from dllm_sampler.noise import Noise
@@ -84,13 +84,12 @@ class Canvas:
 
     def reach(self, start: Tensor, lookahead: int) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`."""
-        stop = torch.minimum(start + lookahead, self.end)
-        return stop if self.grid is None else torch.minimum(stop, self.on_grid(start) + self.grid)
+        return bookkeeping.reach(start, self.begin, self.end, lookahead, self.grid)
 
     def on_grid(self, column: Tensor) -> Tensor:
         """`[B]` first column of the grid's block that `column [B]` lies in."""
         assert self.grid is not None
-        return column - (column - self.begin) % self.grid
+        return bookkeeping.on_grid(column, self.begin, self.grid)
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
@@ -109,7 +108,7 @@ class Canvas:
 
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
-        return (self.masked & self.in_block()).sum(1)
+        return bookkeeping.noise_left(self.masked, self.start, self.stop)
 
     def inside(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` lie in the active block."""
@@ -117,7 +116,7 @@ class Canvas:
 
     def eligible(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
-        return self.masked.gather(1, positions) & self.inside(positions)
+        return bookkeeping.eligible(self.masked, positions, self.start, self.stop)
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
         """Write an edit. The only function that writes a token: it cannot touch prompt, padding or a finished row.
@@ -131,15 +130,10 @@ class Canvas:
         return edit.applied[0]
 
     def _applied(self, positions: Tensor, edit: Edit) -> Canvas:
-        touched = edit.commit if edit.remask is None else edit.commit | edit.remask
-        kept = self.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
-        # What is not written goes to the empty slot, as what stands there.
-        at = positions.masked_fill(kept, self.length)
-        after = replace(
-            self,
-            ids=self.ids.scatter(1, at, torch.where(kept, self.ids[:, -1:], edit.ids)),
-            masked=self.masked.scatter(1, at, False if edit.remask is None else edit.remask & ~kept),
+        ids, masked = bookkeeping.write(
+            self.ids, self.masked, self.frozen, self.done, positions, edit.ids, edit.commit, edit.remask
         )
+        after = replace(self, ids=ids, masked=masked)
         if edit.end is None:
             return after
         end = torch.where(self.done, self.end, torch.minimum(self.end, edit.end))
@@ -162,20 +156,11 @@ class Canvas:
 
     def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None) -> Canvas:
         """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest."""
-        live = ~self.done
-        closed = closed & live
-        start = torch.where(closed, self.stop, self.start)
-        done = self.done | (start >= self.end)
-        if finish is not None:
-            done = done | finish
-        return replace(
-            self,
-            start=start,
-            stop=torch.where(closed, self.reach(start, lookahead), self.stop),
-            age=(self.age + live).masked_fill(closed, 0),
-            step=self.step + live,
-            done=done,
-        )
+        moved = bookkeeping.advance(
+            self.start, self.stop, self.begin, self.end, self.age, self.step, self.done,
+            closed, finish, lookahead, self.grid,
+        )  # fmt: skip
+        return replace(self, **dict(zip(("start", "stop", "age", "step", "done"), moved, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -201,7 +186,8 @@ class Query:
     @staticmethod
     def masks(canvas: Canvas, width: int) -> Query:
         """The noise of the active block, at most `width` columns: the least a scheduler can ask for."""
-        return Query.at(canvas, select.columns(canvas.masked & canvas.in_block(), width))
+        positions, ids = bookkeeping.noise(canvas.ids, canvas.masked, canvas.start, canvas.stop, width)
+        return Query(positions, ids[:, None])
 
     @staticmethod
     def window(canvas: Canvas, width: int) -> Query:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler import layout
+from dllm_sampler import bookkeeping, launches, layout
 from dllm_sampler.buffers import Buffers, Late, Step, address, copied, restored
 from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.errors import UserError
@@ -134,7 +134,7 @@ class InPlace(State):
     """A state and its buffers."""
 
     buffers: Buffers = field(kw_only=True)
-    measured: Tensor | None = None  # see `layout.measure`, `layout.ended`: part of the step, and so of its recording
+    measured: Tensor | None = None  # `layout.measure` or `bookkeeping.ended`: part of the step and its recording
     late: Late | None = None  # what was measured after the step before
     makeup: tuple[list[object], int] | None = None  # what a step left at home, and `Buffers.settle`'s number of it
 
@@ -221,7 +221,8 @@ class StaticEngine(Engine):
         if question == "sizes":
             state.measured = super().measure(state)
         elif question == "end":
-            state.measured = layout.ended(state.canvas, state.bad)
+            with launches.by(self.kernels.step):
+                state.measured = bookkeeping.ended(state.canvas.done, state.bad)
         return state.buffers.settle(state)
 
     def _question(self, state: InPlace) -> Literal["sizes", "end"] | None:

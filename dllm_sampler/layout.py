@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler import bookkeeping
 from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.noise import Noise
 from dllm_sampler.protocols import Blocks, ModelSpec, Outlook
@@ -76,11 +77,6 @@ def widest(canvas: Canvas, blocks: Blocks) -> Sizes:
     return Sizes(masks=width, block=width, computed=canvas.length, whole=False, all_open=False)
 
 
-def ended(canvas: Canvas, bad: Tensor) -> Tensor:
-    """`[2] bool` whether any row goes on, and whether any is bad: the beginning of what `measure` finds."""
-    return torch.stack([~canvas.done, bad > 0]).any(1)
-
-
 def measure(
     canvas: Canvas,
     bad: Tensor,
@@ -100,28 +96,14 @@ def measure(
         outlook: of the scheduler; None: nothing is certain.
         span: see `Cache.span`; what the forwards behind the next one compute.
     """
-    all_there = canvas.end - canvas.begin
-    most = [
-        canvas.noise_left() if ahead is None else (ahead > 0).sum(1),
-        canvas.stop - canvas.start,
-        -canvas.age,
-        canvas.age,
-        canvas.end if limit is None else limit,
-        *_columns(count, all_there),
-    ]
-    if outlook is not None and span is not None:
-        most += [-outlook.lasts, -outlook.least, *_columns(span[1] - span[0], all_there)]
-    of_rows = torch.stack(most).masked_fill(canvas.done, NOBODY)
-    return torch.cat([ended(canvas, bad), of_rows.amax(1)])
+    left = canvas.noise_left() if ahead is None else (ahead > 0).sum(1)
+    certain = () if outlook is None or span is None else (outlook.lasts, outlook.least, span[1] - span[0])
+    return bookkeeping.report(
+        left, canvas.start, canvas.stop, canvas.begin, canvas.end, canvas.age, canvas.done, bad, count, limit, *certain
+    )
 
 
 LOOK = 32  # steps, at most, from one look of the host to the next: a model that fails is not run on for long
-NOBODY = -(2**40)  # less than any number of a row
-
-
-def _columns(count: Tensor | None, all_there: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B]` how many columns are computed, and how many of those that are there are not."""
-    return (all_there, torch.zeros_like(all_there)) if count is None else (count, all_there - count)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import layout, readout, select
+from dllm_sampler import bookkeeping, launches, layout, readout
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query, Readout, Sizes
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -75,7 +75,7 @@ class Engine:
 
     def step(self, state: State) -> None:
         """One forward and what it commits. Never reads the device."""
-        with select.by(None if self.kernels is TORCH else self.kernels.choose):
+        with launches.by(self.kernels.step):
             self._step(state)
 
     def _step(self, state: State) -> None:
@@ -115,12 +115,19 @@ class Engine:
         if opened is not None:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
         edit, state.carry = p.scheduler.tell(canvas, query, seen, state.carry)
-        asked = canvas.eligible(query.positions) & ~canvas.done[:, None]
-        fails = (asked[:, None] & seen.confidence.isnan()).flatten(1).any(1)
-        state.bad = torch.where(fails & (state.bad == 0), canvas.step + 1, state.bad)
-        commit = edit.commit & (state.bad == 0)[:, None]
-        if spec.mask_id is not None and p.compat:
-            commit = commit & (edit.ids != spec.mask_id)  # a "committed" mask token is still noise
+        state.bad, commit = bookkeeping.vouch(
+            canvas.masked,
+            query.positions,
+            canvas.start,
+            canvas.stop,
+            canvas.done,
+            canvas.step,
+            state.bad,
+            seen.confidence,
+            edit.commit,
+            edit.ids,
+            spec.mask_id if p.compat else None,  # a "committed" mask token is still noise
+        )
         told = replace(edit, commit=commit)
         edit = p.stop(canvas, query, seen, told)
         if edit.leave is not told.leave or edit.hold is not told.hold:
@@ -194,7 +201,8 @@ class Engine:
 
     def measure(self, state: State) -> Tensor:
         """See `layout.measure`."""
-        return self._part(Engine._measure)(state)
+        with launches.by(self.kernels.step):
+            return self._part(Engine._measure)(state)
 
     def _measure(self, state: State) -> Tensor:
         canvas, cache, outlook = state.canvas, state.cache, self._outlook(state)

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from dllm_sampler import launches
+
 WIDEST = 512  # positions up to which a kernel compares all pairs; a sort is faster with more
-_kernel: ContextVar[Callable[..., Tensor] | None] = ContextVar("choose", default=None)
-
-
-@contextmanager
-def by(kernel: Callable[..., Tensor] | None) -> Iterator[None]:
-    """Within it `top` and `at_least_one` are one launch of `kernel` (`kernels.commit.choose`); None: torch does it.
-
-    A scheduler calls them from inside a step and knows nothing of backends, so the engine says which it is.
-    """
-    token = _kernel.set(kernel)
-    try:
-        yield
-    finally:
-        _kernel.reset(token)
 
 
 def _choice(score: Tensor) -> Callable[..., Tensor] | None:
     """The kernel, where it knows such scores."""
-    kernel = None if torch.compiler.is_compiling() else _kernel.get()  # a compiler makes a kernel of its own
     known = score.dim() == 2 and score.shape[1] <= WIDEST and score.dtype in (torch.float32, torch.float64)
-    return kernel if known else None
+    return launches.kernel("choose") if known else None
 
 
 def numbers(size: int, device: torch.device) -> Tensor:

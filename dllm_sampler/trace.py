@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dllm_sampler import bookkeeping
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -47,9 +48,9 @@ class Recorder:
     def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Take down what one step wrote, by the row's own count of forwards."""
         at = query.positions
-        was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
-        wrote = edit.commit & (was ^ noise)
+        wrote = None
         if self.revises or edit.remask is not None:
+            was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
             writable = ~(before.frozen.gather(1, at) | before.done[:, None])
             wrote = edit.commit & ~noise & writable
             other = edit.commit & (edit.ids != before.ids.gather(1, at))
@@ -57,14 +58,19 @@ class Recorder:
                 other = other | edit.remask
                 self.step_map.scatter_(1, at.masked_fill(~noise, self.empty), -1)
             self.revised |= (other & writable & ~was).any(1)
-        # What was not written goes to the empty slot, whose numbers nobody reads.
-        idle = ~wrote
-        at = at.masked_fill(idle, self.empty)
-        self.step_map.scatter_(1, at, before.step[:, None].masked_fill(idle, -1))
-        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
-        self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
-        if self.entropy is not None and readout.entropy is not None:
-            self.entropy.scatter_(1, at, readout.entropy[:, 0].to(self.entropy.dtype))
+        bookkeeping.note(
+            self.step_map,
+            self.logprob,
+            self.entropy,
+            at,
+            wrote,
+            edit.commit,
+            before.masked,
+            after.masked,
+            before.step,
+            readout.confidence[:, 0] if edit.confidence is None else edit.confidence,
+            None if readout.entropy is None else readout.entropy[:, 0],
+        )
         if edit.end is not None:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)

@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, wraps
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -36,6 +36,22 @@ class LayerKernels:
 
 
 @dataclass(frozen=True)
+class StepKernels:
+    """What a step does beside the model and the readout: `kernels.commit.choose`, the rest as in `bookkeeping`."""
+
+    choose: Callable[..., Tensor]
+    eligible: Callable[..., Tensor]
+    noise: Callable[..., tuple[Tensor, Tensor]]
+    noise_left: Callable[..., Tensor]
+    vouch: Callable[..., tuple[Tensor, Tensor]]
+    write: Callable[..., tuple[Tensor, Tensor]]
+    note: Callable[..., None]
+    advance: Callable[..., tuple[Tensor, ...]]
+    report: Callable[..., Tensor]
+    ended: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
 class Backend:
     """The kernels of one implementation; each has the signature of the function of that name in `kernels.reference`."""
 
@@ -43,11 +59,11 @@ class Backend:
     readout: Callable[..., Statistics]
     head: Callable[..., Statistics]
     commit: Callable[..., Tensor]
-    choose: Callable[..., Tensor]
     layer: LayerKernels | None = None  # None: a layer's modules do it
+    step: StepKernels | None = None  # None: torch does it
 
 
-TORCH = Backend("torch", reference.readout, reference.head, reference.commit, reference.choose)
+TORCH = Backend("torch", reference.readout, reference.head, reference.commit)
 
 
 def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
@@ -127,20 +143,28 @@ def warn(sentence: str) -> None:
 
 @cache
 def _triton() -> Backend:
-    from dllm_sampler.kernels import attention, commit, head, linear, norm, readout, rope, swiglu
+    from dllm_sampler import bookkeeping as plain
+    from dllm_sampler.kernels import attention, bookkeeping, commit, head, linear, norm, readout, rope, swiglu
 
     return Backend(
         "triton",
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
         guarded(commit.commit, reference.commit),
-        guarded(commit.choose, reference.choose),
         LayerKernels(
             guarded(attention.block_attention, attention.attention_reference),
             guarded(linear.linear, linear.linear_reference),
             guarded(norm.norm, norm.norm_reference),
             guarded(rope.qkv_rope, rope.qkv_rope_reference),
             guarded(swiglu.swiglu, swiglu.swiglu_reference),
+        ),
+        StepKernels(
+            guarded(commit.choose, reference.choose),
+            **{
+                one.name: guarded(getattr(bookkeeping, one.name), getattr(plain, one.name).__wrapped__)
+                for one in fields(StepKernels)
+                if one.name != "choose"
+            },
         ),
     )
 

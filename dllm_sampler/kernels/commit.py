@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dllm_sampler.kernels.arguments import flags, lined
 from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
 from dllm_sampler.kernels.statistics import check_rule
 
@@ -124,12 +125,14 @@ def _launch(
     if not committed.numel():
         return committed
     constants, warps = _shape(width)
-    tables = [*into[:2], *map(_lined, (*into[2:], score, eligible, wanted))]
+    tables = [*into[:2], *(None if one is None else lined(one) for one in (*into[2:], score, eligible, wanted))]
     commit_kernel[(batch,)](
-        *map(_bytes, tables),
-        _bytes(None if done is None else done.contiguous()),
-        None if count is None else count.contiguous(),
-        _bytes(committed),
+        *flags(
+            *tables,
+            None if done is None else done.contiguous(),
+            None if count is None else count.contiguous(),
+            committed,
+        ),
         *(0 if table is None else table.stride(0) for table in tables),
         width,
         THRESHOLD=threshold,
@@ -140,16 +143,6 @@ def _launch(
         enable_fp_fusion=True,
     )
     return committed
-
-
-def _bytes(table: Tensor | None) -> Tensor | None:
-    """Flags as a kernel takes them; other tables as they are."""
-    return table.view(torch.uint8) if table is not None and table.dtype == torch.bool else table
-
-
-def _lined(table: Tensor | None) -> Tensor | None:
-    """With neighbours of a row together in memory."""
-    return table if table is None or table.stride(1) == 1 else table.contiguous()
 
 
 def _shape(width: int) -> tuple[dict[str, int], int]:

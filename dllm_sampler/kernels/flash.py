@@ -27,6 +27,18 @@ def _attend(query, key, value, allowed, scale, peak, total, acc):
 
 
 @triton.jit
+def _allowed(live, seen, ahead, own, grid, mask, line, mask_m, column):
+    """Which queries (`live`, in blocks `own`) attend to which columns (`seen`, so far `ahead` of the first one)."""
+    allowed = live[:, None] & seen[None]
+    if grid is not None:
+        allowed = allowed & (ahead[None] < (own[:, None] + 1) * grid)
+    if mask is not None:
+        shown = tl.load(mask + line[:, None] * mask_m + column[None], mask=allowed, other=0)
+        allowed = allowed & (shown != 0)
+    return allowed
+
+
+@triton.jit
 def attention_kernel(
     q, k, v, keys, values, positions, begin, limit, overwritten, mask, tree, out, peaks, totals,
     rows, width, columns, q_row, q_m, k_row, k_m, v_row, v_m, mask_row, mask_m, tree_row, tree_m, grid, share, scale,
@@ -94,12 +106,8 @@ def attention_kernel(
             seen = column < end
             if overwritten is not None:
                 seen = seen & (tl.load(overwritten + b * columns + column, mask=seen, other=1) == 0)
-            allowed = live[:, None] & seen[None]
-            if grid is not None:
-                allowed = allowed & ((column - low)[None] < (own[:, None] + 1) * grid)
+            allowed = _allowed(live, seen, column - low, own, grid, mask, m % width, mask_m, column)
             if mask is not None:
-                shown = tl.load(mask + (m % width)[:, None] * mask_m + column[None], mask=allowed, other=0)
-                allowed = allowed & (shown != 0)
                 seen = tl.max(allowed.to(tl.int32), 0) > 0
             slot = column[:, None] * (HKV * DH) + d[None]
             inside = seen[:, None] & (d[None] < DH)
@@ -112,12 +120,7 @@ def attention_kernel(
             j = t * BLOCK_N + tl.arange(0, BLOCK_N)
             column = tl.load(positions + b * width + j % width, mask=j < rows, other=columns - 1).to(tl.int32)
             seen = (column >= low) & (column < high)
-            allowed = live[:, None] & seen[None]
-            if grid is not None:
-                allowed = allowed & ((column - low)[None] < (own[:, None] + 1) * grid)
-            if mask is not None:
-                shown = tl.load(mask + (m % width)[:, None] * mask_m + column[None], mask=allowed, other=0)
-                allowed = allowed & (shown != 0)
+            allowed = _allowed(live, seen, column - low, own, grid, mask, m % width, mask_m, column)
             if tree is not None:
                 shown = tl.load(tree + m[:, None] * tree_m + j[None], mask=allowed, other=0)
                 allowed = allowed & (shown != 0)

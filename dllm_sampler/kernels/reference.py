@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler import launches, select
 from dllm_sampler import readout as readouts
-from dllm_sampler import select
 from dllm_sampler.kernels.statistics import Statistics, Then, check, check_rule
 from dllm_sampler.noise import token_noise
 
@@ -98,7 +98,7 @@ def head(
 def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, count: Tensor | None = None) -> Tensor:
     """See `kernels.commit.choose`."""
     check_rule(wanted, count)
-    with select.by(None):
+    with launches.by(None):
         if count is None:
             assert wanted is not None
             return select.at_least_one(wanted, score, eligible)

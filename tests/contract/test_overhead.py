@@ -39,6 +39,17 @@ STEPS = {
 }
 
 
+# The same where the engine has kernels, each of which is one launch.
+LAUNCHES = {
+    ("threshold", "none", "prefix"): 26,
+    ("threshold", "dual", "prefix"): 35,
+    ("threshold", "dual", "none"): 28,
+    ("fixed", "dual", "prefix"): 43,
+    ("fixed", "dual", "none"): 35,
+    ("klass", "dual", "prefix"): 95,
+}
+
+
 @pytest.fixture(scope="module")
 def bench() -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -68,6 +79,12 @@ def test_a_step_takes_few_operations(plugins: tuple[str, str, str], bench: Any) 
     step = import_module("step_operations")
     found = step.operations(*plugins)
     assert step.outside(found) - found["readout"] == STEPS[plugins]
+
+
+@pytest.mark.parametrize("plugins", LAUNCHES, ids="-".join)
+def test_a_step_takes_few_launches(plugins: tuple[str, str, str], bench: Any) -> None:
+    step = import_module("step_operations")
+    assert step.outside(step.operations(*plugins, backend="triton")) == LAUNCHES[plugins]
 
 
 def test_the_table_of_operations(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ pytestmark = [
 
 from dllm_sampler.kernels import commit, head, readout, reference  # noqa: E402
 from dllm_sampler.kernels.backend import select  # noqa: E402
+from tests.kernels import bookkeeping_checks  # noqa: E402
 from tests.kernels import readout_checks as checks  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,6 +67,15 @@ def test_commit_as_select(dtype: torch.dtype, rows: int, width: int, length: int
         checks.commit_like_select(commit.commit, "cuda", **problem, threshold=0.6)
         count = torch.randint(0, width + 2, (rows,), generator=checks.seeded(seed))
         checks.commit_like_select(commit.commit, "cuda", **problem, count=count)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 1), (1, 1056, 32), (7, 40, 12), (64, 3000, 256), (2, 5000, 1100)])
+def test_bookkeeping_as_torch(size: tuple[int, int, int]) -> None:
+    for seed in range(3):
+        it = bookkeeping_checks.Scene(*size, seed, "cuda")
+        bookkeeping_checks.everything(it)
+        bookkeeping_checks.notes(it, torch.float64)
+    bookkeeping_checks.moves(bookkeeping_checks.Scene(1100, 3, 2, 0, "cuda"))
 
 
 def test_nothing_waits_for_the_device() -> None:

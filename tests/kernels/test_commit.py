@@ -1,6 +1,7 @@
 """The commit kernel against `select` and `Canvas.apply`: ties, fillers, finished rows, scores that are no numbers."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import select
+from dllm_sampler import launches, select
 from dllm_sampler.canvas import Edit, Query
 from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.kernels import backend, commit, reference
@@ -53,7 +54,7 @@ def chosen_alike(score: torch.Tensor, eligible: torch.Tensor, wanted: torch.Tens
     for it in (commit.choose, reference.choose):
         assert torch.equal(it(score, eligible, wanted=wanted), led)
         assert torch.equal(it(score, eligible, count=count), counted)
-    with select.by(commit.choose):
+    with launches.by(commit):
         assert torch.equal(select.at_least_one(wanted, score, eligible), led)
         assert torch.equal(select.top(score, eligible, count), counted)
 
@@ -82,7 +83,7 @@ def test_what_the_kernel_does_not_know_is_torchs() -> None:
         raise AssertionError("the kernel was asked")
 
     count = torch.ones(1, dtype=torch.long)
-    with select.by(never):
+    with launches.by(SimpleNamespace(choose=never)):
         for score in (torch.rand(1, select.WIDEST + 1), torch.rand(1, 4).half()):
             assert int(select.top(score, torch.ones_like(score, dtype=torch.bool), count).sum()) == 1
         with pytest.raises(AssertionError, match="was asked"):
@@ -95,7 +96,7 @@ def test_a_kernel_that_cannot_run_is_torch_from_then_on() -> None:
 
     score, all_of = torch.rand(2, 4), torch.ones(2, 4, dtype=torch.bool)
     expected = select.top(score, all_of, torch.tensor([1, 2]))
-    with select.by(backend.guarded(fails, reference.choose)):
+    with launches.by(SimpleNamespace(choose=backend.guarded(fails, reference.choose))):
         with pytest.warns(FallbackWarning, match="cannot run"):
             assert torch.equal(select.top(score, all_of, torch.tensor([1, 2])), expected)
         assert torch.equal(select.top(score, all_of, torch.tensor([1, 2])), expected)

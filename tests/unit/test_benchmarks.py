@@ -72,7 +72,7 @@ def test_kernels_without_a_gpu_are_not_reported(
     assert import_module("kernels").main(["--smoke", "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert {row["name"].split()[0] for row in found["rows"]} == {
-        "readout", "head", "commit", "attention", "norm", "qkv_rope", "linear", "swiglu"
+        "readout", "head", "commit", "bookkeeping", "attention", "norm", "qkv_rope", "linear", "swiglu"
     }  # fmt: skip
     assert all(row["reference"] and not row["kernel"] and not row["ratios"] for row in found["rows"])
     assert found["about"]["device"].startswith("CPU")

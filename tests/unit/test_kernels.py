@@ -185,6 +185,7 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
     names = (  # one of each family
         "attention LLaDA-8B bf16 Dh=128 rows=16 range split", "choose count fp32 Q=32",
         "head bf16 V=126464 16 rows greedy", "linear int8 bf16 4608 x 3584 32 rows", "norm bf16 D=2048 add",
+        "bookkeeping noise Q=32", "bookkeeping write Q=32", "bookkeeping note Q=32", "bookkeeping report B=64",
         "qkv_rope SDAR-8B bf16 slots", "readout bf16 V=126464 greedy one row", "swiglu bf16",
     )  # fmt: skip
     only = [f"--only={name}" for name in names]

@@ -23,15 +23,33 @@ from triton.compiler.compiler import ir, make_backend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from dllm_sampler.kernels import attention, commit, flash, head, linear, norm, partial, readout, rope, swiglu
+from dllm_sampler.kernels import (
+    attention,
+    bookkeeping,
+    commit,
+    flash,
+    head,
+    linear,
+    norm,
+    partial,
+    readout,
+    rope,
+    rows,
+    swiglu,
+)  # fmt: skip
 from dllm_sampler.kernels.statistics import Then
+from tests.kernels import bookkeeping_checks
 
+BOOKKEEPING = {
+    f"rows.{name}_kernel" for name in ("eligible", "noise", "noise_left", "vouch", "write", "note", "advance", "report")
+}
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
     flash.attention_kernel, flash.combine_kernel, commit.commit_kernel, head.head_kernel, linear.linear_kernel,
     linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel,
-    swiglu.swiglu_kernel,
+    swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel, rows.vouch_kernel,
+    rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
 )  # fmt: skip
 
 
@@ -104,6 +122,31 @@ def commits(rows: int) -> None:
         commit.choose(score, may, wanted=may)
 
 
+def bookkeepings(rows: int) -> None:
+    for columns, width in ((1, 1), (40, 17)):
+        it = bookkeeping_checks.Scene(rows, columns, width, 0)
+        block = it.start, it.stop
+        bookkeeping.eligible(it.masked, it.positions, *block)
+        bookkeeping.noise(it.ids, it.masked, *block, width)
+        left = bookkeeping.noise_left(it.masked, *block)
+        asked = it.positions, *block, it.done, it.step, it.bad, it.confidence, it.commit, it.token
+        bookkeeping.vouch(it.masked, *asked)
+        bookkeeping.vouch(it.masked, *asked, 7)
+        for remask in (None, it.remask):
+            bookkeeping.write(it.ids, it.masked, it.frozen, it.done, it.positions, it.token, it.commit, remask)
+        precise, step_map = torch.zeros(it.ids.shape), torch.zeros_like(it.ids)
+        sure = it.confidence[:, 0]
+        for wrote, entropy in ((None, None), (it.commit, precise)):
+            was = it.commit, it.masked, it.masked, it.step, sure
+            bookkeeping.note(step_map, precise, entropy, it.positions, wrote, *was, None if entropy is None else sure)
+        for finish, grid in ((None, None), (it.finish, 1)):
+            moving = it.age, it.step, it.done, it.closed
+            bookkeeping.advance(*block, it.begin, it.end, *moving, finish, 1, grid)
+        for certain in ((), (left, left, left, left, None)):
+            bookkeeping.report(left, *block, it.begin, it.end, it.age, it.done, it.bad, *certain)
+        bookkeeping.ended(it.done, it.bad)
+
+
 def attentions(rows: int) -> None:
     """A row of `rows` positions; one of them is one line of one head in the kernel that adds parts up."""
     q = torch.randn(1, rows, 1, 16)
@@ -143,6 +186,7 @@ def layers(rows: int) -> None:
     [
         (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
         (commits, {"commit.commit_kernel"}),
+        (bookkeepings, BOOKKEEPING),
         (attentions, {"flash.attention_kernel", "flash.combine_kernel"}),
         (linears, {"linear.linear_kernel", "linear.sum_kernel"}),
         (layers, {"norm.norm_kernel", "swiglu.swiglu_kernel", "rope.qkv_kernel"}),
