@@ -117,7 +117,7 @@ class Found:
 
 
 def read(canvas: Canvas, measured: list[int], hides: bool, shrinks: bool = True) -> Found:
-    """What `measure`, or `ended`, found.
+    """What `measure`, or `bookkeeping.ended`, found.
 
     Args:
         hides: the scheduler has a horizon.

@@ -53,7 +53,7 @@ class StepKernels:
 
 @dataclass(frozen=True)
 class Backend:
-    """The kernels of one implementation; each has the signature of the function of that name in `kernels.reference`."""
+    """The kernels of one implementation; the first three have the signatures of those in `kernels.reference`."""
 
     name: Literal["triton", "torch"]
     readout: Callable[..., Statistics]

@@ -24,7 +24,8 @@ from dllm_sampler.kernels.rows import (
     write_kernel,
 )
 
-MOST = 1024  # columns, positions or rows that a program looks at at once
+MOST = 1024  # columns, positions or rows that a program looks at at once, at most
+BLOCK = 256  # columns of a block, which is as wide as it is however little noise is left in it
 
 
 def eligible(masked: Tensor, positions: Tensor, start: Tensor, stop: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def noise(ids: Tensor, masked: Tensor, start: Tensor, stop: Tensor, width: int) 
     ids, masked = lined(ids), lined(masked)
     noise_kernel[batch,](
         *flags(ids, masked, start.contiguous(), stop.contiguous(), positions, tokens),
-        ids.stride(0), masked.stride(0), columns - 1, width, **_options(_block(width)),
+        ids.stride(0), masked.stride(0), columns - 1, width, **_options(BLOCK),
     )  # fmt: skip
     return positions, tokens
 
@@ -55,7 +56,7 @@ def noise_left(masked: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     """See `bookkeeping.noise_left`."""
     out, masked = torch.empty_like(start, memory_format=torch.contiguous_format), lined(masked)
     noise_left_kernel[len(out),](
-        *flags(masked, start.contiguous(), stop.contiguous(), out), masked.stride(0), **_options(256)
+        *flags(masked, start.contiguous(), stop.contiguous(), out), masked.stride(0), **_options(BLOCK)
     )
     return out
 
@@ -128,6 +129,7 @@ def note(
 ) -> None:
     """See `bookkeeping.note`; `step_map`, `logprob` and `entropy` are contiguous."""
     batch, width = positions.shape
+    assert step_map.is_contiguous() and logprob.is_contiguous()
     entropy, unsure = (None, None) if entropy is None or unsure is None else (entropy, lined(unsure))
     positions, commit, was, noise, sure = map(lined, (positions, commit, was, noise, sure))
     wrote = None if wrote is None else lined(wrote)
@@ -205,7 +207,8 @@ def _report(out: Tensor, *of_rows: Tensor | None) -> Tensor:
 
 
 def _block(size: int) -> int:
-    return min(MOST, max(2, next_power_of_2(size)))
+    """As many as there are; no fewer than a warp or two have, for each size is another binary."""
+    return min(MOST, max(64, next_power_of_2(size)))
 
 
 def _options(block: int) -> dict[str, Any]:
@@ -236,12 +239,12 @@ def _configuration(name: str, kernel: Any, size: int, absent: str = "", **consta
 REST = "count limit lasts least later"
 CONFIGURATIONS = [
     *(_configuration(f"eligible Q={width}", eligible_kernel, width) for width in (32, 1024)),
-    *(_configuration(f"noise Q={width}", noise_kernel, width) for width in (32, 1024)),
-    _configuration("noise left", noise_left_kernel, 256),
+    _configuration("noise Q=32", noise_kernel, BLOCK),
+    _configuration("noise left", noise_left_kernel, BLOCK),
     *(_configuration(f"vouch Q={width}", vouch_kernel, width, "token", FORBIDDEN=None) for width in (32, 1024)),
     _configuration("vouch one hypothesis Q=32", vouch_kernel, 32, FORBIDDEN=126336, candidates=1),
-    *(_configuration(f"write Q={width}", write_kernel, MOST, "remask", QUERY=width) for width in (32, 1024)),
-    _configuration("write remask Q=32", write_kernel, MOST, QUERY=32),
+    *(_configuration(f"write Q={width}", write_kernel, MOST, "remask", QUERY=_block(width)) for width in (32, 1024)),
+    _configuration("write remask Q=32", write_kernel, MOST, QUERY=_block(32)),
     _configuration("note Q=32", note_kernel, 32, "entropy unsure wrote"),
     _configuration("note Q=1024 entropy", note_kernel, 1024, "commit was noise"),
     _configuration("advance B=64", advance_kernel, 64, "finish grid"),

@@ -183,7 +183,7 @@ def advance_kernel(
 
 @triton.jit
 def _most(best, numbers, live, NONE: tl.constexpr):
-    return tl.maximum(best, tl.max(tl.where(live, numbers, NONE), 0))
+    return tl.maximum(best, tl.max(tl.where(live, numbers.to(tl.int64), NONE), 0))
 
 
 @triton.jit

@@ -48,7 +48,6 @@ class Scene:
         self.positions[:, -1] = columns
         self.token = below(90, batch, width)
         self.commit, self.remask = chance(0.5, batch, width), chance(0.2, batch, width)
-        self.remask &= ~self.commit
         self.confidence = torch.rand(batch, 2, width, generator=of, dtype=torch.float64)
         self.confidence[chance(0.05, batch, 2, width)] = torch.nan
         self.closed, self.finish = chance(0.5, batch), chance(0.3, batch)

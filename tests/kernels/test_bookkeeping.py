@@ -32,6 +32,22 @@ def test_any_scene(batch: int, columns: int, width: int, seed: int) -> None:
     checks.everything(checks.Scene(batch, columns, width, seed))
 
 
+def test_who_is_bad() -> None:
+    """Said in numbers: any hypothesis counts, but only at noise that was asked about, and not of a row that is done."""
+    nan, masked = torch.nan, torch.tensor([[True, True, False, True, False]]).repeat(5, 1)
+    confidence = torch.full((5, 2, 3), 0.5, dtype=torch.float64)
+    for row, candidate, place in ((0, 1, 1), (1, 1, 2), (2, 0, 0), (3, 1, 0), (4, 0, 2)):
+        confidence[row, candidate, place] = nan
+    positions = torch.tensor([[0, 1, 2]]).repeat(5, 1)  # the last of which is no noise
+    block = torch.zeros(5, dtype=torch.long), torch.tensor([4, 4, 4, 4, 3])
+    done, step = torch.tensor([False, False, True, False, False]), torch.arange(10, 15)
+    bad, commit = torch.tensor([0, 0, 0, 3, 0]), torch.ones(5, 3, dtype=torch.bool)
+    for it in (plain, fused):
+        found, may = it.vouch(masked, positions, *block, done, step, bad, confidence, commit, positions)
+        assert found.tolist() == [11, 0, 0, 3, 0]
+        assert may.any(1).tolist() == may.all(1).tolist() == [False, True, True, False, True]
+
+
 def test_the_least_noise_comes_first() -> None:
     """Said in numbers: a block of five, noise at three of its columns, asked for two and for four."""
     ids, masked = torch.arange(10)[None] * 10, torch.zeros(1, 10, dtype=torch.bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Sampler, config
+from dllm_sampler import Sampler, config, launches, layout
 from dllm_sampler.errors import UserError
+from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.loop import Engine
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.noise import CounterNoise
 from tests import toys
 
 CPU = torch.device("cpu")
@@ -235,16 +239,47 @@ def test_any_schedulers_bookkeeping(scheduler: str, monkeypatch: pytest.MonkeyPa
     kernels = replace(backend.TORCH, name="triton", step=backend._triton().step)
     monkeypatch.setattr(backend, "_triton", lambda: kernels)
     plugins: dict[str, Any] = {"scheduler": scheduler, "blocks": {"name": "fixed", "length": 2}, "temperature": 0.9}
+    compared = False
     for kind, stop in (("none", "truncate"), ("dual", "prefix")):
         it = denoiser("gqa")
         try:
-            samplers = [Sampler(it, backend=name, cache=kind, stop=stop, **plugins) for name in ("triton", "torch")]
+            torchs = Sampler(it, backend="torch", cache=kind, stop=stop, **plugins)
         except UserError:  # no such pair
             continue
-        ours, theirs = (sampler.generate(PROMPTS, max_new_tokens=4, seed=3) for sampler in samplers)
+        tritons = Sampler(it, backend="triton", cache=kind, stop=stop, **plugins)
+        ours, theirs = (sampler.generate(PROMPTS, max_new_tokens=4, seed=3) for sampler in (tritons, torchs))
+        compared = True
         for name in ("ids", "step_map", "gone", "nfe", "rows", "end", "revised"):
             assert torch.equal(getattr(ours.trace, name), getattr(theirs.trace, name)), (kind, stop, name)
         torch.testing.assert_close(ours.trace.logprob, theirs.trace.logprob, rtol=2e-7, atol=0)
+    assert compared
+
+
+class InTheirPlaces(StaticEngine):
+    """Makes every step in place, as one that is recorded, and records none."""
+
+    def _recorded(self, state: Any, record: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("scheduler", "kind", "stop"), [("threshold", "dual", "prefix"), ("fixed", "dual", "none")])
+def test_bookkeeping_of_steps_in_place(scheduler: str, kind: str, stop: str) -> None:
+    it = denoiser("gqa")
+    p = Sampler(it, scheduler=scheduler, cache=kind, stop=stop, blocks={"name": "fixed", "length": 3}).plugins
+    kernels = replace(backend.TORCH, name="triton", step=backend._triton().step)
+    ours = InTheirPlaces(it, p, 1, kernels, record=lambda run: run)
+    canvas = layout.canvas(PROMPTS, 7, [0, 1], it.spec, p.blocks, CounterNoise(), p.stop.cuts)
+    found, expected = ([*engine.run(canvas, 20)][-1] for engine in (ours, Engine(it, p, 1)))
+    for name in ("ids", "masked", "step", "done", "nfe", "rows"):
+        assert torch.equal(getattr(found.canvas, name), getattr(expected.canvas, name)), name
+    assert torch.equal(found.recorder.step_map[:, :-1], expected.recorder.step_map[:, :-1])
+
+
+def test_who_does_the_work_ends_with_the_step() -> None:
+    with suppress(ZeroDivisionError), launches.by(backend._triton().step):
+        assert launches.kernel("write") is not None
+        raise ZeroDivisionError
+    assert launches.kernel("write") is None
 
 
 def test_float64_stays_with_torch() -> None:
