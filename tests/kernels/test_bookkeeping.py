@@ -26,7 +26,7 @@ def test_more_rows_than_a_program_has() -> None:
     checks.moves(checks.Scene(1100, 3, 2, 0))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31))
 def test_any_scene(batch: int, columns: int, width: int, seed: int) -> None:
     checks.everything(checks.Scene(batch, columns, width, seed))
