@@ -5,10 +5,10 @@
     python benchmarks/step_operations.py --backend triton
 
 Counted on a CPU in a step in the middle of a block, as a recorded step makes it (`graphs.py`). Views are not counted,
-and a GPU may take several launches for one operation (a sort, say). `readout` is torch's, which a kernel may replace;
-with `--backend triton` it is not counted and what has a kernel is one operation, a launch of it;
-`measure` is what the host asks for where the schedule does not fix the next sizes, `home` the copies that bring a
-step's outcome to its place. The counts are the same on every machine: `tests/contract/test_overhead.py` holds them.
+and a GPU may take several launches for one operation (a sort, say). `readout` is torch's, which a kernel may replace:
+it is not counted with `--backend triton`, where all that has a kernel is one operation, its launch. `measure` is what
+the host asks for where the schedule does not fix the next sizes, `home` the copies that bring a step's outcome to its
+place. The counts are the same on every machine: `tests/contract/test_overhead.py` holds them.
 """
 
 from __future__ import annotations
