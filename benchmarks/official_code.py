@@ -8,6 +8,7 @@ be predicted, here as in our sampler.
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ def load(file: str | Path) -> Callable[..., Tensor]:
     if not file.is_file() or found is None or found.loader is None:
         raise UserError(f"there is no Python file {file}: it should be generate.py of a clone of LLaDA")
     module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # a dataclass looks for its module there
     try:
         found.loader.exec_module(module)
     except Exception as error:

@@ -286,6 +286,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if not dense:
             it.error(f"--int8 is for dense models, not for {','.join(options.models)}: experts stay as they are")
         options.models = dense
+    if max(options.windows) > options.slots:
+        it.error(f"--windows: {max(options.windows)} columns do not lie in --slots {options.slots}")
     options.work = Work(slots=options.slots, dtype=options.dtype, fused_head=options.fused_head, int8=options.int8)
     return options
 

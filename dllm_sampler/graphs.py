@@ -29,7 +29,6 @@ from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Denoiser
 
-COLUMNS = 32  # computed and seen columns are rounded up to a multiple of it: fewer sizes, fewer recordings
 Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
 
 
@@ -257,8 +256,9 @@ class StaticEngine(Engine):
         """Sizes that are large enough and fewer: a recording is good for one."""
         sizes, most = canvas.sizes, self.plugins.blocks.lookahead(canvas.length - canvas.origin)
 
-        def up(size: int) -> int:
-            return min(canvas.length, -(-size // COLUMNS) * COLUMNS)
+        def up(size: int) -> int:  # eight sizes from one power of two to the next: no more than an eighth in vain
+            step = (1 << max(3, size.bit_length() - 1)) // 8
+            return min(canvas.length, -(-size // step) * step)
 
         return replace(
             sizes,

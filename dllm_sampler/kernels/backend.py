@@ -21,6 +21,8 @@ from dllm_sampler.kernels.statistics import Statistics
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = Literal["auto", "triton", "torch"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Words of errors of the device, which torch would meet as well.
+LOST = ("illegal", "misaligned", "out of memory", "launch failure", "device-side assert", "timed out", "ECC")
 CAPABILITY = (8, 0)  # what the kernels are compiled and written for; older GPUs have no bfloat16
 
 
@@ -213,6 +215,7 @@ def replaceable(error: Exception) -> bool:
         return False
     if isinstance(error, (TritonError, subprocess.CalledProcessError)):  # the latter: the C compiler, for a launcher
         return True
-    return type(error) is RuntimeError and str(error).startswith(
-        ("PassManager::run failed", "Triton Error [", "AMD LLVM")
-    )
+    said = str(error)
+    if type(error) is not RuntimeError or any(word in said for word in LOST):
+        return False
+    return said.startswith(("PassManager::run failed", "Triton Error [", "AMD LLVM", "Failed to find C compiler"))

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dllm_sampler import Commits, Result, Sampler, UserError
+from dllm_sampler import Commits, Result, Sampler, UserError, layout
 from dllm_sampler.buffers import Step, walk
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.errors import NotFiniteError
@@ -386,3 +386,18 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
                 same(it.generate(toys.PROMPTS[:2], max_new_tokens=12), expected)
     with pytest.raises(UserError, match=r"carry\.1 is a Generator, and nobody knows what it keeps"):
         walk((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
+
+
+def test_a_step_in_place_computes_few_columns_in_vain() -> None:
+    """Sizes are rounded, so that there are fewer recordings: by an eighth at most, and common windows not at all."""
+    p = toys.sampler(cache="dual").plugins
+    spec = toys.denoiser().spec
+    engine = StaticEngine(toys.denoiser(), p, 1, record=lambda run: run)
+    canvas = layout.canvas([[5]], 2000, [0], spec, p.blocks, CounterNoise(), p.stop.cuts)
+    found = []
+    for computed in range(1, 1025):
+        sizes = replace(canvas.sizes, computed=computed, whole=False)
+        found.append(engine._rounded(replace(canvas, sizes=sizes)).computed)
+        assert computed <= found[-1] <= computed * 9 / 8
+        assert found[-1] == computed or computed not in (*range(1, 17), 24, 32, 48, 64, 96, 128, 256)
+    assert len(set(found)) == 16 + 6 * 8

@@ -4,9 +4,19 @@ import warnings
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from dllm_sampler.errors import FallbackWarning
 from dllm_sampler.kernels import backend
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """What a kernel is to write is NaN before, or the largest integer: what it leaves out shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(autouse=True)

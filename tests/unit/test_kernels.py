@@ -112,10 +112,11 @@ def failures() -> list[Exception]:
         RuntimeError("AMD LLVM 1234: no such register"),
         RuntimeError("Triton Error [CUDA]: invalid argument"),
         subprocess.CalledProcessError(1, ["gcc"]),
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
     ]
 
 
-@pytest.mark.parametrize("which", range(5))
+@pytest.mark.parametrize("which", range(7))
 def test_a_kernel_that_does_not_launch_is_replaced_for_good(which: int) -> None:
     calls = []
 
@@ -140,6 +141,8 @@ def test_a_kernel_that_does_not_launch_is_replaced_for_good(which: int) -> None:
     "error",
     [
         RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         torch.AcceleratorError("CUDA error: device-side assert triggered", 710),
         torch.OutOfMemoryError("CUDA out of memory"),
         AssertionError("neither fresh keys nor stored ones"),
