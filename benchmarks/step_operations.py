@@ -61,8 +61,8 @@ class Operations(TorchDispatchMode):
         self.found[self.part[-1]] += not (func.is_view or self.silent)
         return func(*args, **(kwargs or {}))
 
-    def once(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, counted as one operation."""
+    def counts(self, run: Callable[..., Any], number: int = 1) -> Callable[..., Any]:
+        """The same function, counted as `number` operations."""
 
         @wraps(run)
         def launch(*args: Any, **options: Any) -> Any:
@@ -72,15 +72,19 @@ class Operations(TorchDispatchMode):
                     return run(*args, **options)
             finally:
                 self.silent = before
-                self.found[self.part[-1]] += not before
+                self.found[self.part[-1]] += 0 if before else number
 
         return launch
 
     def kernels(self) -> Backend:
         """Triton's backend as it counts: torch's functions in place of its kernels."""
-        plain = {one.name: getattr(bookkeeping, one.name, reference.choose) for one in fields(StepKernels)}
-        plain = {name: getattr(function, "__wrapped__", function) for name, function in plain.items()}
-        return replace(TORCH, step=StepKernels(**{name: self.once(one) for name, one in plain.items()}))
+        others = {
+            "choose": self.counts(reference.choose),
+            "drift": self.counts(launches.torchs(readout.drift), 2),
+        }
+        names = [one.name for one in fields(StepKernels) if one.name not in others]
+        plain = {name: self.counts(launches.torchs(getattr(bookkeeping, name))) for name in names}
+        return replace(TORCH, name="triton", step=StepKernels(**others, **plain))
 
     def under(self, part: str, run: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, whose operations count for `part`; the model never counts for another."""

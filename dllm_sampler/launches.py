@@ -40,3 +40,8 @@ def launched(plain: Function) -> Function:
         return (kernel(plain.__name__) or plain)(*args, **kwargs)
 
     return cast(Function, call)
+
+
+def torchs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a `launched` function is in torch."""
+    return cast(Any, function).__wrapped__

@@ -13,6 +13,7 @@ from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
+from dllm_sampler.readout import FIELDS
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.stored import StorePass
@@ -112,6 +113,13 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
         UserError: naming both sides and the way out.
     """
     plugins.cache.refuse_live()
+    for plugin in (plugins.scheduler, plugins.blocks, plugins.stop):
+        unknown = sorted(plugin.needs - FIELDS)
+        if unknown:
+            raise UserError(
+                f"{type(plugin).__name__} needs {', '.join(unknown)}, which no readout has: there are"
+                f" {', '.join(sorted(FIELDS))}"
+            )
     if plugins.cache.stores and not spec.cacheable:
         raise UserError(
             f"cache={type(plugins.cache).__name__} cannot serve this model, whose forward computes whole rows only:"

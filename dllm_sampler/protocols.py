@@ -143,7 +143,10 @@ class PlugIn:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `Readout` it wants beyond token and confidence; no more is computed."""
+        """Fields of `Readout` it wants beyond token and confidence; no more is computed.
+
+        `law`: whole predictions in the form that is at hand, for `readout.Law.of`.
+        """
         return frozenset()
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.guides.truncation import Temperature
+from dllm_sampler.launches import launched
 from dllm_sampler.noise import TOKENS, CounterNoise, key
 from dllm_sampler.protocols import Denoiser, Guide, ModelSpec
 
@@ -20,6 +21,30 @@ TILE = 64  # divides the padded vocabularies of published checkpoints
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # what the kernels know beside confidence
+STORED = frozenset({"logits", "law"})  # what they know too where logits are stored
+FIELDS = frozenset(one.name for one in fields(Readout)) | {"law"}  # what a plug-in may want (`PlugIn.needs`)
+
+
+class Law(NamedTuple):
+    """Whole predictions in the form that a readout has at hand (`needs` of `law`), to compare later ones with."""
+
+    table: Tensor  # [B, Q, V] probabilities, or logits
+    norm: Tensor | None  # [B, Q] the logits' logsumexp; None: they are probabilities
+
+    @staticmethod
+    def of(readout: Readout) -> Law:
+        """That of candidate 0."""
+        if readout.probabilities is not None:
+            return Law(readout.probabilities[:, 0], None)
+        assert readout.logits is not None and readout.logsumexp is not None
+        return Law(readout.logits[:, 0], readout.logsumexp[:, 0])
+
+    def drift(self, then: Law, index: Tensor, precise: bool) -> Tensor:
+        """`[B, Q]` KL in nats from the rows `index [B, Q]`, counted over the batch, of `then`; see `divergence`."""
+        now, old, at = self.table.flatten(0, 1), then.table.flatten(0, 1), index.flatten()
+        if self.norm is None or then.norm is None:
+            return divergence(now, old, at, precise).view_as(index)
+        return drift(now, old, then.norm.flatten(), at).view_as(index)
 
 
 def predict(
@@ -36,20 +61,26 @@ def predict(
     """What hidden states `[B, K, Q, D]` say: the head's logits and `read`, on kernels where the rule is plain enough.
 
     kernels: None, or torch's: `read` does it. Triton's know a greedy choice or a draw at one temperature, counted
-        noise, and `MEASURED`; where the head is a plain product too (`head_weight`), they store no logits at all.
+        noise, `MEASURED` and `STORED`; where the head is a plain product too (`head_weight`) and nobody wants the
+        latter, they store no logits at all.
     """
     plain = kernels is not None and kernels.name == "triton"
     rule = _rule(canvas, query, spec, guides, needs, allow_mask) if plain else None
     if kernels is None or rule is None:
         return read(denoiser.head(hidden), hidden, canvas, query, spec, guides, needs, allow_mask)
     rows = hidden.flatten(0, 2)  # [B*K*Q, D]
-    weight = joined(denoiser, rows)
-    if weight is not None:
-        found = kernels.head(rows, weight, **rule)
-    else:
-        found = kernels.readout(denoiser.head(hidden).flatten(0, 2), **rule)
     batch, candidates, width = query.ids.shape
-    return found.readout((batch, candidates, width), needs)
+    shape, stored = (batch, candidates, width), bool(needs & STORED)
+    weight = None if stored else joined(denoiser, rows)
+    if weight is not None:
+        return kernels.head(rows, weight, **rule).readout(shape, needs)
+    logits = denoiser.head(hidden)
+    seen = kernels.readout(logits.flatten(0, 2), **rule)
+    if not stored:
+        return seen.readout(shape, needs)
+    if rule["mask_id"] is not None:
+        logits[..., rule["mask_id"]] = -torch.inf
+    return replace(seen.readout(shape, needs | {"logsumexp"}), logits=logits)
 
 
 def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
@@ -68,7 +99,7 @@ def _rule(
 ) -> dict[str, Any] | None:
     """The arguments that make a kernel choose and measure as `read` would; None: it cannot."""
     at = [guide for guide in guides if not (type(guide) is Temperature and guide.value == 0)]
-    if not needs <= MEASURED or len(at) > 1:
+    if not needs <= MEASURED | STORED or len(at) > 1:
         return None
     rule: dict[str, Any] = {"mask_id": None if allow_mask else spec.mask_id}
     if "current" in needs:
@@ -76,6 +107,8 @@ def _rule(
     if at:
         guide = at[0]
         if type(guide) is not Temperature or type(canvas.noise) is not CounterNoise:
+            return None
+        if needs & STORED and guide.measures:  # tempered logits are stored nowhere
             return None
         steps = [canvas] if query.step is None else [replace(canvas, step=step) for step in query.step.unbind(1)]
         keys = torch.stack([key(one, query.positions, TOKENS) for one in steps], 1)  # [B, 1|K, Q]
@@ -134,7 +167,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
     kept = logits if needs & {"logits", "raw"} else None
-    held = "probabilities" in needs
+    held = bool(needs & {"probabilities", "law"})
     present = logits.gather(-1, current[..., None])[..., 0] if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None
     peak = logits.amax(-1) if needs & {"current", "logsumexp"} else None
@@ -204,6 +237,14 @@ def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) 
         old = old.add_(TINY)
         parts.append((part + TINY).div_(old).log_().mul_(part).sum(-1))
     return torch.cat(parts)
+
+
+@launched
+def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
+    """`divergence` of logits `now [N, V]` from `then [M, V]`, whose logsumexp is `norm [M]`."""
+    precise = torch.promote_types(now.dtype, torch.float32)
+    old = (then.to(precise) - norm[:, None].to(precise)).exp_()
+    return divergence(torch.softmax(now, -1, dtype=precise), old, index).double()
 
 
 def _rows(table: Tensor) -> int:

@@ -39,9 +39,10 @@ class LayerKernels:
 
 @dataclass(frozen=True)
 class StepKernels:
-    """What a step does beside the model and the readout: `kernels.commit.choose`, the rest as in `bookkeeping`."""
+    """What a step does beside the model: `kernels.commit.choose`, `readout.drift`, the rest as in `bookkeeping`."""
 
     choose: Callable[..., Tensor]
+    drift: Callable[..., Tensor]
     eligible: Callable[..., Tensor]
     noise: Callable[..., tuple[Tensor, Tensor]]
     noise_left: Callable[..., Tensor]
@@ -146,6 +147,8 @@ def warn(sentence: str) -> None:
 @cache
 def _triton() -> Backend:
     from dllm_sampler import bookkeeping as plain
+    from dllm_sampler import launches
+    from dllm_sampler import readout as readouts
     from dllm_sampler.kernels import attention, bookkeeping, commit, head, linear, norm, readout, rope, swiglu
 
     return Backend(
@@ -162,10 +165,11 @@ def _triton() -> Backend:
         ),
         StepKernels(
             guarded(commit.choose, reference.choose),
+            guarded(readout.drift, launches.torchs(readouts.drift)),
             **{
-                one.name: guarded(getattr(bookkeeping, one.name), getattr(plain, one.name).__wrapped__)
+                one.name: guarded(getattr(bookkeeping, one.name), launches.torchs(getattr(plain, one.name)))
                 for one in fields(StepKernels)
-                if one.name != "choose"
+                if hasattr(plain, one.name)
             },
         ),
     )

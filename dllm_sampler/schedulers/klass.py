@@ -9,7 +9,7 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, ModelSpec
-from dllm_sampler.readout import divergence
+from dllm_sampler.readout import Law
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -57,8 +57,13 @@ class Klass(FixedSteps):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Whole distributions, and the fallback's score."""
-        return super().needs | {"probabilities"}
+        """Whole predictions, and the fallback's score."""
+        return super().needs | {"probabilities" if self.precise else "law"}
+
+    @property
+    def precise(self) -> bool:
+        """Whether divergences are ranked, or have to be as published, and not only compared with a bound."""
+        return self.compat or self.take == "steadiest"
 
     @property
     def whole(self) -> bool:
@@ -71,39 +76,35 @@ class Klass(FixedSteps):
         return not self.compat
 
     def init(self, canvas: Canvas) -> Carry:
-        """The fixed schedule's state; the last query `[B, Q]`, its probabilities `[B, Q, V]`, `[B, Q, history]`."""
+        """The fixed schedule's state; the last query `[B, Q]`, what was predicted, the last moves `[B, Q, history]`."""
         assert self.model is not None
-        precise = torch.promote_types(self.model.dtype, torch.float32)
         nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
-        zero = torch.zeros_like(nowhere, dtype=precise)[..., None]
-        return (
-            super().init(canvas),
-            nowhere,
-            zero.repeat(1, 1, self.model.vocab_size),
-            zero.double().repeat(1, 1, self.history),
-        )
+        zero = torch.zeros_like(nowhere, dtype=self.model.dtype)[..., None]
+        law, zero = Law(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
+        return super().init(canvas), nowhere, law, zero.repeat(1, 1, self.history)
 
     def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
         """The block's masks; under `compat` all of them."""
-        block = canvas.masked & (canvas.in_block() | self.compat)
-        return Query.at(canvas, select.columns(block, canvas.length - canvas.origin if self.compat else width))
+        if not self.compat:
+            return super().ask(canvas, width, carry)
+        return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        assert readout.probabilities is not None
         opened, asked, then, moves = carry
-        now = readout.probabilities[:, 0]  # [B, Q, V]
+        now = Law.of(readout)
         # Masks only become fewer: every one that counts was asked in the last forward too.
         at = query.positions.contiguous()
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
         row = last + torch.arange(0, asked.numel(), asked.shape[1], device=last.device)[:, None]
-        precise = self.compat or self.take == "steadiest"
-        move = divergence(now.flatten(0, 1), then.flatten(0, 1), row.flatten(), precise).clamp(min=0).view_as(last)
+        move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
-        past = past.masked_fill((canvas.age == 0)[:, None, None] & (not self.compat), torch.inf)
+        if not self.compat:
+            past = past.masked_fill((canvas.age == 0)[:, None, None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
         ready = canvas.eligible(query.positions) & (sure > self.threshold) & (past < self.divergence).all(-1)
-        ready = ready & (canvas.age >= self.history - 1)[:, None]
+        if self.compat:
+            ready = ready & (canvas.age >= self.history - 1)[:, None]
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
         edit, opened = super().tell(canvas, query, readout, opened)

@@ -35,7 +35,7 @@ STEPS = {
     ("threshold", "dual", "prefix"): 119,
     ("fixed", "dual", "prefix"): 112,
     ("fixed", "dual", "none"): 100,
-    ("klass", "dual", "prefix"): 171,
+    ("klass", "dual", "prefix"): 167,
 }
 
 
@@ -46,7 +46,7 @@ LAUNCHES = {
     ("threshold", "dual", "none"): 28,
     ("fixed", "dual", "prefix"): 43,
     ("fixed", "dual", "none"): 35,
-    ("klass", "dual", "prefix"): 95,
+    ("klass", "dual", "prefix"): 76,
 }
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dllm_sampler.kernels import head, readout, reference
@@ -54,6 +56,31 @@ def test_tokens_are_those_of_a_stored_product(rows: int) -> None:
         fused, apart = head.head(hidden, weight, **arguments), readout.readout(stored, **arguments)
         assert torch.equal(fused.token, apart.token)
         torch.testing.assert_close(fused.confidence, apart.confidence, rtol=0.05, atol=0.01)  # one bfloat16 place
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([-8192.0, -1.0, 0.0, 0.5, 1.0, 64.0]), min_size=3, max_size=3), min_size=1, max_size=3
+    ),
+    st.sampled_from([0.0, 0.3, 1.0, 7.0]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(0, 2**32),
+)
+def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype: torch.dtype, seed: int) -> None:
+    """Products that float32 sums exactly: what is stored is rounded once, and few numbers tie everywhere."""
+    hidden = torch.tensor(rows).to(dtype)
+    weight = torch.randint(-1, 2, (150, 3), generator=checks.seeded(seed)).to(dtype)
+    logits = (hidden.double() @ weight.double().T).to(dtype)
+    arguments: dict[str, Any] = {"temperature": temperature, "measured": measured, "mask_id": 8}
+    arguments |= {"keys": checks.keys_of(len(rows), seed), "current": torch.arange(len(rows))}
+    found, expected = head.head(hidden, weight, **arguments), reference.readout(logits, **arguments)
+    assert torch.equal(found.token, expected.token)
+    logits[:, 8] = -checks.INF
+    seen = logits / temperature if measured and temperature else logits
+    size = float(seen[seen.isfinite()].abs().max()) + 1
+    checks.compare(found, checks.exact(seen, found.token, arguments["current"], None), size)
 
 
 def test_float32_keeps_all_its_digits() -> None:

@@ -138,14 +138,23 @@ def test_guidance_reads_stored_logits(calls: Counter[str]) -> None:
     "plugins",
     [
         {"top_p": 0.9, "temperature": 1.0},
-        {"scheduler": "klass"},
+        {"scheduler": "credit"},
+        {"scheduler": "klass", "guide": {"name": "temperature", "measured": True}},
         {"guide": ["temperature", "end_tokens"]},
     ],
-    ids=["top_p", "klass", "end_tokens"],
+    ids=["top_p", "probabilities", "tempered", "end_tokens"],
 )
 def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], calls: Counter[str]) -> None:
     both(denoiser("dream"), tokens=3, **plugins)
     assert set(calls) >= LAYER and not {"head", "readout"} & set(calls)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.8])
+def test_predictions_are_compared_without_probabilities(temperature: float | None, calls: Counter[str]) -> None:
+    """A bound that parts of the block come below, so that a wrong divergence is another history."""
+    rule = {"name": "klass", "threshold": 0.2, "divergence": 0.3, "history": 1}
+    both(denoiser("gqa"), scheduler=rule, cache="dual", blocks={"name": "fixed", "length": 6}, temperature=temperature)
+    assert {"readout", "drift"} <= set(calls) and "head" not in calls
 
 
 @pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])
@@ -262,7 +271,10 @@ class InTheirPlaces(StaticEngine):
         return None
 
 
-@pytest.mark.parametrize(("scheduler", "kind", "stop"), [("threshold", "dual", "prefix"), ("fixed", "dual", "none")])
+@pytest.mark.parametrize(
+    ("scheduler", "kind", "stop"),
+    [("threshold", "dual", "prefix"), ("fixed", "dual", "none"), ("klass", "dual", "none")],
+)
 def test_bookkeeping_of_steps_in_place(scheduler: str, kind: str, stop: str) -> None:
     it = denoiser("gqa")
     p = Sampler(it, scheduler=scheduler, cache=kind, stop=stop, blocks={"name": "fixed", "length": 3}).plugins

@@ -8,6 +8,7 @@ import torch
 from dllm_sampler import Query, Sampler, UserError
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.readout import read
+from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 
 
@@ -30,6 +31,16 @@ def test_lists_from_yaml_are_tuples() -> None:
 def test_a_bare_module_is_no_denoiser() -> None:
     with pytest.raises(UserError, match="TransformerDenoiser"):
         Sampler(cast(Any, toys.transformer()))
+
+
+def test_a_readout_without_such_a_field_is_refused() -> None:
+    class Curious(Threshold):
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"entropi", "margin"})
+
+    with pytest.raises(UserError, match=r"Curious needs entropi, which no readout has: .* entropy,"):
+        Sampler(toys.denoiser(), scheduler=Curious())
 
 
 def test_a_cut_canvas_keeps_the_pace_of_its_steps() -> None:

@@ -1,0 +1,40 @@
+"""A kernel and its torch reference are called in the same way: one can always take the other's place."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import pytest
+
+from dllm_sampler.kernels import backend
+
+
+def pairs() -> dict[str, tuple[Any, Any]]:
+    """Every kernel of the Triton backend with the function that `backend.guarded` falls back on."""
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def note(fused: Any, plain: Any) -> Any:
+        found[fused.__qualname__] = fused, plain
+        return fused
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "guarded", note)
+        backend._triton.__wrapped__()
+    return found
+
+
+PAIRS = pairs()
+
+
+def test_every_kernel_is_among_them() -> None:
+    named = [one.name for kind in (backend.LayerKernels, backend.StepKernels) for one in fields(kind)]
+    assert len(PAIRS) == len(named) + len(("readout", "head", "commit"))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_signatures_are_equal(name: str) -> None:
+    fused, plain = PAIRS[name]
+    assert [*signature(fused).parameters.values()] == [*signature(plain).parameters.values()]
+    assert signature(fused).return_annotation == signature(plain).return_annotation
