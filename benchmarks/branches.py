@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
+from circumstances import circumstances, show
 from options import command, numbers, parser, quantity
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from step_overhead import circumstances
 from subjects import SIZES, Subject, check, subject
 
 from dllm_sampler.eval import markdown
@@ -51,6 +51,7 @@ def sampler(it: Subject, branches: int, layout: str) -> Sampler:
         blocks={"name": "fixed", "length": it.block},
         stop="none",
         cache="dual",
+        cuda_graph="auto",  # or a GPU would wait for the host, and branches cost nothing
     )
 
 
@@ -126,10 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(options.threads)
     rows = measure(subject(options.model), options.branches, options.repeats)
-    about = {**circumstances("wall"), "model": options.model}
+    about = circumstances(model=options.model)
     console = Console(width=120)
-    for name, value in about.items():
-        console.print(f"{name}: {value}", highlight=False)
+    show(console, about)
     console.print(table(rows, options.slack))
     if options.json:
         found = {"about": about, "rows": [asdict(row) for row in rows]}

@@ -33,7 +33,6 @@ import copy
 import json
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -45,20 +44,20 @@ import official_code
 import official_style
 import roofline
 import torch
-from options import accepted, among, command, numbers, parser
+from circumstances import attempt, circumstances, show
+from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from dllm_sampler import layout, readout
 from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.errors import FallbackWarning
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.graphs import cuda as record
-from dllm_sampler.kernels.backend import TORCH, Backend, first_line, forget, select
+from dllm_sampler.kernels.backend import TORCH, Backend, select
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -197,6 +196,9 @@ class Bench:
             canvas = layout.canvas(
                 prompts, window, range(batch), spy.spec, sampler.plugins.blocks, sampler.noise, cuts=False
             )
+            state, spy.last = None, None
+            if not graph:  # or the slots of two generations live at once
+                alone.clear()
             state = engine.begin(canvas)  # makes the slots, which belongs to no step
             for step in range(window):
                 row, spy.last = window_row if step else refresh, None
@@ -265,8 +267,6 @@ class Bench:
         options = self.options
         others = {"generate": ()} | ({"official": (options.official,)} if options.official else {})
         for side in options.sides:
-            if self.device.type == "cpu" and side != "torch":
-                continue
             yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
             for kind, other in others.items() if side != "int8" else ():
                 run = lambda side=side, other=other: [self.generate(side, *other)]  # noqa: E731
@@ -278,18 +278,12 @@ class Bench:
 
     def _guarded(self, kind: str, side: str, batch: int, window: int, run: Callable[[], list[Row]]) -> list[Row]:
         """What fails, or falls back, says so in its line; the others are measured all the same."""
-        forget()
-        with warnings.catch_warnings(record=True) as met:
-            warnings.simplefilter("always", FallbackWarning)
-            try:
-                rows = run()
-            except Exception as error:
-                rows = [Row(kind, side, batch, window, note=f"failed: {type(error).__name__}: {first_line(error)}")]
+        found, note = attempt(run)
         with suppress(RuntimeError):  # of a device that is lost
             torch.cuda.empty_cache()
-        fell = [str(one.message) for one in met if issubclass(one.category, FallbackWarning)]
+        rows = found or [Row(kind, side, batch, window)]
         for row in rows:
-            row.note = "; ".join(filter(None, (row.note, *fell)))
+            row.note = "; ".join(filter(None, (row.note, note)))
         return rows
 
 
@@ -333,10 +327,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to run beside (default: none)")
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     add("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
-    options = it.parse_args(argv)
-    if options.smoke:
-        options.batch, options.windows, options.slots, options.repeats = [1, 2], [8, 4], 32, 1
-    elif not torch.cuda.is_available():
+    options = parsed(it, argv, sides="torch", batch="1,2", windows="8,4", slots=32, repeats=1)
+    if options.smoke and options.sides != ["torch"]:
+        it.error(f"--sides {','.join(options.sides)}: --smoke runs on the CPU, where there is the side torch alone")
+    if not options.smoke and not torch.cuda.is_available():
         it.error("a model of 8 billion parameters needs a GPU: run this on one, or with --smoke")
     for window in options.windows:
         if not 2 <= window <= options.slots // 2:
@@ -349,8 +343,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     bench, console = Bench(options), Console(width=max(Console().width, 140))
-    about = kernel_bench.circumstances(bench.device, bench.copied) | {"product TFLOP/s": round(bench.peak / 1e12, 3)}
-    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+    about = circumstances()
+    about |= {"copy GB/s": round(bench.copied / 1e9, 1), "product TFLOP/s": round(bench.peak / 1e12, 3)}
+    show(console, about)
     rows: list[Row] = []
     for row in bench.measure():
         rows.append(row)

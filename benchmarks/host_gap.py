@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from circumstances import circumstances, show
 from options import among, command, parser
 from rich.console import Console
 from rich.table import Table
@@ -57,10 +58,12 @@ class Watched(StaticEngine):
 
 
 @torch.no_grad()
-def gaps(scheduler: object, cache: str, layers: int, steps: int) -> list[float]:
+def gaps(scheduler: dict[str, Any], cache: str, layers: int, steps: int) -> list[float]:
     """Seconds, one per step that was replayed."""
     blocks = {"name": "fixed", "length": 32}
     it = Sampler(llada(640, 64, 128, layers, 4), scheduler=scheduler, cache=cache, blocks=blocks)
+    if it.plugins.cache.syncs or not it.plugins.scheduler.static:
+        raise UserError(f"steps of scheduler={scheduler['name']} under cache={cache} are never recorded: leave it out")
     engine = Watched(it.denoiser, it.plugins, 1)
     given = [[5] * 12, [6] * 16], 64, [0, 1]
     canvas = layout.canvas(*given, it.denoiser.spec, it.plugins.blocks, CounterNoise(), it.plugins.stop.cuts)
@@ -99,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError(f"{options.steps} steps of {scheduler} replayed {len(found)}: it takes more --steps")
             low, *_, high = statistics.quantiles(found, n=10, method="inclusive")
             out.add_row(scheduler, cache, f"{statistics.median(found):.0f} ({low:.0f} to {high:.0f})")
-    Console().print(out)
+    console = Console()
+    show(console, circumstances())
+    console.print(out)
     return 0
 
 

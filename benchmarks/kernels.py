@@ -10,6 +10,7 @@ Measured in turns, kernel and reference, with the caches emptied before each cal
 `of copy`   the bytes a kernel cannot avoid (inputs once, outputs once), over its time, over the bandwidth of a copy
             measured in the same process. 100 %: as fast as memory allows.
 
+A kernel that fails or falls back to torch says so in its line. Each line is in `--json` as soon as it is measured.
 Without a GPU there is no figure for a kernel: then only the references are timed, on the CPU, at small sizes.
 """
 
@@ -18,20 +19,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
-from options import command, parser
+from circumstances import attempt, circumstances, show
+from options import command, parsed, parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-import dllm_sampler
 from dllm_sampler import bookkeeping, launches, layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.canvas import Edit, Query, Readout
@@ -64,6 +65,7 @@ class Row:
     moved: int
     kernel: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
+    note: str = ""
 
     @property
     def ratios(self) -> list[float]:
@@ -274,10 +276,17 @@ def bandwidth(clock: Clock, count: int) -> float:
     return 2 * size(source) / statistics.median(clock(lambda: target.copy_(source)) for _ in range(10))
 
 
-def measure(case: Case, fused: Backend | None, clock: Clock, repeats: int, inner: int) -> Row:
+def noted(case: Case, fused: Backend, clock: Clock, repeats: int, inner: int) -> Row:
+    """What was measured; nothing of a kernel that failed, or whose work torch did."""
+    row, note = attempt(lambda: measure(case, fused, clock, repeats, inner))
+    row = row or Row(case.name, case.moved)
+    return replace(row, kernel=[], note=note) if note else row
+
+
+def measure(case: Case, fused: Backend, clock: Clock, repeats: int, inner: int) -> Row:
     """Kernel and reference in turns; a repeat is the median of `inner` calls."""
     row = Row(case.name, case.moved)
-    sides = [(row.reference, TORCH)] + ([(row.kernel, fused)] if fused else [])
+    sides = [(row.reference, TORCH)] + ([] if fused is TORCH else [(row.kernel, fused)])
     for _, it in sides:  # compiles
         case.run(it)
     for _ in range(repeats):
@@ -289,10 +298,11 @@ def measure(case: Case, fused: Backend | None, clock: Clock, repeats: int, inner
 def table(rows: list[Row], copied: float) -> Table:
     out = Table(title="median of the repeats (lowest to highest)")
     out.add_column("case")
-    for name in ("kernel us", "torch us", "ratio", "spread", "of copy"):
+    for name in ("kernel us", "torch us", "ratio", "spread", "of copy", ""):
         out.add_column(name, justify="right")
     for row in rows:
-        cells = ["not measured", f"{statistics.median(row.reference) * 1e6:.1f}", "", "", ""]
+        torchs = f"{statistics.median(row.reference) * 1e6:.1f}" if row.reference else ""
+        cells = ["not measured", torchs, "", "", "", row.note]
         if row.kernel:
             ours = statistics.median(row.kernel)
             cells[0] = f"{ours * 1e6:.1f}"
@@ -303,25 +313,6 @@ def table(rows: list[Row], copied: float) -> Table:
     return out
 
 
-def circumstances(device: torch.device, copied: float) -> dict[str, object]:
-    """What a figure depends on besides the code."""
-    try:
-        import triton
-    except ImportError:
-        version = "not installed"
-    else:
-        version = triton.__version__
-    return {
-        "dllm_sampler": dllm_sampler.__version__,
-        "torch": torch.__version__,
-        "triton": version,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})",
-        "threads": torch.get_num_threads(),
-        "copy GB/s": round(copied / 1e9, 1),
-    }
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
@@ -330,10 +321,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--inner", type=positive, default=10, help="calls per measurement (default %(default)s)")
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     add("--smoke", action="store_true", help="tiny sizes, once: does it run?")
-    options = it.parse_args(argv)
-    if options.smoke:
-        options.repeats, options.inner = 1, 1
-    return options
+    return parsed(it, argv, repeats=1, inner=1)
 
 
 @command
@@ -341,26 +329,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = (case for case in cases(device, options.smoke) if options.only in case.name)
+    first = next(chosen, None)
+    if first is None:
+        raise UserError(f"no case's name contains {options.only!r}: without --only the table has them all")
     clock, console = Clock(device), Console(width=max(Console().width, 100))
     copied = bandwidth(clock, 2**28 if device.type == "cuda" else 2**22)
-    about = circumstances(device, copied)
-    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
-    fused = None
-    if device.type == "cuda":
-        fused = select("triton", device, torch.bfloat16)
-        fused = None if fused is TORCH else fused
-    if fused is None:
+    about = circumstances() | {"copy GB/s": round(copied / 1e9, 1)}
+    show(console, about)
+    fused = select("triton", device, torch.bfloat16) if device.type == "cuda" else TORCH
+    if fused is TORCH:
         console.print("No GPU that runs the kernels: only their torch references are timed, at small sizes.")
-    rows = []
-    for case in cases(device, options.smoke):
-        if options.only in case.name:
-            rows.append(measure(case, fused, clock, options.repeats, options.inner))
-    if not rows:
-        raise UserError(f"no case's name contains {options.only!r}: without --only the table has them all")
+    rows: list[Row] = []
+    for case in chain([first], chosen):
+        rows.append(noted(case, fused, clock, options.repeats, options.inner))
+        if options.json:
+            measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
+            markdown.write(options.json, json.dumps({"about": about, "rows": measured}, indent=1))
     console.print(table(rows, copied))
-    if options.json:
-        measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-        markdown.write(options.json, json.dumps({"about": about, "rows": measured}, indent=1))
     return 0
 
 

@@ -20,6 +20,15 @@ def parser(doc: str | None) -> Parser:
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def parsed(it: Parser, argv: Sequence[str] | None, **smoke: str | float) -> argparse.Namespace:
+    """The arguments; with `--smoke` the defaults are `smoke`."""
+    options = it.parse_args(argv)
+    if options.smoke:
+        it.set_defaults(**smoke)
+        options = it.parse_args(argv)
+    return options
+
+
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     """`main`, which says what a user did wrong in a line."""
 

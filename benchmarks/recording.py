@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 import torch
+from circumstances import circumstances, show
 from options import command, parser
+from rich.console import Console
 from subjects import SIZES, Subject, check, subject
 
 from dllm_sampler.eval.arguments import positive
@@ -78,6 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure and print."""
     options = arguments(words)
     torch.set_num_threads(options.threads)
+    show(Console(), circumstances())
     print(f"bytes per column: {size(False)}, with the entropy {size(True)}")
     for name in options.models:
         each = arms(subject(name), options.batch, options.steps)

@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import among, command, parser, quantity
+from circumstances import circumstances, show
+from options import among, command, parsed, parser, quantity
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from step_overhead import CLOCKS, circumstances
+from step_overhead import CLOCKS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -312,10 +313,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     add("--smoke", action="store_true", help="a tiny vocabulary, once: does it run?")
-    options = it.parse_args(argv)
-    if options.smoke:
-        options.batch, options.block, options.vocab, options.repeats, options.wanted = 2, 8, 640, 1, 1e-4
-    return options
+    return parsed(it, argv, batch=2, block=8, vocab=640, repeats=1, wanted=1e-4)
 
 
 @command
@@ -324,8 +322,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     console = Console(width=max(Console().width, 150))
     chosen = {key: getattr(options, key) for key in ("batch", "block", "vocab", "repeats")}
-    about = circumstances(options.clock) | chosen
-    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+    about = circumstances(clock=options.clock, **chosen)
+    show(console, about)
     watch = Stopwatch(CLOCKS[options.clock], options.repeats, options.wanted)
     with torch.no_grad():
         scene = Scene(options.batch, options.block, options.vocab)

@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from circumstances import circumstances, show
 from options import among, command, parser
 from rich.console import Console
 from rich.table import Table
@@ -191,7 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rule = {"name": scheduler} | ({"threshold": 2.0} if scheduler == "threshold" else {})
                 found = operations(rule, cache, stop, options.backend)
                 out.add_row(scheduler, cache, stop, *(str(found[part]) for part in PARTS), str(outside(found)))
-    Console(width=180).print(out)
+    console = Console(width=180)
+    show(console, circumstances())
+    console.print(out)
     return 0
 
 

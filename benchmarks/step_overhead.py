@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +25,13 @@ from functools import partial
 import official_code
 import official_style
 import torch
-from options import accepted, among, command, numbers, parser
+from circumstances import circumstances, show
+from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
-import dllm_sampler
 from dllm_sampler import config, layout
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
@@ -260,20 +258,6 @@ def table(rows: Sequence[Row], steps: int) -> Table:
     return out
 
 
-def circumstances(clock: str) -> dict[str, object]:
-    """What a figure depends on besides the code."""
-    return {
-        "dllm_sampler": dllm_sampler.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "not measured: no GPU",
-        "threads": torch.get_num_threads(),
-        "clock": clock,
-        "load": round(os.getloadavg()[0], 1),
-    }
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     models = "mini,llada-157m" + ",llada-8b" * torch.cuda.is_available()
     kinds = ("overhead", "speed")
@@ -292,9 +276,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to run beside (default: none)")
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     add("--smoke", action="store_true", help="a tiny model, once: does it run, are the tokens equal?")
-    options = it.parse_args(argv)
-    if options.smoke:
-        options.models, options.batch, options.steps, options.repeats = ["smoke"], [1, 2], 8, 1
+    options = parsed(it, argv, models="smoke", batch="1,2", steps=8, repeats=1)
     for name in options.models:
         check(name, options.steps)
     strange = sorted(set(options.caches) - {"none", "dual"})
@@ -311,16 +293,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     console = Console(width=max(Console().width, 100))
-    about, rows = circumstances(options.clock), []
-    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+    about, rows = circumstances(clock=options.clock), []
+    show(console, about)
     for row in measure(options):
         rows.append(row)
         console.print(f"{row.model} batch {row.batch} {row.cache} {row.kind}: {statistics.median(row.ratios):.3f}")
+        if options.json:
+            measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
+            text = json.dumps({"about": about, "steps": options.steps, "rows": measured}, indent=1)
+            markdown.write(options.json, text)
     console.print(table(rows, options.steps))
-    if options.json:
-        measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-        text = json.dumps({"about": about, "steps": options.steps, "rows": measured}, indent=1)
-        markdown.write(options.json, text)
     return 0
 
 

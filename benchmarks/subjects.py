@@ -11,7 +11,7 @@ from torch import Tensor
 import dllm_sampler
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.untrained import llada, llada_157m
-from dllm_sampler.models import loading
+from dllm_sampler.models import fused, loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
@@ -90,4 +90,5 @@ def subject(name: str) -> Subject:
         denoiser = llada_157m()
     else:
         denoiser = llada(126464, 4096, 12288, 32, 32, "cuda", torch.bfloat16)
+        fused.join(denoiser.transformer)  # as `from_pretrained` does
     return Subject(denoiser, weights, *SIZES[name])

@@ -10,6 +10,15 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Guide
 
 
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """`logits / temperature`, the same on every device: a GPU's division by a number multiplies with its inverse."""
+    if logits.device.type == "cpu":
+        return logits / temperature
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    divisor = torch.full((), temperature, dtype=precise, device=logits.device)
+    return (logits.to(precise) / divisor).to(logits.dtype)
+
+
 @dataclass(frozen=True)
 class _Rewrite(Guide):
     measured: bool = field(default=False, kw_only=True)  # so that Temperature(0.7) means its value
@@ -43,7 +52,7 @@ class Temperature(_Rewrite):
 
     def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
         """See `Guide.__call__`."""
-        return logits / self.value if self.value > 0 else logits
+        return tempered(logits, self.value) if self.value > 0 else logits
 
 
 @dataclass(frozen=True)

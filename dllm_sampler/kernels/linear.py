@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dllm_sampler.kernels.configuration import Configuration, cdiv
 
+AT_ONCE = 4096  # rows of sums in float32, beyond which they would be most of what a refresh of a batch takes
 MANY = 128  # rows beyond which a product is bound by arithmetic: then a library multiplies the unpacked weight
 PROGRAMS = 256  # at least, so that every multiprocessor has weights on their way: two programs and more on an H100
 TALL, DEEP = 64, 128  # outputs and inputs of a tile
@@ -115,8 +116,12 @@ def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     """What `linear` computes, in torch: integers are exact in every dtype, but their sums may leave float16's range."""
     if x.dtype == torch.float16:
         return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
-    out = F.linear(x, weight.to(x.dtype)).to(torch.float32) * scale
-    return (out if bias is None else out + bias).to(x.dtype)
+    weight, flat = weight.to(x.dtype), x.reshape(-1, x.shape[-1])
+    out = torch.empty(len(flat), len(weight), dtype=x.dtype, device=x.device)
+    for part, into in zip(flat.split(AT_ONCE), out.split(AT_ONCE), strict=True):
+        total = F.linear(part, weight).to(torch.float32).mul_(scale)
+        into.copy_(total if bias is None else total.add_(bias))
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def _tile(rows: int, size: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dllm_sampler import launches, select
 from dllm_sampler import readout as readouts
+from dllm_sampler.guides.truncation import tempered
 from dllm_sampler.kernels.statistics import Statistics, Then, check, check_rule
 from dllm_sampler.noise import token_noise
 
@@ -135,7 +136,7 @@ def _scale(logits: Tensor, mask_id: int | None, temperature: float, measured: bo
     logits = logits.clone()
     if mask_id is not None:
         logits[:, mask_id] = -torch.inf
-    scaled = logits / temperature if temperature else logits
+    scaled = tempered(logits, temperature) if temperature else logits
     return scaled, scaled if measured else logits
 
 

@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+from dllm_sampler.guides.truncation import tempered  # noqa: E402
 from dllm_sampler.kernels import commit, head, readout, reference  # noqa: E402
 from dllm_sampler.kernels.backend import select  # noqa: E402
 from tests.kernels import bookkeeping_checks  # noqa: E402
@@ -38,6 +39,13 @@ def test_readout_of_a_large_vocabulary(vocab: int) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
 def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
     checks.like_the_sampler(kernel, "cuda", dtype, temperature)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_temperature_divides_as_on_a_cpu(dtype: torch.dtype) -> None:
+    logits = (torch.randn(2**16, generator=checks.seeded(0)) * 9).to(dtype)
+    for value in (0.3, 0.7, 1.3):
+        assert torch.equal(tempered(logits.to("cuda"), value).cpu(), logits / value)
 
 
 @READOUT

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dllm_sampler.kernels import linear as linears
 from dllm_sampler.kernels import norm as norms
@@ -35,9 +36,10 @@ def attention(given, options, device="cpu") -> Tensor:
 
     for answer in (attention_reference, block_attention):
         own: Any = tuple(moved(s.clone()) for s in slots)
-        out = answer(
-            moved(q), moved(k), moved(v), own, moved(positions), **{name: moved(x) for name, x in options.items()}
-        )
+        with sdpa_kernel(SDPBackend.MATH):  # a GPU's others take float32 apart into TF32
+            out = answer(
+                moved(q), moved(k), moved(v), own, moved(positions), **{name: moved(x) for name, x in options.items()}
+            )
         assert out.dtype == q.dtype
         close(out, want, q.dtype)
         for slot, right in zip(own, after, strict=True):

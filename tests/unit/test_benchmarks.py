@@ -4,6 +4,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dllm_sampler import readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
 from tests.contract.test_in_place import Taped, taped
 
@@ -75,7 +77,7 @@ def test_kernels_without_a_gpu_are_not_reported(
         "readout", "head", "commit", "bookkeeping", "attention", "norm", "qkv_rope", "linear", "swiglu"
     }  # fmt: skip
     assert all(row["reference"] and not row["kernel"] and not row["ratios"] for row in found["rows"])
-    assert found["about"]["device"].startswith("CPU")
+    assert found["about"]["gpu"] == "not measured: no GPU"
     assert "only their torch references" in capsys.readouterr().out
 
 
@@ -118,6 +120,8 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step --smoke --batch 0", "--batch: each should be a whole number of at least 1, not '0'"),
         ("decode_step --smoke --windows 8,x", "--windows: each should be a whole number of at least 1, not 'x'"),
         ("decode_step --smoke --sides tritn", "unknown side 'tritn', did you mean 'triton'"),
+        ("decode_step --smoke --sides torch,triton", "--sides torch,triton: --smoke runs on the CPU"),
+        ("host_gap --caches elastic --steps 4 --layers 1", "under cache=elastic are never recorded"),
         ("decode_step --smoke --official nowhere.py", "there is no Python file nowhere.py"),
         ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
         ("kernels --inner 0", "--inner: should be a whole number of at least 1, not '0'"),
@@ -276,7 +280,7 @@ def test_figures_of_a_kernel() -> None:
     (found,) = cells(bench.table([row], copied=4e9))
     assert found == {
         "case": "one", "kernel us": "2000.0", "torch us": "4000.0", "ratio": "4.00", "spread": "2.00 to 5.00",
-        "of copy": "75%",
+        "of copy": "75%", "": "",
     }  # fmt: skip
     assert bench.size(torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(2)) == 38
 
@@ -440,3 +444,19 @@ def test_what_a_recorded_model_reads_stays_alive(side: str, monkeypatch: pytest.
         rows = bench.Bench(bench.arguments(["--smoke"])).steps(side, 1, 8)
     assert [(row.kind, len(row.seconds), len(row.model)) for row in rows] == [("window", 7, 7), ("refresh", 1, 1)]
     assert alive and all(alive)
+
+
+def test_a_kernel_that_torch_replaced_has_no_figure() -> None:
+    bench, calls = import_module("kernels"), []
+
+    def run(kernels: Any) -> None:
+        calls.append(kernels)
+        if kernels is not TORCH:
+            backend.warn("the Triton kernel one cannot run, torch takes its place: too large")
+
+    case = bench.Case("one", run, 1)
+    row = bench.noted(case, SimpleNamespace(), lambda timed: 1.0, 2, 1)
+    assert row.reference == [1.0, 1.0] and not row.kernel and "too large" in row.note
+    assert cells(bench.table([row], 1.0))[0]["kernel us"] == "not measured"
+    row = bench.noted(replace(case, run=lambda kernels: 1 / 0), TORCH, lambda timed: 1.0, 2, 1)
+    assert row.note == "failed: ZeroDivisionError: division by zero" and not row.reference

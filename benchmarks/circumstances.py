@@ -1,0 +1,54 @@
+"""What a figure depends on besides the code, and what became of a measurement that went wrong."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+
+import dllm_sampler
+from dllm_sampler.errors import FallbackWarning
+from dllm_sampler.kernels.backend import first_line, forget
+
+Value = TypeVar("Value")
+
+
+def circumstances(**more: object) -> dict[str, object]:
+    """Versions, machine and threads, and what else there is to say."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "not installed"
+    return {
+        "dllm_sampler": dllm_sampler.__version__,
+        "torch": torch.__version__,
+        "triton": triton,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "not measured: no GPU",
+        "threads": torch.get_num_threads(),
+    } | more
+
+
+def show(console: Console, about: dict[str, object]) -> None:
+    """A line for each."""
+    console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+
+
+def attempt(run: Callable[[], Value]) -> tuple[Value | None, str]:
+    """What `run` returned, and what there is to say of it: that it failed, that a kernel fell back to torch; or ''."""
+    forget()
+    with warnings.catch_warnings(record=True) as met:
+        warnings.simplefilter("always", FallbackWarning)
+        try:
+            found, failed = run(), []
+        except Exception as error:
+            found, failed = None, [f"failed: {type(error).__name__}: {first_line(error)}"]
+    fell = [str(one.message) for one in met if issubclass(one.category, FallbackWarning)]
+    return found, "; ".join(failed + fell)
