@@ -46,13 +46,19 @@ class Buffers:
     fits: what the recordings hold for
     """
 
-    def __init__(self, fits: Hashable):
+    def __init__(self, fits: tuple[Hashable, ...]):
         self.fits = fits
         self.homes: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
         self.makeups: dict[Hashable, int] = {}
         self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        tensors = (one for home in self.homes.values() for one in _tensors(home))
+        return sum(one.numel() * one.element_size() for one in tensors)
 
     def settle(self, state: State) -> int:
         """Move every tensor of `state` to its home.
@@ -101,9 +107,13 @@ class Buffers:
             raise RuntimeError(f"{name} appeared while its step was recorded")
         # Fields may share memory, so each gets its own; a slot store is nobody else's, and large.
         home = value if isinstance(value, Slots) else value.clone(memory_format=torch.contiguous_format)
-        self.storages |= {storage(one) for one in (home.keys + home.values if isinstance(home, Slots) else [home])}
+        self.storages |= {storage(one) for one in _tensors(home)}
         self.homes[name] = home
         return home
+
+
+def _tensors(home: Tensor | Slots) -> list[Tensor]:
+    return home.keys + home.values if isinstance(home, Slots) else [home]
 
 
 def storage(tensor: Tensor) -> int:

@@ -29,6 +29,8 @@ from dllm_sampler.noise import CounterNoise, Noise
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.protocols import Denoiser
 
+KEPT = 8  # shapes of canvas whose recordings are kept
+ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made
 Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
 
 
@@ -153,9 +155,14 @@ def _held(state: State) -> list[object]:
 class StaticEngine(Engine):
     """An engine whose steps happen in place, and are recorded and replayed.
 
+    A recording is good for one shape of canvas. So that prompts of nearly the same length share it, they are padded to
+    a multiple of `grain`, and the buffers of several shapes are kept.
+
     record: what makes a step repeatable, `cuda`; None: each runs as always, in place all the same
     must: refuse a plug-in whose state no recording knows of; else its generations run as always, with a warning
     """
+
+    grain = 32
 
     def __init__(
         self,
@@ -171,13 +178,12 @@ class StaticEngine(Engine):
     ):
         super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples, compile)
         self.record, self.must = record, must
-        self.free: Buffers | None = None  # of a generation that is over: one like it finds its recordings
+        self.free: list[Buffers] = []  # of generations that are over, the latest last: one like it finds its recordings
 
     def begin(self, canvas: Canvas) -> State:
         """See `Engine.begin`. Generations that overlap in time have buffers of their own."""
+        buffers = self._found(canvas)
         plain = super().begin(canvas)
-        (free, self.free), fits = (self.free, None), (canvas.ids.shape, canvas.ids.device, model(self.denoiser))
-        buffers = free if free is not None and free.fits == fits else Buffers(fits)
         state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
         try:
             buffers.settle(state)
@@ -188,10 +194,21 @@ class StaticEngine(Engine):
             return plain
         return state
 
+    def _found(self, canvas: Canvas) -> Buffers:
+        """Free buffers for such a canvas and the weights where they are, or new ones, for which there is room then."""
+        fits = canvas.ids.shape, canvas.ids.device, model(self.denoiser)
+        self.free = [one for one in self.free if one.fits[1:] == fits[1:]]
+        for at in reversed(range(len(self.free))):
+            if self.free[at].fits == fits:
+                return self.free.pop(at)
+        while len(self.free) >= KEPT or sum(one.size for one in self.free) > ROOM:
+            del self.free[0]
+        return Buffers(fits)
+
     def end(self, state: State) -> None:
-        """See `Engine.end`. The next generation may have the buffers."""
+        """See `Engine.end`. A later generation may have the buffers."""
         if isinstance(state, InPlace):
-            self.free = state.buffers
+            self.free.append(state.buffers)
 
     def step(self, state: State) -> None:
         """See `Engine.step`."""

@@ -22,16 +22,18 @@ def canvas(
     blocks: Blocks,
     noise: Noise,
     cuts: bool,
+    grain: int = 1,
 ) -> Canvas:
     """A batch before its first step: prompts left-padded to one column, then `new_tokens` of noise.
 
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
+        grain: that column is a multiple of it.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
-    origin = max(len(row) for row in rows)
+    origin = -(-max(len(row) for row in rows) // grain) * grain
     surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
     new_tokens += surplus
     length, batch = origin + new_tokens, len(rows)
@@ -62,7 +64,7 @@ def canvas(
         rows=zero,
         row_seed=torch.tensor(seeds, device=spec.device),
         origin=origin,
-        padded=cuts or any(len(row) != origin for row in rows),
+        padded=cuts or grain > 1 or any(len(row) != origin for row in rows),
         sizes=Sizes(masks=width, block=width, computed=length, whole=True),
         noise=noise,
         grid=blocks.grid,

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class State:
 
 class Engine:
     """Runs steps for one set of plug-ins, on one set of kernels; holds no state of a generation."""
+
+    grain: ClassVar[int] = 1  # canvases whose prompts end at a multiple of it suit it best
 
     def __init__(
         self,

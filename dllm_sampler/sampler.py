@@ -248,9 +248,12 @@ class Sampler:
             raise UserError(f"samples must be a whole number of at least 1, not {samples!r}")
         rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
         seeds = prompts.seeds(seed, len(rows))
-        canvas = layout.canvas(rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts)
+        engine = self._engine(plugins, samples)
+        canvas = layout.canvas(
+            rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.grain
+        )
         bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
-        return self._run(self._engine(plugins, samples), canvas, bound, stops, every)
+        return self._run(engine, canvas, bound, stops, every)
 
     def _engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
@@ -312,7 +315,7 @@ class Sampler:
     def _result(self, state: State, stop_strings: Sequence[str]) -> Result:
         canvas, spec = state.canvas, self.denoiser.spec
         trace = Trace.of(canvas, state.recorder, spec.mask_id, spec.pad_id)
-        masked = canvas.masked[:, : canvas.asked.stop].cpu()
+        masked = canvas.masked[:, : canvas.asked.stop][:, -trace.ids.shape[1] :].cpu()
         return summarise(trace, masked, canvas.done.cpu(), spec, self.tokenizer, stop_strings)
 
     @staticmethod

@@ -100,7 +100,8 @@ class Trace:
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int) -> Trace:
         """The trace of a finished (or interrupted) generation."""
-        part = slice(0, canvas.asked.stop)
+        spare = int(canvas.begin.min())  # columns that no row has: an engine may lay prompts out on a grain
+        part = slice(spare, canvas.asked.stop)
         kept = {
             "ids": canvas.ids[:, part],
             "step_map": recorder.step_map[:, part],
@@ -108,15 +109,15 @@ class Trace:
             "logprob": recorder.logprob[:, part],
             "nfe": canvas.nfe,
             "rows": canvas.rows,
-            "begin": canvas.begin,
-            "end": canvas.end.clamp(max=canvas.asked.stop),
+            "begin": canvas.begin - spare,
+            "end": canvas.end.clamp(max=canvas.asked.stop) - spare,
             "seeds": canvas.row_seed,
             "revised": recorder.revised,
         }
         if recorder.entropy is not None:
             kept["entropy"] = recorder.entropy[:, part]
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}
-        return Trace(**tensors, origin=canvas.origin, mask_id=mask_id, pad_id=pad_id, grid=canvas.grid)
+        return Trace(**tensors, origin=canvas.origin - spare, mask_id=mask_id, pad_id=pad_id, grid=canvas.grid)
 
     @property
     def generated(self) -> Tensor:

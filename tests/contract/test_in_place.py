@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dllm_sampler import Commits, Result, Sampler, UserError, layout
+from dllm_sampler import Commits, Result, Sampler, UserError, graphs, layout
 from dllm_sampler.buffers import Step, walk
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.errors import NotFiniteError
@@ -164,7 +164,33 @@ def test_one_generation_after_another(plugins: dict[str, Any], engines: Engines)
         same(found, expected)
         if len(steps) == 3:  # every step, and one in which all rows rest
             assert steps[-1] == int(expected.nfe.max()) + (plugins["cache"] == "none")
-    assert engine.free is not None
+    assert len(engine.free) == 1
+
+
+def test_recordings_of_several_shapes_are_kept(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of nearly the same length share them; they go, the oldest first, where room is short."""
+    it = toys.sampler("gqa", scheduler={"name": "fixed", "steps": 6}, stop="none", cache="dual")
+    engine = engines.of(it, it.plugins)
+    plain = toys.sampler("gqa", scheduler={"name": "fixed", "steps": 6}, stop="none", cache="dual")
+
+    def replayed(length: int) -> int:
+        before, prompt = Taped.replays, [[5, 11, 3, 16, 7] * 9][0][:length]
+        found = it.generate([prompt], max_new_tokens=12)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1: Engine(plain.denoiser, plugins, 1))
+            same(found, plain.generate([prompt], max_new_tokens=12))
+        return Taped.replays - before
+
+    assert replayed(3) < 6 == replayed(17) == replayed(32)
+    assert replayed(33) < 6 == replayed(3)
+    assert [one.fits[0] for one in engine.free] == [(1, 64 + 13), (1, 32 + 13)]
+    monkeypatch.setattr(graphs, "ROOM", engine.free[1].size)
+    assert replayed(40) == replayed(2) == 6  # two are more than there is room for, and go when another is made
+    it.generate([[5], [6]], max_new_tokens=12)
+    assert [one.fits[0] for one in engine.free] == [(1, 32 + 13), (2, 32 + 13)]
+    monkeypatch.setattr(graphs, "KEPT", 1)
+    it.generate([[5], [6], [7]], max_new_tokens=12)
+    assert [one.fits[0] for one in engine.free] == [(3, 32 + 13)]
 
 
 def test_recordings_hold_for_weights_where_they_are(engines: Engines) -> None:
@@ -177,7 +203,7 @@ def test_recordings_hold_for_weights_where_they_are(engines: Engines) -> None:
         with torch.no_grad():
             change()
         found = [it.generate(toys.PROMPTS[:2], max_new_tokens=9) for _ in range(2)][-1]
-        buffers.append(engine.free)
+        buffers.append(*engine.free)
         plain = Engine(it.denoiser, it.plugins, 1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1, plain=plain: plain)
