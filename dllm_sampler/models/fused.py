@@ -137,10 +137,9 @@ class Fused:
         if any(type(one) is not nn.Linear for one in ffn.children()):
             return ffn(normed)
         gates = ffn.gate_proj, ffn.up_proj
-        if _together([one.weight for one in gates]) is None:
-            inner = self.kernels.swiglu(*(projected(normed, one, kernels=self.kernels) for one in gates))
-        else:
-            inner = self.kernels.swiglu(projected(normed, *gates, kernels=self.kernels))
+        both = _product(normed, gates, self.kernels)
+        apart = (both,) if both is not None else (projected(normed, one, kernels=self.kernels) for one in gates)
+        inner = self.kernels.swiglu(*apart)
         return projected(inner, ffn.down_proj, kernels=self.kernels)
 
 
@@ -149,17 +148,26 @@ def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None 
 
     kernels: for weights of integers; None: each by itself, as its own class multiplies
     """
-    weight = _together([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = adjacent(*biases) if biases else None
-    if weight is not None and (bias is not None or not biases):
-        if isinstance(weight, Tensor):
-            return F.linear(hidden, weight, bias)
-        if kernels is not None:
-            return kernels.linear(hidden, *weight, bias)
+    found = _product(hidden, linears, kernels)
+    if found is not None:
+        return found
     if len(linears) == 1:
         return linears[0](hidden)
     return torch.cat([projected(hidden, linear, kernels=kernels) for linear in linears], -1)
+
+
+def _product(hidden: Tensor, linears: tuple[nn.Linear, ...], kernels: LayerKernels | None) -> Tensor | None:
+    """The one product of `projected`; None: there is none."""
+    if len(linears) == 1 and type(linears[0].weight.data) is Tensor:  # most are, and a host is in a hurry
+        return F.linear(hidden, linears[0].weight, linears[0].bias)
+    weight = _together([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = adjacent(*biases) if biases else None
+    if weight is None or (biases and bias is None):
+        return None
+    if isinstance(weight, Tensor):
+        return F.linear(hidden, weight, bias)
+    return None if kernels is None else kernels.linear(hidden, *weight, bias)
 
 
 def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
