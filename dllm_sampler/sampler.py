@@ -163,8 +163,7 @@ class Sampler:
             compile=compile,
             entropy=entropy,
         )
-        if isinstance(denoiser, TransformerDenoiser) and sampler.kernels.layer is not None:
-            fused.join(denoiser.transformer)
+        sampler.lay_out()
         return sampler
 
     @property
@@ -177,6 +176,15 @@ class Sampler:
     def device(self) -> torch.device:
         """Where the model's inputs live."""
         return self.denoiser.spec.device
+
+    def lay_out(self) -> None:
+        """Lay the weights that kernels multiply together side by side in memory, each parameter in a new place.
+
+        For a model that nobody else has a part of yet; `from_pretrained` does it.
+        """
+        denoiser = getattr(self.denoiser, "denoiser", self.denoiser)  # under guidance
+        if isinstance(denoiser, TransformerDenoiser) and self.kernels.layer is not None:
+            fused.join(denoiser.transformer)
 
     def generate(
         self,

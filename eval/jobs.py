@@ -24,6 +24,8 @@ _FIELD = "task."
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
+# Options that came later: with these values a run is the run that it was without them.
+LATER = {"backend": "auto", "cuda_graph": False, "compile": False}
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Options:
     max_steps: int | None = None
     device: str = "auto"
     dtype: str = "auto"
+    backend: str = "auto"
+    cuda_graph: bool | str = False
+    compile: bool | str = False
     compat: bool = False
     chat: bool = False
     threads: int | None = None
@@ -87,7 +92,8 @@ class Job:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Everything that makes this run another one than others, as JSON allows it."""
-        options = {name: value for name, value in asdict(self.options).items() if name not in ELSEWHERE}
+        given = asdict(self.options).items()
+        options = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
         whole = {"task": task, "model": self.model, **self.plugins, **options}
         return json.loads(json.dumps(whole))

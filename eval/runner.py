@@ -112,9 +112,13 @@ class Runner:
             tokenizer=self.tokenizer,
             compat=options.compat,
             max_steps=options.max_steps,
+            backend=options.backend,
+            cuda_graph=options.cuda_graph,
+            compile=options.compile,
             **self.plugins,
             **self.guides,
         )
+        self.sampler.lay_out()
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")
 
@@ -131,6 +135,9 @@ class Runner:
         ]
 
     def _generate(self, batch: Sequence[Sample]) -> tuple[_History, Result]:
+        if not self.sampler.plugins.scheduler.revises:  # the end says it all, and nobody has to look on
+            result = self.sampler.generate(self._prompts(batch), **self._settings(batch))
+            return _History.of(result), result
         history, last = _History(), None
         for commits in self.sampler.stream(self._prompts(batch), every=1, **self._settings(batch)):
             history.note(commits.step, commits.step_map, commits.tokens)
@@ -160,7 +167,9 @@ class Runner:
         legal = isinstance(stop, LEGAL_STOPS) and getattr(stop, "mode", None) != "predicted"
         plugins = {**self.plugins, "scheduler": Oracle.of(result), "stop": stop if legal else PrefixStop()}
         try:
-            oracle = Sampler(self.denoiser, tokenizer=self.tokenizer, **plugins, **self.guides)
+            oracle = Sampler(
+                self.denoiser, tokenizer=self.tokenizer, backend=self.job.options.backend, **plugins, **self.guides
+            )
             if any(guide.draws for guide in oracle.plugins.guides):
                 return [None] * len(batch)  # a draw is not the same at another step
             found = oracle.generate(self._prompts(batch), **self._settings(batch))
@@ -238,6 +247,13 @@ class _History:
         self.commits: list[int] = []
         self.revisions: list[list[tuple[int, int, int | None]]] = []  # forward, position, token or None: taken back
         self.before: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, result: Result) -> _History:
+        """That of a generation in which nothing was taken back."""
+        made = cls()
+        made.commits, made.revisions = (result.step_map >= 0).sum(1).tolist(), [[] for _ in result.tokens]
+        return made
 
     def note(self, step: int, step_map: Tensor, tokens: Tensor) -> None:
         """Compare the step map and tokens `[B, N]` after `step` forwards with those before."""

@@ -12,6 +12,7 @@ from dllm_sampler.errors import UserError, unknown
 
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}
+KERNELS = ("backend", "cuda_graph", "compile")  # which the sampler checks
 MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map")
 
 
@@ -89,6 +90,8 @@ def parse(given: Mapping[str, Any]) -> Settings:
             own[key] = value
         elif key in SHORTCUTS:
             shortcuts[key] = _number(key, SHORTCUTS[key], value)
+        elif key in KERNELS:
+            shortcuts[key] = value
         elif key in MODEL:
             model[key] = _number(key, float, value) if key == "cfg_scale" else value
         else:
@@ -119,7 +122,7 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
         raise UserError(f"model_args: {' and '.join(found)} both have a {key}: write {found[0]}.{key}")
     if not found:
         fields_of = [name for names in owned.values() for name in names]
-        raise unknown("model argument", key, [*OWN, "block_length", *PLUGINS, *SHORTCUTS, *MODEL, *fields_of])
+        raise unknown("model argument", key, [*OWN, "block_length", *PLUGINS, *SHORTCUTS, *KERNELS, *MODEL, *fields_of])
     return found[0], key
 
 

@@ -118,6 +118,8 @@ def test_mistakes_are_one_sentence(arguments: str, said: str) -> None:
 
 
 def test_settings_find_their_plugin() -> None:
+    found = parse({"pretrained": "mini", "backend": "torch", "cuda_graph": "auto", "compile": False})
+    assert found.shortcuts == {"backend": "torch", "cuda_graph": "auto", "compile": False}
     found = parse({"pretrained": "mini", "scheduler": "factor", "factor": 2, "block_length": 8, "temperature": 1})
     assert found.plugins == {
         "scheduler": {"name": "factor", "factor": 2.0},

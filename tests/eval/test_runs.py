@@ -22,7 +22,7 @@ from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
 from dllm_sampler.eval.oracle import Oracle
 from dllm_sampler.eval.report.data import load
-from dllm_sampler.eval.runner import Runner, Share, run_all
+from dllm_sampler.eval.runner import Runner, Share, _History, run_all
 from dllm_sampler.sampler import Sampler
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +77,30 @@ def test_replays_end_in_the_answer(whole: Path) -> None:
             assert "".join(line["pieces"][: line["answer"] - line["ended"]]) == line["text"]
             assert line["oracle_nfe"] >= 1
             assert line["text_tokens"] == line["answer"] - line["ended"], "mini has one way to write a text"
+
+
+def test_who_takes_nothing_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its commits are those that a watcher counts."""
+    (one,) = jobs([*SMALL[1:], "scheduler=threshold", "task.operation=copy", "stop=truncate"])
+    runner, batch = Runner(one, "cpu"), one.built_task.samples()[:4]
+    watched = _History()
+    for commits in runner.sampler.stream(runner._prompts(batch), **runner._settings(batch)):
+        watched.note(commits.step, commits.step_map, commits.tokens)
+    monkeypatch.setattr(Sampler, "stream", None)
+    history, _ = runner._generate(batch)
+    assert history.commits == watched.commits and history.revisions == watched.revisions
+
+
+def test_options_that_came_later_leave_old_runs_their_names() -> None:
+    (old,) = jobs(["task=mini"])
+    assert not {"backend", "cuda_graph", "compile"} & old.identity.keys()
+    (new,) = jobs(["task=mini", "backend=torch", "compile=step"])
+    assert (new.identity["backend"], new.identity["compile"]) == ("torch", "step") and new.name != old.name
+
+
+def test_steps_that_cannot_be_recorded_are_refused(tmp_path: Path) -> None:
+    (why,) = evaluate(tmp_path, "scheduler=threshold", "task.operation=copy", "cuda_graph=true").values()
+    assert why == "cuda_graph=true cannot be: graphs are CUDA's, and the model is on cpu"
 
 
 def test_the_oracle_is_not_slower_than_what_was_run(tmp_path: Path) -> None:
