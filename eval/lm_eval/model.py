@@ -43,6 +43,7 @@ class SamplerLM(LM):
             raise UserError(f"the harness asks in words, and {s.pretrained} has no tokenizer: add its files")
         self.tokenizer = self.sampler.tokenizer
         self._device = self.sampler.device
+        self.drawing: dict[tuple[tuple[str, float], ...], Sampler] = {}
         self.templated = False
         self.tokens = self.forwards = 0
         plain = {"stop": "none", "cache": "none", "blocks": "full", "scheduler": "fixed"}
@@ -139,10 +140,14 @@ class SamplerLM(LM):
         if not kwargs.get("do_sample") or not heat or "temperature" in self.settings.shortcuts:
             return self.sampler, room, until
         s = self.settings
-        shortcuts = {**s.shortcuts, "temperature": heat}
+        drawn = {"temperature": heat}
         if kwargs.get("top_p") not in (None, 1, 1.0):
-            shortcuts["top_p"] = float(kwargs["top_p"])
-        return Sampler(self.sampler.denoiser, tokenizer=self.tokenizer, **s.plugins, **shortcuts), room, until
+            drawn["top_p"] = float(kwargs["top_p"])
+        wanted = tuple(drawn.items())
+        if wanted not in self.drawing:  # one for all such requests: recorded steps are its own
+            shortcuts = {**s.shortcuts, **drawn}
+            self.drawing[wanted] = Sampler(self.sampler.denoiser, tokenizer=self.tokenizer, **s.plugins, **shortcuts)
+        return self.drawing[wanted], room, until
 
     def _likelihood(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         spec, s = self.sampler.denoiser.spec, self.settings

@@ -149,11 +149,13 @@ def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], call
     assert set(calls) >= LAYER and not {"head", "readout"} & set(calls)
 
 
-@pytest.mark.parametrize("temperature", [None, 0.8])
+@pytest.mark.parametrize("temperature", [0.8, slow(None)])
 def test_predictions_are_compared_without_probabilities(temperature: float | None, calls: Counter[str]) -> None:
     """A bound that parts of the block come below, so that a wrong divergence is another history."""
     rule = {"name": "klass", "threshold": 0.2, "divergence": 0.3, "history": 1}
-    both(denoiser("gqa"), scheduler=rule, cache="dual", blocks={"name": "fixed", "length": 6}, temperature=temperature)
+    both(
+        denoiser("dream"), scheduler=rule, cache="dual", blocks={"name": "fixed", "length": 6}, temperature=temperature
+    )
     assert {"readout", "drift"} <= set(calls) and "head" not in calls
 
 
