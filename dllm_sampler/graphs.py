@@ -201,13 +201,20 @@ class StaticEngine(Engine):
         for at in reversed(range(len(self.free))):
             if self.free[at].fits == fits:
                 return self.free.pop(at)
-        while len(self.free) >= KEPT or sum(one.size for one in self.free) > ROOM:
-            del self.free[0]
+        self._make_room(KEPT - 1, ROOM)
         return Buffers(fits)
+
+    def _make_room(self, most: int, bytes: int) -> None:
+        """Let the oldest free buffers go until there are at most so many, and as large in all."""
+        sizes = [one.size for one in self.free]
+        while len(self.free) > most or sum(sizes) > bytes:
+            del self.free[0], sizes[0]
 
     def end(self, state: State) -> None:
         """See `Engine.end`. A later generation may have the buffers."""
         if isinstance(state, InPlace):
+            # The latest stay whatever their size: most generations are followed by one like them.
+            self._make_room(KEPT - 1, max(0, ROOM - state.buffers.size))
             self.free.append(state.buffers)
 
     def step(self, state: State) -> None:

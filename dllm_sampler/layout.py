@@ -29,13 +29,15 @@ def canvas(
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
-        grain: that column is a multiple of it.
+        grain: that column is a multiple of it, where the model's context has room.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
-    origin = -(-max(len(row) for row in rows) // grain) * grain
+    longest = max(len(row) for row in rows)
     surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
     new_tokens += surplus
+    # A model may know no more positions than that, whoever stands at them.
+    origin = max(longest, min(-(-longest // grain) * grain, spec.max_positions - new_tokens))
     length, batch = origin + new_tokens, len(rows)
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     ids = torch.full((batch, length + 1), spec.pad_id)

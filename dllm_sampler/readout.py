@@ -44,6 +44,7 @@ class Law(NamedTuple):
         now, old, at = self.table.flatten(0, 1), then.table.flatten(0, 1), index.flatten()
         if self.norm is None or then.norm is None:
             return divergence(now, old, at, precise).view_as(index)
+        old = old.to(now.dtype)  # before the first step nobody knows how an autocast model answers
         return drift(now, old, then.norm.flatten(), at).view_as(index)
 
 

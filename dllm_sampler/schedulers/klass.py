@@ -23,7 +23,7 @@ class Klass(FixedSteps):
 
     Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
     KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Keeps the last
-    forward's probabilities, as large as the block's logits.
+    forward's predictions, as large as the block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.

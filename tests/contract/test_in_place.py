@@ -26,6 +26,7 @@ from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.graphs import InPlace, Record, StaticEngine, obstacle
 from dllm_sampler.kernels import backend
 from dllm_sampler.loop import Engine, State
+from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoE, MoeConfig
 from dllm_sampler.noise import CounterNoise, ReplayNoise
 from dllm_sampler.plugins import Plugins
@@ -132,6 +133,8 @@ def test_replayed_steps_are_the_steps(case: Case, request: pytest.FixtureRequest
 def same(found: Result, expected: Result) -> None:
     for name in ("ids", "step_map", "nfe", "rows", "end"):
         assert torch.equal(getattr(found.trace, name), getattr(expected.trace, name)), name
+    for name in ("tokens", "lengths", "complete"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
     # Sizes are rounded up, so that sums are made in another order.
     assert torch.allclose(found.trace.logprob, expected.trace.logprob, rtol=0, atol=1e-12)
 
@@ -183,14 +186,37 @@ def test_recordings_of_several_shapes_are_kept(engines: Engines, monkeypatch: py
 
     assert replayed(3) < 6 == replayed(17) == replayed(32)
     assert replayed(33) < 6 == replayed(3)
-    assert [one.fits[0] for one in engine.free] == [(1, 64 + 13), (1, 32 + 13)]
+    assert [one.fits[0] for one in engine.free] == [(1, 64 + 1), (1, 32 + 13)]  # not more than the context
     monkeypatch.setattr(graphs, "ROOM", engine.free[1].size)
-    assert replayed(40) == replayed(2) == 6  # two are more than there is room for, and go when another is made
-    it.generate([[5], [6]], max_new_tokens=12)
+    assert replayed(40) == 6 and [one.fits[0] for one in engine.free] == [(1, 64 + 1)]  # no room for the other
+    monkeypatch.setattr(graphs, "ROOM", 2**31)
+    monkeypatch.setattr(graphs, "KEPT", 2)
+    for prompts in ([[5]], [[5], [6]]):
+        it.generate(prompts, max_new_tokens=12)
     assert [one.fits[0] for one in engine.free] == [(1, 32 + 13), (2, 32 + 13)]
-    monkeypatch.setattr(graphs, "KEPT", 1)
-    it.generate([[5], [6], [7]], max_new_tokens=12)
-    assert [one.fits[0] for one in engine.free] == [(3, 32 + 13)]
+    monkeypatch.setattr(graphs, "ROOM", 0)
+    for stream in [cast(Any, it.stream([[5]], max_new_tokens=12)) for _ in range(3)]:
+        next(stream)
+        next(stream)
+        stream.close()
+    assert len(engine.free) == 1  # the latest stay
+
+
+def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of someone else's may know no position beyond."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    it = Sampler(MaskedLMDenoiser(BertForMaskedLM(config).eval(), mask_id=3, eos_id=1, pad_id=0), stop="none")
+    for length in (5, 33, 52):
+        found = []
+        for engine in (StaticEngine(it.denoiser, it.plugins, 1), Engine(it.denoiser, it.plugins, 1)):
+            monkeypatch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1, engine=engine: engine)
+            found.append(it.generate([[5 + length % 7] * length], max_new_tokens=12))
+        same(*found)
 
 
 def test_recordings_hold_for_weights_where_they_are(engines: Engines) -> None:

@@ -39,6 +39,11 @@ def test_with_many_rows_the_weight_is_unpacked(monkeypatch):
     checks.linear(0, 5, 45, 100, torch.bfloat16, True)
 
 
+def test_the_unpacked_weight_serves_piece_after_piece(monkeypatch):
+    monkeypatch.setattr(module, "AT_ONCE", 2)
+    checks.linear(0, 5, 45, 100, torch.bfloat16, True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extremes(dtype):
     """A row with NaN or an infinity spoils itself alone; the largest integers are exact."""

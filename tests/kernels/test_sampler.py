@@ -153,10 +153,30 @@ def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], call
 def test_predictions_are_compared_without_probabilities(temperature: float | None, calls: Counter[str]) -> None:
     """A bound that parts of the block come below, so that a wrong divergence is another history."""
     rule = {"name": "klass", "threshold": 0.2, "divergence": 0.3, "history": 1}
-    both(
-        denoiser("dream"), scheduler=rule, cache="dual", blocks={"name": "fixed", "length": 6}, temperature=temperature
-    )
+    both(loud(), scheduler=rule, cache="dual", blocks={"name": "fixed", "length": 6}, temperature=temperature)
     assert {"readout", "drift"} <= set(calls) and "head" not in calls
+
+
+def loud() -> TransformerDenoiser:
+    """A model that would often choose its mask, if it might."""
+    model = copy.deepcopy(denoiser("dream").transformer)
+    with torch.no_grad():
+        model.lm_head.weight[toys.MASK] = 2 * model.lm_head.weight[[4, 16, 25, 26, 35]].sum(0)  # what it says most
+    return replace(denoiser("dream"), model=model)
+
+
+def test_stored_logits_of_a_scheduler_that_looks_at_them(calls: Counter[str]) -> None:
+    rule = {"name": "entropy_renoise", "max_denoising_steps": 3, "t_min": 0.0, "t_max": 0.0}
+    both(loud(), scheduler=rule, cache="none", blocks={"name": "fixed", "length": 6})
+    assert "readout" in calls and "head" not in calls
+
+
+def test_distributions_of_a_model_under_autocast(calls: Counter[str]) -> None:
+    """Its logits have another dtype than its weights."""
+    it = Sampler(denoiser("dream"), scheduler="klass", cache="dual", backend="triton")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert bool(it.generate(PROMPTS, max_new_tokens=4).complete.all())
+    assert {"readout", "drift"} <= set(calls)
 
 
 @pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])

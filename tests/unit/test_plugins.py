@@ -8,7 +8,9 @@ import torch
 from dllm_sampler import Query, Sampler, UserError
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.readout import read
+from dllm_sampler.schedulers.klass import Klass
 from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.stops import PrefixStop
 from tests import toys
 
 
@@ -39,8 +41,20 @@ def test_a_readout_without_such_a_field_is_refused() -> None:
         def needs(self) -> frozenset[str]:
             return frozenset({"entropi", "margin"})
 
+    class Nosy(PrefixStop):
+        @property
+        def needs(self) -> frozenset[str]:
+            return frozenset({"Margin"})
+
     with pytest.raises(UserError, match=r"Curious needs entropi, which no readout has: .* entropy,"):
         Sampler(toys.denoiser(), scheduler=Curious())
+    with pytest.raises(UserError, match="Nosy needs Margin"):
+        Sampler(toys.denoiser(), stop=Nosy())
+
+
+@pytest.mark.parametrize("settings", [{"compat": True}, {"take": "steadiest"}])
+def test_ranked_or_published_divergences_are_precise(settings: dict[str, Any]) -> None:
+    assert "probabilities" in Klass(**settings).needs and "law" in Klass().needs
 
 
 def test_a_cut_canvas_keeps_the_pace_of_its_steps() -> None:
