@@ -7,12 +7,14 @@ gives a plug-in more to do; every entry there is one more setting under which th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
+
+import pytest
 
 from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
 from tests import toys
@@ -265,3 +267,14 @@ def _turns(group: str, choices: list[Settings]) -> Iterator[Any]:
 
 
 CASES = cases()
+
+
+def thinned(chosen: Iterable[Case]) -> list[Any]:
+    """The cases; slow are those of which every plug-in, as it is set, and the toy were met before."""
+    met: set[tuple[str, str]] = set()
+    found = []
+    for case in chosen:
+        own = {("toy", case.toy), *((group, label(chosen)) for group, chosen in case.plugins.items())}
+        found.append(pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow))
+        met |= own
+    return found

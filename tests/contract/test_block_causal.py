@@ -76,8 +76,17 @@ def test_the_mask_is_what_the_notes_of_every_family_say() -> None:
     assert seen == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("stop", config.names("stop"))
-@pytest.mark.parametrize("scheduler", cases.settings("scheduler"), ids=cases.label)
+def with_stops() -> list[Any]:
+    """Every scheduler with every stop; slow are all but two or three stops of each, which take turns."""
+    stops = config.names("stop")
+    return [
+        pytest.param(scheduler, stop, marks=() if (i + j) % 3 == 0 else pytest.mark.slow, id=f"{label}-{stop}")
+        for i, (label, scheduler) in enumerate((cases.label(one), one) for one in cases.settings("scheduler"))
+        for j, stop in enumerate(stops)
+    ]
+
+
+@pytest.mark.parametrize(("scheduler", "stop"), with_stops())
 def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
     if not cases.legal(kind="causal", scheduler=scheduler, cache="block_causal"):
         with pytest.raises(UserError, match="use "):

@@ -11,7 +11,7 @@ from dllm_sampler.loop import Engine
 from dllm_sampler.noise import CounterNoise
 from tests import toys
 from tests.contract import cases
-from tests.contract.cases import CASES, TOKENS, Case
+from tests.contract.cases import CASES, TOKENS, Case, thinned
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -118,7 +118,7 @@ def test_prompts_and_padding_stay(case: Case) -> None:
         assert set(steps[: trace.origin]) == {-1}
 
 
-@every_case
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
     always = case.stream()[-1].result
     assert always is not None
@@ -164,7 +164,7 @@ def test_published_rcr_writes_again_what_a_stop_would_keep() -> None:
     assert not torch.equal(cut.lengths, full.lengths)
 
 
-@pytest.mark.parametrize("turn", range(2))
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one != RESTLESS], ids=cases.label)
 def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any], turn: int) -> None:
     """Each scheduler under two of its caches, which differ from one to the next."""
@@ -239,7 +239,7 @@ class TestMaskToken:
         spy = toys.Spy(toys.denoiser(toy), raise_mask)
         return Sampler(spy, blocks={"name": "fixed", "length": 6}, stop="none", **plugins)
 
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
     @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=cases.label)
     def test_never_by_default(self, scheduler: dict[str, Any], temperature: float) -> None:
         sampler = self.sampler(50.0, scheduler=scheduler, temperature=temperature)

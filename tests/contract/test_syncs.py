@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.contract.cases import CASES, Case
+from tests.contract.cases import CASES, Case, thinned
 
 FORBIDDEN = {
     "aten._local_scalar_dense",  # item, bool(tensor), int(tensor)
@@ -88,7 +88,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[State]:
 SILENT = [case for case in CASES if not case.sampler.plugins.cache.syncs]
 
 
-@pytest.mark.parametrize("case", SILENT, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", thinned(SILENT))
 def test_a_step_reads_nothing(case: Case, watched: list[State]) -> None:
     result = case.generate([0, 1, 4], max_steps=7)
     assert len(watched) == int(result.nfe.max())
