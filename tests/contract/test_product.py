@@ -41,18 +41,18 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
 SPEC = toys.denoiser().spec
 
 
-def combinations(half: int) -> Iterator[tuple[str, ...]]:
-    """One half of blocks x stops x caches; any two of different groups meet in either."""
+def combinations(third: int) -> Iterator[tuple[str, ...]]:
+    """One third of blocks x stops x caches; any two of different groups meet in each."""
     for chosen in itertools.product(*(enumerate(built(group)) for group in GROUPS)):
-        if sum(number for number, _ in chosen) % 2 == half:
+        if sum(number for number, _ in chosen) % 3 == third:
             yield tuple(name for _, name in chosen)
 
 
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("third", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))])
 @pytest.mark.parametrize("name", config.names("scheduler"))
-def test_every_combination_runs_or_is_refused(name: str, half: int) -> None:
+def test_every_combination_runs_or_is_refused(name: str, third: int) -> None:
     ran = 0
-    for chosen in combinations(half):
+    for chosen in combinations(third):
         plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)

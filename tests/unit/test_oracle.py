@@ -24,9 +24,24 @@ def answers(result: Result) -> list[list[int]]:
     return [row[:end] for row, end in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("toy", toys.TOYS)
-@pytest.mark.parametrize("cache", ["none", "dual", "periodic_prefix"])
-@pytest.mark.parametrize("blocks", [FixedBlocks(6), FullBlock(), {"name": "adablock", "delimiters": [3, 15, 20, 34]}])
+BLOCKS: dict[str, Any] = {
+    "fixed": FixedBlocks(6), "full": FullBlock(), "adablock": {"name": "adablock", "delimiters": [3, 15, 20, 34]}
+}  # fmt: skip
+
+
+def by_turns() -> list[Any]:
+    """Every toy, cache and kind of blocks; two thirds are slow, any two meet in the other."""
+    return [
+        pytest.param(
+            toy, cache, blocks, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow, id=f"{toy}-{cache}-{name}"
+        )
+        for i, toy in enumerate(toys.TOYS)
+        for j, cache in enumerate(("none", "dual", "periodic_prefix"))
+        for k, (name, blocks) in enumerate(BLOCKS.items())
+    ]
+
+
+@pytest.mark.parametrize(("toy", "cache", "blocks"), by_turns())
 def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any) -> None:
     for stop in ("none", "prefix", "block", "truncate", "end_of_text"):
         plugins = {"blocks": blocks, "stop": stop, "cache": cache}
