@@ -96,7 +96,7 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
 
 COMMANDS = (
     "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "host_gap", "step_operations",
-    "branches", "recording",
+    "branches", "recording", "recordings",
 )  # fmt: skip
 
 
@@ -121,6 +121,8 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step --smoke --windows 8,x", "--windows: each should be a whole number of at least 1, not 'x'"),
         ("decode_step --smoke --sides tritn", "unknown side 'tritn', did you mean 'triton'"),
         ("decode_step --smoke --sides torch,triton", "--sides torch,triton: --smoke runs on the CPU"),
+        ("recordings --shortest 9 --longest 8", "--longest 8: should be at least --shortest 9"),
+        ("recordings --caches elastic --prompts 1", "under cache=elastic are never recorded"),
         ("host_gap --caches elastic --steps 4 --layers 1", "under cache=elastic are never recorded"),
         ("decode_step --smoke --official nowhere.py", "there is no Python file nowhere.py"),
         ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
@@ -460,3 +462,10 @@ def test_a_kernel_that_torch_replaced_has_no_figure() -> None:
     assert cells(bench.table([row], 1.0))[0]["kernel us"] == "not measured"
     row = bench.noted(replace(case, run=lambda kernels: 1 / 0), TORCH, lambda timed: 1.0, 2, 1)
     assert row.note == "failed: ZeroDivisionError: division by zero" and not row.reference
+
+
+def test_prompts_of_nearly_one_length_share_recordings() -> None:
+    bench = import_module("recordings")
+    shared, apart = (bench.counts({"name": "fixed"}, "dual", [40, 50, 64], 32, grain) for grain in (32, 1))
+    assert sum(shared) == sum(apart) == 3 * 32
+    assert shared[2] - apart[2] == 2 * (shared[0] + shared[1]) > 0
