@@ -64,12 +64,22 @@ class Counting(StaticEngine):
         return state
 
 
-def counts(scheduler: dict[str, Any], cache: str, lengths: Sequence[int], tokens: int, grain: int) -> list[int]:
-    """Steps that ran as always, that were recorded, and that were replayed."""
+def sampler(scheduler: str, cache: str) -> Sampler:
+    """On an untrained model, which is not sure of anything: so its threshold is for some four tokens a step.
+
+    Raises:
+        UserError: its steps are never recorded.
+    """
+    rule = {"name": scheduler} | ({"threshold": 0.08} if scheduler == "threshold" else {})
     blocks = {"name": "fixed", "length": BLOCK}
-    it = Sampler(llada(640, 64, 128, 2, 4), scheduler=scheduler, cache=cache, blocks=blocks)
+    it = Sampler(llada(640, 64, 128, 2, 4), scheduler=rule, cache=cache, blocks=blocks)
     if it.plugins.cache.syncs or not it.plugins.scheduler.static:
-        raise UserError(f"steps of scheduler={scheduler['name']} under cache={cache} are never recorded: leave it out")
+        raise UserError(f"steps of scheduler={scheduler} under cache={cache} are never recorded: leave it out")
+    return it
+
+
+def counts(it: Sampler, lengths: Sequence[int], tokens: int, grain: int) -> list[int]:
+    """Steps that ran as always, that were recorded, and that were replayed."""
     engine = Counting(it.denoiser, it.plugins, 1)
     with patch.object(Sampler, "_engine", lambda *_: engine), patch.object(Counting, "grain", grain):
         for number, length in enumerate(lengths):
@@ -106,13 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Table(title=f"steps of {options.prompts} generations")
     for name in ("scheduler", "cache", "as always", "recorded", "replayed", "share"):
         out.add_column(name, justify="left" if name in ("scheduler", "cache") else "right")
-    pairs = [(scheduler, cache) for scheduler in options.schedulers for cache in options.caches]
+    samplers = {(one, cache): sampler(one, cache) for one in options.schedulers for cache in options.caches}
     with patch.object(graphs, "KEPT", options.kept):
-        for scheduler, cache in track(pairs, "recordings", console=Console(stderr=True), transient=True):
-            # An untrained model is not sure of anything: so it commits some four tokens a step.
-            rule = {"name": scheduler} | ({"threshold": 0.08} if scheduler == "threshold" else {})
-            found = counts(rule, cache, lengths, options.tokens, options.grain)
-            out.add_row(scheduler, cache, *map(str, found), f"{found[-1] / sum(found):.0%}")
+        for names, it in track(samplers.items(), "recordings", console=Console(stderr=True), transient=True):
+            found = counts(it, lengths, options.tokens, options.grain)
+            out.add_row(*names, *map(str, found), f"{found[-1] / sum(found):.0%}")
     console = Console()
     show(console, circumstances())
     console.print(out)
