@@ -204,10 +204,10 @@ class StaticEngine(Engine):
         self._make_room(KEPT - 1, ROOM)
         return Buffers(fits)
 
-    def _make_room(self, most: int, bytes: int) -> None:
+    def _make_room(self, most: int, room: int) -> None:
         """Let the oldest free buffers go until there are at most so many, and as large in all."""
         sizes = [one.size for one in self.free]
-        while len(self.free) > most or sum(sizes) > bytes:
+        while len(self.free) > most or sum(sizes) > room:
             del self.free[0], sizes[0]
 
     def end(self, state: State) -> None:

@@ -178,10 +178,7 @@ class Sampler:
         return self.denoiser.spec.device
 
     def lay_out(self) -> None:
-        """Lay the weights that kernels multiply together side by side in memory, each parameter in a new place.
-
-        For a model that nobody else has a part of yet; `from_pretrained` does it.
-        """
+        """Lay weights that kernels multiply together side by side, in a model that nobody else holds a part of."""
         denoiser = getattr(self.denoiser, "denoiser", self.denoiser)  # under guidance
         if isinstance(denoiser, TransformerDenoiser) and self.kernels.layer is not None:
             fused.join(denoiser.transformer)
