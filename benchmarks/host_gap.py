@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from circumstances import circumstances, show
-from options import among, command, parser
+from options import among, check_recorded, command, parser
 from rich.console import Console
 from rich.table import Table
 
@@ -62,8 +62,7 @@ def gaps(scheduler: dict[str, Any], cache: str, layers: int, steps: int) -> list
     """Seconds, one per step that was replayed."""
     blocks = {"name": "fixed", "length": 32}
     it = Sampler(llada(640, 64, 128, layers, 4), scheduler=scheduler, cache=cache, blocks=blocks)
-    if it.plugins.cache.syncs or not it.plugins.scheduler.static:
-        raise UserError(f"steps of scheduler={scheduler['name']} under cache={cache} are never recorded: leave it out")
+    check_recorded(it)
     engine = Watched(it.denoiser, it.plugins, 1)
     given = [[5] * 12, [6] * 16], 64, [0, 1]
     canvas = layout.canvas(*given, it.denoiser.spec, it.plugins.blocks, CounterNoise(), it.plugins.stop.cuts)

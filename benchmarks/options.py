@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.sampler import Sampler
 
 Value = TypeVar("Value")
 
@@ -27,6 +28,18 @@ def parsed(it: Parser, argv: Sequence[str] | None, **smoke: str | float) -> argp
         it.set_defaults(**smoke)
         options = it.parse_args(argv)
     return options
+
+
+def check_recorded(sampler: Sampler) -> None:
+    """Refuse a sampler whose steps no graph can repeat.
+
+    Raises:
+        UserError: it is one.
+    """
+    scheduler, cache = sampler.plugins.scheduler, sampler.plugins.cache
+    if cache.syncs or not scheduler.static:
+        names = f"scheduler={type(scheduler).__name__} under cache={type(cache).__name__}"
+        raise UserError(f"steps of {names} are never recorded: leave it out")
 
 
 def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:

@@ -20,14 +20,13 @@ from unittest.mock import patch
 
 import torch
 from circumstances import circumstances, show
-from options import among, command, parser
+from options import among, check_recorded, command, parser
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from dllm_sampler import config, graphs
 from dllm_sampler.canvas import Canvas
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import InPlace, StaticEngine
@@ -73,8 +72,7 @@ def sampler(scheduler: str, cache: str) -> Sampler:
     rule = {"name": scheduler} | ({"threshold": 0.08} if scheduler == "threshold" else {})
     blocks = {"name": "fixed", "length": BLOCK}
     it = Sampler(llada(640, 64, 128, 2, 4), scheduler=rule, cache=cache, blocks=blocks)
-    if it.plugins.cache.syncs or not it.plugins.scheduler.static:
-        raise UserError(f"steps of scheduler={scheduler} under cache={cache} are never recorded: leave it out")
+    check_recorded(it)
     return it
 
 
