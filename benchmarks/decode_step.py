@@ -52,11 +52,11 @@ from torch import Tensor
 
 from dllm_sampler import layout, readout
 from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.capture import cuda as record
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.graphs import StaticEngine
-from dllm_sampler.graphs import cuda as record
 from dllm_sampler.kernels.backend import TORCH, Backend, select
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, quantized

@@ -1,11 +1,14 @@
-"""How long a GPU would wait for the host between two recorded steps: from what it told the host to the next replay.
+"""How often a GPU would wait for the host between two recorded steps, and how long each time.
 
     python benchmarks/host_gap.py
     python benchmarks/host_gap.py --schedulers threshold,klass --layers 32
 
-Where the host must know how a step ended before it can send the next one (a threshold under a cache that stores), the
-device has nothing to do meanwhile. Measured without a GPU: the model is tiny, a replay is a pause of 2 ms, and the
-clock runs on the host alone. Launching the graph and the transfer come on top on a GPU.
+Under a cache that stores, what a threshold committed decides how large the next step is. The host either waits until it
+knows (`waiting`), or sends the recording that it takes for the right one, which does nothing if it is not (`ahead`:
+`capture.chooses`, on NVIDIA GPUs): then it waits only where it has no guess, and where its guess was wrong, `in vain`.
+Generations of an untrained model, batch 1, counted once the first ones have recorded their steps; the counts are the
+same on every machine. `microseconds` are from the end of such a wait to the next replay, on the host's clock: median,
+lowest and highest tenth. Launching a graph, the transfer, and what a step in vain costs come on top on a GPU.
 """
 
 from __future__ import annotations
@@ -15,62 +18,90 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from circumstances import circumstances, show
-from options import among, check_recorded, command, parser
+from options import among, command, parser
+from recordings import sampler
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 
-from dllm_sampler import config, layout
-from dllm_sampler.errors import UserError
+from dllm_sampler import config
+from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.arguments import positive
-from dllm_sampler.eval.untrained import llada
-from dllm_sampler.graphs import StaticEngine
-from dllm_sampler.noise import CounterNoise
+from dllm_sampler.graphs import InPlace, StaticEngine
+from dllm_sampler.loop import State
 from dllm_sampler.sampler import Sampler
-
-PAUSE = 0.002
 
 
 class Watched(StaticEngine):
-    """Takes the time between the end of the wait for the device and the next replay."""
+    """Replays by making the step again, and counts."""
 
-    def __init__(self, *given: Any):
-        super().__init__(*given, record=self._pause)
-        self.read: float | None = None
+    def __init__(self, it: Sampler, chooses: bool):
+        super().__init__(it.denoiser, it.plugins, 1, record=self._remade, chooses=chooses)
+        self.waited: float | None = None  # when the device last had nothing to do
+        self.clear()
+
+    def clear(self) -> None:
         self.gaps: list[float] = []
+        self.waits = self.vain = 0
 
-    def _pause(self, run: Callable[[], None]) -> Callable[[], None]:
+    def begin(self, canvas: Canvas) -> State:
+        self.waited = None
+        return super().begin(canvas)
+
+    def step(self, state: State) -> None:
+        self.running = state
+        super().step(state)
+        self.waited = None  # also where it was no replay
+
+    def _remade(self, run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) -> Callable[[], None]:
         run()
+        begun = [True]  # the first replay has happened
 
         def replay() -> None:
-            if self.read is not None:
-                self.gaps.append(time.perf_counter() - self.read)
-            self.read = None
-            time.sleep(PAUSE)
+            if self.waited is not None:
+                self.gaps.append(time.perf_counter() - self.waited)
+            self.waited = None
+            if begun:
+                begun.clear()
+            elif wanted is None or bool(wanted()):
+                assert isinstance(self.running, InPlace)
+                self._measured(self.running)
+            else:
+                self.vain += 1
 
         return replay
 
-    def _read(self, state: Any, measured: list[int]) -> layout.Found:
-        self.read = time.perf_counter()
+    def _look(self, *given: Any) -> None:
+        self.waits += 1
+        super()._look(*given)
+
+    def _read(self, state: State, measured: list[int]) -> Any:
+        self.waited = time.perf_counter()
         return super()._read(state, measured)
+
+    def _guess(self, state: InPlace) -> bool:
+        guessed = super()._guess(state)
+        if guessed:
+            self.waited = None  # the next step is sent before this one ends
+        return guessed
 
 
 @torch.no_grad()
-def gaps(scheduler: dict[str, Any], cache: str, layers: int, steps: int) -> list[float]:
-    """Seconds, one per step that was replayed."""
-    blocks = {"name": "fixed", "length": 32}
-    it = Sampler(llada(640, 64, 128, layers, 4), scheduler=scheduler, cache=cache, blocks=blocks)
-    check_recorded(it)
-    engine = Watched(it.denoiser, it.plugins, 1)
-    given = [[5] * 12, [6] * 16], 64, [0, 1]
-    canvas = layout.canvas(*given, it.denoiser.spec, it.plugins.blocks, CounterNoise(), it.plugins.stop.cuts)
-    state = engine.begin(canvas)
-    for step in range(1, steps + 1):
-        engine.step(state)
-        engine.poll(state, step)
-    return engine.gaps
+def watched(it: Sampler, chooses: bool, generations: int) -> tuple[int, Watched]:
+    """Forwards that were made, and what was seen of them."""
+    engine, forwards = Watched(it, chooses), 0
+    with patch.object(Sampler, "_engine", lambda *_: engine):
+        for number in range(2 * generations):
+            if number == generations:
+                engine.clear()
+            found = it.generate([[5 + number % generations] * 40], max_new_tokens=128, seed=number % generations)
+            forwards += int(found.nfe) * (number >= generations)
+    return forwards, engine
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,27 +111,27 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--schedulers", type=schedulers, default="threshold,klass,localleap", help="which (default %(default)s)")
     add("--caches", type=caches, default="prefix,dual", help="under each of these (default %(default)s)")
     add("--layers", type=positive, default=32, help="of the model (default %(default)s)")
-    add("--steps", type=positive, default=200, help="of a generation, at least 4 (default %(default)s)")
-    options = it.parse_args(argv)
-    if options.steps < 4:
-        it.error(f"--steps {options.steps}: should be at least 4, the first two are no replays")
-    return options
+    add("--generations", type=positive, default=4, help="that are counted, after as many others (default %(default)s)")
+    return it.parse_args(argv)
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    out = Table(title="microseconds between two replays: median (lowest to highest tenth)")
-    for name in ("scheduler", "cache", "microseconds"):
-        out.add_column(name)
-    for scheduler in options.schedulers:
-        for cache in options.caches:
-            rule = {"name": scheduler} | ({"threshold": 2.0} if scheduler == "threshold" else {})
-            found = [1e6 * seconds for seconds in gaps(rule, cache, options.layers, options.steps)]
-            if len(found) < 2:
-                raise UserError(f"{options.steps} steps of {scheduler} replayed {len(found)}: it takes more --steps")
-            low, *_, high = statistics.quantiles(found, n=10, method="inclusive")
-            out.add_row(scheduler, cache, f"{statistics.median(found):.0f} ({low:.0f} to {high:.0f})")
+    out = Table(title="how often the device waits for the host")
+    for name in ("scheduler", "cache", "host", "forwards", "waits", "in vain", "microseconds"):
+        out.add_column(name, justify="left" if name in ("scheduler", "cache", "host") else "right")
+    samplers = [
+        (one, cache, sampler(one, cache, options.layers)) for one in options.schedulers for cache in options.caches
+    ]
+    for *names, it in track(samplers, "host", console=Console(stderr=True), transient=True):
+        for chooses in (False, True):
+            forwards, seen = watched(it, chooses, options.generations)
+            gaps = [1e6 * seconds for seconds in seen.gaps]
+            low, *_, high = statistics.quantiles(gaps, n=10, method="inclusive") if len(gaps) > 1 else [0.0, 0.0]
+            time_ = f"{statistics.median(gaps):.0f} ({low:.0f} to {high:.0f})" if len(gaps) > 1 else "-"
+            host = "ahead" if chooses else "waiting"
+            out.add_row(*names, host, *map(str, (forwards, seen.waits, seen.vain)), time_)
     console = Console()
     show(console, circumstances())
     console.print(out)

@@ -63,7 +63,7 @@ class Counting(StaticEngine):
         return state
 
 
-def sampler(scheduler: str, cache: str) -> Sampler:
+def sampler(scheduler: str, cache: str, layers: int = 2) -> Sampler:
     """On an untrained model, which is not sure of anything: so its threshold is for some four tokens a step.
 
     Raises:
@@ -71,7 +71,7 @@ def sampler(scheduler: str, cache: str) -> Sampler:
     """
     rule = {"name": scheduler} | ({"threshold": 0.08} if scheduler == "threshold" else {})
     blocks = {"name": "fixed", "length": BLOCK}
-    it = Sampler(llada(640, 64, 128, 2, 4), scheduler=rule, cache=cache, blocks=blocks)
+    it = Sampler(llada(640, 64, 128, layers, 4), scheduler=rule, cache=cache, blocks=blocks)
     check_recorded(it)
     return it
 

@@ -138,7 +138,7 @@ def counted(seen: Operations, p: Plugins) -> Iterator[None]:
 class Unrecorded(StaticEngine):
     """Makes every step as the one that is recorded, and records none."""
 
-    def _recorded(self, state: Any, record: Any) -> None:
+    def _recorded(self, state: Any, record: Any, numbers: Any) -> None:
         return None
 
 
@@ -150,7 +150,9 @@ def operations(scheduler: object, cache: object, stop: object, backend: str = "t
     blocks = {"name": "fixed", "length": BLOCK}
     it = Sampler(denoiser, scheduler=scheduler, cache=cache, stop=stop, blocks=blocks)
     p = it.plugins
-    engine = Unrecorded(it.denoiser, p, 1, seen.kernels() if backend == "triton" else TORCH, record=lambda run: run)
+    engine = Unrecorded(
+        it.denoiser, p, 1, seen.kernels() if backend == "triton" else TORCH, record=lambda run, wanted=None: run
+    )
     canvas = layout.canvas(PROMPTS, 2 * BLOCK, [0, 1], denoiser.spec, p.blocks, CounterNoise(), p.stop.cuts)
     state = engine.begin(canvas)
     for step in range(1, 4):

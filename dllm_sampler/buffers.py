@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_sampler import layout
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.canvas import Sizes
 from dllm_sampler.errors import UserError
@@ -52,6 +53,8 @@ class Buffers:
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
         self.makeups: dict[Hashable, int] = {}
+        self.widest: Sizes | None = None  # of the steps inside a block that were met
+        self.tables: dict[Sizes, Tensor] = {}  # `layout.limits`, on the device: recordings read them
         self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
 
     @property
@@ -101,6 +104,16 @@ class Buffers:
             homes, new = zip(*pairs, strict=True)
             torch._foreach_copy_(list(homes), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
         return self.makeups.setdefault(tuple(key), len(self.makeups))
+
+    def remember(self, sizes: Sizes) -> None:
+        """Take note of what a step inside a block needed: the first of another block may need as much."""
+        if not sizes.opens and (self.widest is None or sizes.masks >= self.widest.masks):
+            self.widest = sizes
+
+    def limits(self, numbers: Tensor, sizes: Sizes) -> Callable[[], Tensor]:
+        """What tells, `[] bool`, whether `numbers [9]`, as they then are, ask for a step of such sizes."""
+        table = self.tables.setdefault(sizes, torch.tensor(layout.limits(sizes), device=numbers.device))
+        return lambda: (numbers.clamp(*table) == numbers).all()
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:

@@ -4,15 +4,16 @@ A graph is a recording of launches on fixed addresses. So the state lives in buf
 them, and what the host decides in a step (sizes, the flags that a cache keeps as plain numbers) is the key under which
 the step is recorded. The first step of a key runs as always, which also warms up what a recording may not do: compile,
 allocate workspaces. The second is recorded; from then on it is replayed.
+
+What a step committed may decide how large the next one is. The host need not wait to know: it sends the recording that
+it takes for the right one, which looks at what the step before it measured and does nothing if it is not.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from dllm_sampler import bookkeeping, launches, layout
 from dllm_sampler.buffers import Buffers, Late, Step, address, copied, restored
 from dllm_sampler.canvas import Canvas, Sizes
+from dllm_sampler.capture import Record
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
 from dllm_sampler.loop import Engine, State
@@ -31,7 +33,6 @@ from dllm_sampler.protocols import Denoiser
 
 KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made
-Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
 
 
 def check(choice: object) -> None:
@@ -86,40 +87,6 @@ def networks(denoiser: object) -> Iterator[nn.Module]:
             yield from networks(value)
 
 
-@cache
-def _resources(device: int) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
-    """What the recordings on one GPU share: a pool of memory, the stream they are made on, and an empty recording.
-
-    A pool whose graphs are all gone takes no new one while anything still lives in it, such as a library's workspace.
-    The empty recording keeps it open.
-    """
-    pool, stream, empty = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is empty
-        with torch.cuda.graph(empty, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            pass
-    return pool, stream, empty
-
-
-def cuda(run: Callable[[], None]) -> Callable[[], None]:
-    """Record a function's launches on the current GPU as a CUDA graph; none of them happens before a replay.
-
-    A recording owns what was allocated while it was made, nothing else: whatever `run` reads has to outlive it.
-    """
-    graph = torch.cuda.CUDAGraph()
-    # Graphs may share memory: each copies what it made into buffers that belong to none of them.
-    try:
-        # A capture that failed cannot be ended either, and then leaves its stream the current one.
-        with torch.cuda.stream(torch.cuda.current_stream()):
-            pool, stream, _ = _resources(torch.cuda.current_device())
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                run()
-    except BaseException:
-        _resources.cache_clear()  # a capture that was not ended keeps its pool to itself
-        raise
-    return graph.replay
-
-
 def model(denoiser: object) -> tuple[Hashable, ...]:
     """What a recording takes for granted of the model: where its weights lie, its mode, autocast."""
     found: list[Hashable] = []
@@ -137,6 +104,7 @@ class InPlace(State):
     buffers: Buffers = field(kw_only=True)
     measured: Tensor | None = None  # `layout.measure` or `bookkeeping.ended`: part of the step and its recording
     late: Late | None = None  # what was measured after the step before
+    guess: Step | None = None  # the next step, or the last one, that was sent before `late` was read
     makeup: tuple[list[object], int] | None = None  # what a step left at home, and `Buffers.settle`'s number of it
 
     def settle(self) -> int:
@@ -158,8 +126,9 @@ class StaticEngine(Engine):
     A recording is good for one shape of canvas. So that prompts of nearly the same length share it, they are padded to
     a multiple of `grain`, and the buffers of several shapes are kept.
 
-    record: what makes a step repeatable, `cuda`; None: each runs as always, in place all the same
+    record: what makes a step repeatable, `capture.cuda`; None: each runs as always, in place all the same
     must: refuse a plug-in whose state no recording knows of; else its generations run as always, with a warning
+    chooses: recordings can look for themselves whether they are wanted (`capture.chooses`)
     """
 
     grain = 32
@@ -175,9 +144,10 @@ class StaticEngine(Engine):
         entropy: bool = False,
         samples: int = 1,
         compile: bool = False,
+        chooses: bool = False,
     ):
         super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples, compile)
-        self.record, self.must = record, must
+        self.record, self.must, self.chooses = record, must, chooses
         self.free: list[Buffers] = []  # of generations that are over, the latest last: one like it finds its recordings
 
     def begin(self, canvas: Canvas) -> State:
@@ -223,11 +193,13 @@ class StaticEngine(Engine):
             return super().step(state)
         buffers = state.buffers
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
+        numbers = state.measured if self._looks(state) else None
         state.measured = None  # of the step before
-        key = state.settle(), state.canvas.sizes, self._question(state)
+        key = state.settle(), state.canvas.sizes, self._question(state), numbers is not None
         step = buffers.steps.get(key)
+        assert state.guess in (None, step)
         if step is None and key in buffers.steps and self.record is not None:
-            step = buffers.steps[key] = self._recorded(state, self.record)
+            step = buffers.steps[key] = self._recorded(state, self.record, numbers)
         if step is None:
             makeup = self._measured(state)
             buffers.steps.setdefault(key, None)
@@ -258,12 +230,21 @@ class StaticEngine(Engine):
         """See `Engine.measure`. It is there already."""
         return state.measured if isinstance(state, InPlace) and state.measured is not None else super().measure(state)
 
-    def _recorded(self, state: InPlace, record: Record) -> Step | None:
+    def _looks(self, state: InPlace) -> bool:
+        """Whether the next step's recording can see in what the step before measured that it is the right one."""
+        measured = state.measured
+        known = measured is not None and len(measured) == layout.SIZES
+        return self.chooses and known and not state.canvas.sizes.opens
+
+    def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
+        """numbers: what the step before measured, if the recording is to look at it."""
+        wanted = None if numbers is None else state.buffers.limits(numbers, state.canvas.sizes)
         before = copied(state)
         state.buffers.complete = True
         makeup: list[int] = []
         try:
-            return Step(record(lambda: makeup.append(self._measured(state))), copied(state), makeup[0])
+            replay = record(lambda: makeup.append(self._measured(state)), wanted)
+            return Step(replay, copied(state), makeup[0])
         except Exception as error:  # what the step itself raises, it raises again without a recording
             self.record = None
             cause: BaseException = error
@@ -293,23 +274,60 @@ class StaticEngine(Engine):
         )
 
     def poll(self, state: State, step: int, last: bool = False) -> None:
-        """See `Engine.poll`. Where the next sizes are known, the host reads how the step *before* ended.
+        """See `Engine.poll`. The host reads how the step *before* ended, so the device has work meanwhile.
 
-        So the device has work while the host reads; the price is one forward more, in which all rows rest.
+        Where the next sizes are known, the price is one forward more, in which all rows rest; where they are not, the
+        step that was sent may have been the wrong one, and is made anew.
         """
+        if isinstance(state, InPlace) and state.guess is not None:
+            self._check(state)
+            if state.finished:
+                return None
         if not isinstance(state, InPlace) or not self._glances:
             return super().poll(state, step, last)
         known = self._known(state)
         if known is None and not self.plugins.cache.stores:
             known = layout.widest(state.canvas, self.plugins.blocks)
         if known is None or last:
-            state.late = None
-            return self._look(state, known)
+            if last or not self._guess(state):
+                state.late = None
+                self._look(state, known)
+                state.buffers.remember(state.canvas.sizes)
+            return None
         self._resize(state, known)
         if state.measured is not None:
             before, state.late = state.late, Late(state.measured)
             if before is not None and self._read(state, before.read()).bad:
                 self.refuse(state)
+        return None
+
+    def _guess(self, state: InPlace) -> bool:
+        """Choose the next step without knowing how the last one ended, if such a step is recorded."""
+        if state.canvas.sizes.opens and state.buffers.widest is not None:
+            self._resize(state, state.buffers.widest)
+        state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
+        if state.makeup is None or state.measured is None or not self._looks(state):
+            return False
+        step = state.buffers.steps.get((state.makeup[1], state.canvas.sizes, "sizes", True))
+        if step is None or step.makeup != state.makeup[1]:  # one that does nothing must leave the state as it is
+            return False
+        state.guess, state.late = step, Late(state.measured)
+        return True
+
+    def _check(self, state: InPlace) -> None:
+        """Read what the last step was sent without, and make the right one if it was not."""
+        assert state.late is not None
+        measured, state.late, state.guess = state.late.read(), None, None
+        found = self._read(state, measured)
+        if found.bad:
+            self.refuse(state)
+        if found.sizes is None:
+            return
+        right = layout.fit(measured, state.canvas.sizes)
+        self._resize(state, found.sizes)
+        state.buffers.remember(found.sizes)
+        if not right:
+            self.step(state)
 
     @property
     def _glances(self) -> bool:

@@ -149,3 +149,23 @@ def read(canvas: Canvas, measured: list[int], hides: bool, shrinks: bool = True)
         steps = range(1, min(lasts, LOOK))
         coming = tuple(replace(later, masks=max(1, masks - least * taken)) for taken in steps)
     return Found(sizes, coming, False, bool(bad))
+
+
+SIZES = 9  # numbers that `measure` says of the next step's sizes
+ANY = 2**40  # more than any number of a row
+
+
+def limits(sizes: Sizes) -> tuple[list[int], list[int]]:
+    """Least and most that `measure` may say before a step of such sizes, which opens no block."""
+    computed = ANY if sizes.whole else sizes.computed
+    part = (0, 0) if sizes.whole else (1, ANY)
+    reach = ANY if sizes.reach is None else sizes.reach
+    least = [1, 0, -ANY, -ANY, -ANY, -ANY, -ANY, -ANY, part[0]]
+    return least, [1, 0, sizes.masks, sizes.block, -1, ANY, reach, computed, part[1]]
+
+
+def fit(measured: list[int], sizes: Sizes) -> bool:
+    """Whether all numbers are within `limits`."""
+    return all(
+        low <= number <= high for low, number, high in zip(limits(sizes)[0], measured, limits(sizes)[1], strict=True)
+    )

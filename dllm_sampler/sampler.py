@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config, graphs, layout, prompts
+from dllm_sampler import capture, config, graphs, layout, prompts
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -273,9 +273,9 @@ class Sampler:
             self.kernels,
             samples,
         ):
-            must = self.cuda_graph is True
+            must, chooses = self.cuda_graph is True, capture.chooses(self.denoiser.spec.device)
             self._static = StaticEngine(
-                self.denoiser, plugins, self.poll_every, self.kernels, graphs.cuda, must, *options
+                self.denoiser, plugins, self.poll_every, self.kernels, capture.cuda, must, *options, chooses
             )
         return self._static
 

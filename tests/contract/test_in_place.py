@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dllm_sampler import Commits, Result, Sampler, UserError, graphs, layout
 from dllm_sampler.buffers import Step, walk
 from dllm_sampler.cache.slots import Slots
+from dllm_sampler.capture import Record
 from dllm_sampler.errors import NotFiniteError
-from dllm_sampler.graphs import InPlace, Record, StaticEngine, obstacle
+from dllm_sampler.graphs import InPlace, StaticEngine, obstacle
 from dllm_sampler.kernels import backend
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
@@ -47,39 +48,57 @@ class Tape(TorchDispatchMode):
         self.operations.append((func, args, kwargs or {}, out))
         return out
 
-    def play(self) -> None:
+    def play(self) -> Any:
         now: dict[int, Tensor] = {}
+        new: Any = None
         for func, args, kwargs, out in self.operations:
             given = tree_map(lambda one: now.get(id(one), one), (args, kwargs))
             for old, new in zip(tree_leaves(out), tree_leaves(func(*given[0], **given[1])), strict=True):
                 now[id(old)] = new
+        return new
 
 
-def taped(run: Callable[[], None]) -> Callable[[], None]:
-    tape = Tape()
+def taped(run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) -> Callable[[], Any]:
+    """Says whether it did anything."""
+    condition, tape = Tape(), Tape()
+    if wanted is not None:
+        with condition:
+            wanted()
     with tape:
         run()
-    return tape.play
+
+    def play() -> bool:
+        does = wanted is None or bool(condition.play())
+        if does:
+            tape.play()
+        return does
+
+    return play
 
 
 class Taped(StaticEngine):
     """Takes back what a recording did, since recording a graph does nothing either."""
 
-    replays = 0
+    replays = idle = waits = 0
 
-    def _recorded(self, state: InPlace, record: Record) -> Step | None:
+    def _look(self, *given: Any) -> None:
+        type(self).waits += 1
+        super()._look(*given)
+
+    def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
         homes = state.buffers.homes.values()
         tensors = [one for home in homes for one in (home.keys + home.values if isinstance(home, Slots) else [home])]
         before = [tensor.clone() for tensor in tensors]
-        step = super()._recorded(state, record)
+        step = super()._recorded(state, record, numbers)
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
         assert step is not None
         play = step.replay
 
         def replay() -> None:
-            type(self).replays += 1
-            play()
+            does: Any = play()
+            type(self).replays += does
+            type(self).idle += not does
 
         step.replay = replay
         return step
@@ -93,7 +112,7 @@ class Engines:
 
     def of(self, sampler: Sampler, plugins: Plugins) -> Taped:
         if sampler not in self.made:
-            self.made[sampler] = Taped(sampler.denoiser, plugins, sampler.poll_every, record=taped)
+            self.made[sampler] = Taped(sampler.denoiser, plugins, sampler.poll_every, record=taped, chooses=True)
         return self.made[sampler]
 
 
@@ -101,7 +120,7 @@ class Engines:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     """Samplers step on a tape."""
     found = Engines()
-    Taped.replays = 0
+    Taped.replays = Taped.idle = Taped.waits = 0
     monkeypatch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1: found.of(self, plugins))
     return found
 
@@ -146,6 +165,41 @@ PLUGINS: list[dict[str, Any]] = [
     {"cache": "trailing", "scheduler": "leftright"},
     {"cache": "periodic_dual", "scheduler": {"name": "budgeted", "threshold": 0.5}},
 ]
+
+
+GUESSED: list[dict[str, Any]] = [
+    {"cache": "dual"},
+    {"cache": "prefix"},
+    {"cache": "dual", "stop": "truncate"},
+    {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
+    {"cache": "dual", "scheduler": "slowfast", "temperature": 0.8},
+    {"cache": "dkv"},
+    {"cache": {"name": "periodic_dual", "every": 3}},
+    {"cache": {"name": "dllm", "response_every": 3}},
+    {"cache": "vicinity", "scheduler": "localleap"},
+    {"cache": "block_causal", "toy": "causal"},
+]
+
+
+@pytest.mark.parametrize("plugins", GUESSED, ids=str)
+def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dict[str, Any], engines: Engines) -> None:
+    """The host waits once a block or so; what it sent in vain does nothing."""
+    plugins = {"scheduler": {"name": "threshold", "threshold": 0.6}, "blocks": {"name": "fixed", "length": 9}} | plugins
+    it = toys.sampler(plugins.pop("toy", "gqa"), **plugins)
+    engines.of(it, it.plugins)
+    found: list[list[int]] = []
+    for seed in (0, 1, 0, 1, 2):
+        prompts = [[5, 11, 3, seed], [16]]
+        with pytest.MonkeyPatch.context() as patch:
+            plain = Engine(it.denoiser, it.plugins, 1)
+            patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1, plain=plain: plain)
+            expected = it.generate(prompts, max_new_tokens=18, seed=seed)
+        Taped.replays = Taped.idle = Taped.waits = 0
+        same(it.generate(prompts, max_new_tokens=18, seed=seed), expected)
+        found.append([int(expected.nfe.max()), Taped.idle, Taped.waits])
+    forwards, idle, waits = torch.tensor(found[2:]).sum(0)
+    # dllm counts its forwards on the host, where one sent in vain would count too: so none is.
+    assert idle <= forwards and 2 * waits <= (2 if "dllm" in str(plugins) else 1) * forwards
 
 
 @pytest.mark.parametrize("plugins", PLUGINS, ids=str)
@@ -290,16 +344,42 @@ def test_a_model_that_is_not_finite(cache: str, engines: Engines) -> None:
     assert caught.value.step == 1 and caught.value.rows == [1, 2]
 
 
+def test_a_model_that_fails_while_steps_are_sent_ahead(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step behind the one that failed does nothing, and the failure is found at the same forward."""
+    model = toys.transformer()
+    it = Sampler(
+        toys.wrapped(model), cache="dual", stop="none", blocks={"name": "fixed", "length": 9},
+        scheduler={"name": "threshold", "threshold": 0.9},
+    )  # fmt: skip
+    for _ in range(3):
+        expected = it.generate(toys.PROMPTS[:2], max_new_tokens=18)
+    read = Taped._check
+
+    def check(self: Taped, state: InPlace) -> None:
+        read(self, state)
+        with torch.no_grad():
+            model.norm.weight[0] = torch.nan
+
+    monkeypatch.setattr(Taped, "_check", check)
+    with pytest.raises(NotFiniteError) as caught:
+        it.generate(toys.PROMPTS[:2], max_new_tokens=18)
+    result = caught.value.result
+    assert result is not None and caught.value.step > 2
+    assert torch.equal(result.trace.nfe.amax(), torch.tensor(caught.value.step))
+    before = result.trace.step_map >= 0
+    assert bool(before.any()) and torch.equal(result.trace.ids[before], expected.trace.ids[before])
+
+
 def test_a_step_that_cannot_be_recorded_runs_without() -> None:
-    def fails(run: Callable[[], None]) -> Callable[[], None]:
+    def fails(run: Callable[[], None], wanted: object = None) -> Callable[[], None]:
         run()  # and what it did to the state's objects must be undone
         raise RuntimeError("operation not permitted")
 
     class Failing(Taped):
-        def _recorded(self, state: InPlace, record: Record) -> Step | None:
+        def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
             tensors = [home for home in state.buffers.homes.values() if isinstance(home, Tensor)]
             before = [tensor.clone() for tensor in tensors]
-            step = StaticEngine._recorded(self, state, record)
+            step = StaticEngine._recorded(self, state, record, numbers)
             for tensor, old in zip(tensors, before, strict=True):
                 tensor.copy_(old)
             return step
@@ -427,7 +507,7 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(it.plugins.scheduler), "tell", told)
     for must in (True, False):
-        engine = Taped(it.denoiser, it.plugins, 1, record=taped, must=must)
+        engine = Taped(it.denoiser, it.plugins, 1, record=taped, must=must, chooses=True)
         monkeypatch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1, engine=engine: engine)
         if must:
             with pytest.raises(UserError, match=r"carry\.1 is a Generator"):
@@ -444,7 +524,7 @@ def test_a_step_in_place_computes_few_columns_in_vain() -> None:
     """Sizes are rounded, so that there are fewer recordings: by an eighth at most, and common windows not at all."""
     p = toys.sampler(cache="dual").plugins
     spec = toys.denoiser().spec
-    engine = StaticEngine(toys.denoiser(), p, 1, record=lambda run: run)
+    engine = StaticEngine(toys.denoiser(), p, 1, record=lambda run, wanted=None: run)
     canvas = layout.canvas([[5]], 2000, [0], spec, p.blocks, CounterNoise(), p.stop.cuts)
     found = []
     for computed in range(1, 1025):

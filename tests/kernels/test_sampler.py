@@ -289,7 +289,7 @@ def test_any_schedulers_bookkeeping(scheduler: str, monkeypatch: pytest.MonkeyPa
 class InTheirPlaces(StaticEngine):
     """Makes every step in place, as one that is recorded, and records none."""
 
-    def _recorded(self, state: Any, record: Any) -> None:
+    def _recorded(self, state: Any, record: Any, numbers: Any) -> None:
         return None
 
 
@@ -301,7 +301,7 @@ def test_bookkeeping_of_steps_in_place(scheduler: str, kind: str, stop: str) -> 
     it = denoiser("gqa")
     p = Sampler(it, scheduler=scheduler, cache=kind, stop=stop, blocks={"name": "fixed", "length": 3}).plugins
     kernels = replace(backend.TORCH, name="triton", step=backend._triton().step)
-    ours = InTheirPlaces(it, p, 1, kernels, record=lambda run: run)
+    ours = InTheirPlaces(it, p, 1, kernels, record=lambda run, wanted=None: run)
     canvas = layout.canvas(PROMPTS, 7, [0, 1], it.spec, p.blocks, CounterNoise(), p.stop.cuts)
     found, expected = ([*engine.run(canvas, 20)][-1] for engine in (ours, Engine(it, p, 1)))
     for name in ("ids", "masked", "step", "done", "nfe", "rows"):

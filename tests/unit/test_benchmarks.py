@@ -123,7 +123,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step --smoke --sides torch,triton", "--sides torch,triton: --smoke runs on the CPU"),
         ("recordings --shortest 9 --longest 8", "--longest 8: should be at least --shortest 9"),
         ("recordings --caches elastic --prompts 1", "under cache=ElasticCache are never recorded"),
-        ("host_gap --caches elastic --steps 4 --layers 1", "under cache=ElasticCache are never recorded"),
+        ("host_gap --caches elastic --layers 1", "under cache=ElasticCache are never recorded"),
         ("decode_step --smoke --official nowhere.py", "there is no Python file nowhere.py"),
         ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
         ("kernels --inner 0", "--inner: should be a whole number of at least 1, not '0'"),
@@ -146,7 +146,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("scheduler_overhead --only klas", "unknown scheduler 'klas', did you mean 'klass'"),
         ("scheduler_overhead --wanted nan", "--wanted: should be a number above 0, not 'nan'"),
         ("scheduler_overhead --smoke --only apd", "scheduler.verifier"),
-        ("host_gap --steps 1", "--steps 1: should be at least 4"),
+        ("host_gap --generations 0", "--generations: should be a whole number of at least 1, not '0'"),
         ("host_gap --caches dul", "unknown cache 'dul', did you mean 'dual'"),
         ("step_operations --stops non", "unknown stop 'non', did you mean 'none'"),
         ("branches --model smok", "invalid choice: 'smok'"),
@@ -388,9 +388,12 @@ def test_beside_the_published_code(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_hosts_time_between_two_replays(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--schedulers", "threshold", "--caches", "dual", "--layers", "1", "--steps", "12"]
+    words = ["--schedulers", "threshold", "--caches", "dual", "--layers", "1", "--generations", "1"]
     assert import_module("host_gap").main(words) == 0
-    assert "threshold" in capsys.readouterr().out
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "threshold" in line]
+    (forwards, waits, vain), (same, fewer, idle) = ([int(cell) for cell in row[3:6]] for row in rows)
+    assert forwards == waits == same and vain == 0
+    assert 0 < fewer + idle < forwards / 2
 
 
 def test_recording(capsys: pytest.CaptureFixture[str]) -> None:

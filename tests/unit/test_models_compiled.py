@@ -123,7 +123,7 @@ def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> No
 class InPlace(StaticEngine):
     """Steps as they are recorded, and no recording."""
 
-    def _recorded(self, state: Any, record: Any) -> None:
+    def _recorded(self, state: Any, record: Any, numbers: Any) -> None:
         return None
 
 
@@ -133,7 +133,7 @@ def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeyp
     steps("eager")
 
     def engine(it: Sampler, plugins: Any, samples: int = 1) -> StaticEngine:
-        return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
+        return InPlace(it.denoiser, plugins, 1, record=lambda run, wanted=None: run, compile=it.compile)
 
     monkeypatch.setattr(Sampler, "_engine", engine)
     plain, other = answers(scheduler, cache)
