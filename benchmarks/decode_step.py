@@ -17,6 +17,8 @@ and a side that fell back to torch says that too. Each line is in `--json` as so
 `speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
             same schedule, same run, same number of forwards; in half precision the tokens may differ, and how many do
             is reported.
+`ahead`     of the side `graph`: tokens per second of `Sampler.generate` under a threshold that no token reaches, whose
+            steps are sent before the host knows how large they must be, over those of the same with a host that waits.
 `official`  with `--official FILE`: the same over LLaDA's published code (`official_code.py`), both without a cache.
 `readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth of the copy.
 
@@ -38,6 +40,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
+from unittest.mock import patch
 
 import kernels as kernel_bench
 import official_code
@@ -50,7 +53,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dllm_sampler import layout, readout
+from dllm_sampler import capture, layout, readout
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.capture import cuda as record
 from dllm_sampler.eval import markdown
@@ -72,13 +75,13 @@ RECORDED = ("graph", "compiled", "int8")
 class Row:
     """What was measured of one configuration; seconds."""
 
-    kind: str  # window, refresh, generate, official, readout
+    kind: str  # window, refresh, generate, ahead, official, readout
     side: str
     batch: int
     window: int
     seconds: list[float] = field(default_factory=list)
     model: list[float] = field(default_factory=list)  # the model alone
-    plain: list[float] = field(default_factory=list)  # the plain loop
+    plain: list[float] = field(default_factory=list)  # the other side: the plain loop, a host that waits
     floor: float | None = None
     note: str = ""
 
@@ -173,8 +176,8 @@ class Bench:
         return self.integers if side == "int8" else self.denoiser
 
     def sampler(self, window: int, side: str, cache: str = "dual", **options: Any) -> Sampler:
-        blocks = {"name": "fixed", "length": window}
-        return Sampler(self.model(side), scheduler="fixed", blocks=blocks, stop="none", cache=cache, **options)
+        chosen = {"scheduler": "fixed", "blocks": {"name": "fixed", "length": window}, "stop": "none"} | options
+        return Sampler(self.model(side), cache=cache, **chosen)
 
     def steps(self, side: str, batch: int, window: int) -> list[Row]:
         """Every forward of one block, several times; the first refreshes."""
@@ -212,13 +215,17 @@ class Bench:
             engine.end(state)
         return [window_row, refresh]
 
+    def _tokens(self) -> tuple[int, int]:
+        """Window and new tokens of a generation: four blocks, or half of the slots."""
+        window = self.options.windows[0]
+        return window, min(4, self.options.slots // 2 // window) * window
+
     def generate(self, side: str, official: Callable[..., Tensor] | None = None) -> Row:
         """Sampler and plain loop on the same schedule: one token a step, blocks of a window.
 
         official: the published code in place of the plain loop, no cache on either side
         """
-        options, window = self.options, self.options.windows[0]
-        tokens = min(4, options.slots // 2 // window) * window
+        options, (window, tokens) = self.options, self._tokens()
         row = Row("generate" if official is None else "official", side, 1, window)
         chosen: dict[str, Any] = {"backend": "torch" if side == "torch" else "triton"}
         chosen |= {"cuda_graph": side in RECORDED, "compile": "step" if side == "compiled" else False}
@@ -251,6 +258,28 @@ class Bench:
         row.note = f"{tokens} tokens, {differ} of them differ from the {other}'s"
         return row
 
+    def ahead(self, side: str) -> Row:
+        """The same generation by a host that sends steps ahead and by one that waits; see `capture.chooses`."""
+        if not capture.chooses(self.device):
+            raise RuntimeError("recordings cannot choose here: the host waits for each step")
+        window, tokens = self._tokens()
+        prompts = self.prompts(1, self.options.slots - tokens)
+        rule = {"name": "threshold", "threshold": 2.0}
+        made = partial(self.sampler, window, side, scheduler=rule, backend="triton", cuda_graph=True)
+        samplers = [made()]
+        with patch.object(capture, "chooses", lambda _: False):
+            samplers.append(made())
+        row, found = Row("ahead", side, 1, window), []
+        for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
+            found.clear()
+            for it, seconds in zip(samplers, (row.seconds, row.plain), strict=True):
+                taken = self.now(lambda it=it: found.append(it.generate(prompts, max_new_tokens=tokens)))
+                if repeat > 1:
+                    seconds.append(taken)
+        if not torch.equal(found[0].trace.step_map, found[1].trace.step_map):
+            raise RuntimeError("the two took other steps")
+        return row
+
     def readout(self, side: str) -> Row:
         """The readout alone, of many rows."""
         rows, vocab = (1024 if self.device.type == "cuda" else 16), self.network.config.vocab_size
@@ -268,6 +297,8 @@ class Bench:
         others = {"generate": ()} | ({"official": (options.official,)} if options.official else {})
         for side in options.sides:
             yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
+            if side == "graph":
+                yield from self._guarded("ahead", side, 1, options.windows[0], lambda side=side: [self.ahead(side)])
             for kind, other in others.items() if side != "int8" else ():
                 run = lambda side=side, other=other: [self.generate(side, *other)]  # noqa: E731
                 yield from self._guarded(kind, side, 1, options.windows[0], run)

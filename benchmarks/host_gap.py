@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dllm_sampler import config
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.canvas import Canvas, Sizes
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.graphs import InPlace, StaticEngine
 from dllm_sampler.loop import State
@@ -76,9 +76,9 @@ class Watched(StaticEngine):
 
         return replay
 
-    def _look(self, *given: Any) -> None:
+    def _look(self, state: State, known: Sizes | None) -> None:
         self.waits += 1
-        super()._look(*given)
+        super()._look(state, known)
 
     def _read(self, state: State, measured: list[int]) -> Any:
         self.waited = time.perf_counter()

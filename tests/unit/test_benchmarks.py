@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from dllm_sampler import readout
+from dllm_sampler import capture, graphs, readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
@@ -229,7 +229,7 @@ def test_integers_are_compared_with_no_other_loop(smoke: Any, monkeypatch: pytes
     smoke.device = torch.device("cuda")  # no kernel is launched
     monkeypatch.setattr(smoke, "_guarded", lambda kind, side, *_: [(kind, side)])
     found = list(smoke.measure())
-    assert [kind for kind, side in found if side == "graph"][:3] == ["readout", "generate", "official"]
+    assert [kind for kind, side in found if side == "graph"][:4] == ["readout", "ahead", "generate", "official"]
     assert {kind for kind, side in found if side == "int8"} == {"readout", "window"}
 
 
@@ -435,7 +435,7 @@ def test_what_a_recorded_model_reads_stays_alive(side: str, monkeypatch: pytest.
         pytest.importorskip("torchao")
     bench, alive = import_module("decode_step"), []
 
-    def record(run: Callable[[], None]) -> Callable[[], None]:
+    def record(run: Callable[[], None], wanted: None = None) -> Callable[[], Any]:
         if not isinstance(run, partial):  # a step of the engine, whose tensors have homes
             return taped(run)
         _, query, plan = run.args[0]
@@ -449,6 +449,25 @@ def test_what_a_recorded_model_reads_stays_alive(side: str, monkeypatch: pytest.
         rows = bench.Bench(bench.arguments(["--smoke"])).steps(side, 1, 8)
     assert [(row.kind, len(row.seconds), len(row.model)) for row in rows] == [("window", 7, 7), ("refresh", 1, 1)]
     assert alive and all(alive)
+
+
+@pytest.mark.filterwarnings("ignore:Triton kernels cannot run here")
+def test_steps_sent_ahead_are_timed_beside_a_host_that_waits(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="recordings cannot choose here"):
+        smoke.ahead("graph")
+    Taped.waits = 0
+    waits: list[int] = []
+    monkeypatch.setattr(graphs, "obstacle", lambda *_: None)
+    monkeypatch.setattr(capture, "cuda", taped)
+    monkeypatch.setattr(capture, "chooses", lambda _: True)
+    monkeypatch.setattr("dllm_sampler.sampler.StaticEngine", Taped)
+    now = smoke.now
+    monkeypatch.setattr(smoke, "now", lambda run: (now(run), waits.append(Taped.waits))[0])
+    with torch.no_grad():
+        row = smoke.ahead("graph")
+    assert len(row.seconds) == len(row.plain) == 1
+    ahead, waiting = waits[-2] - waits[-3], waits[-1] - waits[-2]
+    assert waiting == 16 and ahead < 8
 
 
 def test_a_kernel_that_torch_replaced_has_no_figure() -> None:
