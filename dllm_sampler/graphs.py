@@ -303,6 +303,8 @@ class StaticEngine(Engine):
 
     def _guess(self, state: InPlace) -> bool:
         """Choose the next step without knowing how the last one ended, if such a step is recorded."""
+        if not self.chooses:
+            return False
         if state.canvas.sizes.opens and state.buffers.widest is not None:
             self._resize(state, state.buffers.widest)
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
