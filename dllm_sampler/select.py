@@ -87,7 +87,7 @@ def by_rule(
     wanted: Tensor | None = None,
     count: Tensor | None = None,
 ) -> Tensor:
-    """`[B, Q] bool` by the one rule that is given: `top`, or `at_least_one` of what is wanted or reaches a threshold."""
+    """`[B, Q] bool` by the one rule given: `top`, or `at_least_one` of what is wanted or reaches the threshold."""
     if count is not None:
         return top(score, eligible, count)
     if wanted is None:

@@ -14,7 +14,9 @@ from dllm_sampler.kernels import commit as committing
 from tests.kernels.readout_checks import seeded
 
 SCORES = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 0.2, 0.6, 1.0, torch.inf, torch.nan], dtype=torch.float64)
-COMMIT = "ids masked frozen positions start stop done step bad confidence token".split()  # what comes before the score
+COMMIT = (  # what comes before the score
+    "ids", "masked", "frozen", "positions", "start", "stop", "done", "step", "bad", "confidence", "token",
+)  # fmt: skip
 
 
 def shuffled(table: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 from dllm_sampler import noise
 from dllm_sampler.canvas import Query
 from dllm_sampler.guides import Temperature
-from dllm_sampler.kernels import reference
 from dllm_sampler.kernels.statistics import Statistics, Then
 from dllm_sampler.readout import TINY
 from tests import toys

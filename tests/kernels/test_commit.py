@@ -54,7 +54,7 @@ def test_a_commit_by_any_score(
 
 
 def test_what_is_committed() -> None:
-    """Said in numbers: a rule of two, the lower position among equals; what keeps a row or a column from being written."""
+    """Said in numbers: two of each row, the lower position among equals, unless row, column or token forbid it."""
     masked, frozen = torch.ones(6, 6, dtype=torch.bool), torch.zeros(6, 6, dtype=torch.bool)
     masked[:, [0, -1]], frozen[:, [0, -1]] = False, True
     frozen[1, 2] = True  # which noise never is

@@ -23,6 +23,10 @@ from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.forced import ForcedFirst
+from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.unrolled import Unrolled
 from tests import toys
 
 CPU = torch.device("cpu")
@@ -272,9 +276,13 @@ def test_any_schedulers_bookkeeping(scheduler: str, monkeypatch: pytest.MonkeyPa
     plugins: dict[str, Any] = {"scheduler": scheduler, "blocks": {"name": "fixed", "length": 2}, "temperature": 0.9}
     compared = False
     for kind, stop in (("none", "truncate"), ("dual", "prefix")):
-        with suppress(UserError):  # no such pair
-            same_history(denoiser("gqa"), 4, cache=kind, stop=stop, **plugins)
-            compared = True
+        it = denoiser("gqa")
+        try:
+            torchs = Sampler(it, backend="torch", cache=kind, stop=stop, **plugins)
+        except UserError:  # no such pair
+            continue
+        same_history(4, Sampler(it, backend="triton", cache=kind, stop=stop, **plugins), torchs)
+        compared = True
     assert compared
 
 
@@ -284,14 +292,11 @@ def kernels_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "_triton", lambda: kernels)
 
 
-def same_history(it: Any, tokens: int, **plugins: Any) -> None:
-    """Equal to the last number on either backend."""
-    ours, theirs = (
-        Sampler(it, backend=name, **plugins).generate(PROMPTS, max_new_tokens=tokens, seed=3).trace
-        for name in ("triton", "torch")
-    )
+def same_history(tokens: int, *samplers: Sampler) -> None:
+    """Of two samplers, to the last number."""
+    ours, theirs = (it.generate(PROMPTS, max_new_tokens=tokens, seed=3).trace for it in samplers)
     for name in ("ids", "step_map", "gone", "nfe", "rows", "end", "revised"):
-        assert torch.equal(getattr(ours, name), getattr(theirs, name)), (plugins, name)
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     torch.testing.assert_close(ours.logprob, theirs.logprob, rtol=2e-7, atol=0)
 
 
@@ -312,7 +317,8 @@ def same_history(it: Any, tokens: int, **plugins: Any) -> None:
         ("ascending", "dual", "none", True, {"eligible"}),
         ("random_order", "none", "prefix", False, set()),
         ({"name": "eoser", "inner": {"name": "threshold"}}, "dual", "prefix", True, set()),
-        ({"name": "unrolled", "inner": {"name": "threshold"}}, "none", "none", True, APART),  # looks at the choice
+        (Unrolled(Threshold(0.3)), "none", "none", True, APART),  # looks at the choice
+        (ForcedFirst(FixedSteps(4)), "none", "prefix", True, APART),
     ],
 )
 def test_a_choice_is_one_launch(
@@ -326,8 +332,9 @@ def test_a_choice_is_one_launch(
 ) -> None:
     """Made, vouched for and written, unless a plug-in looks at it; what launches there are besides, a plug-in makes."""
     kernels_of_the_step(monkeypatch)
-    blocks, rest = {"name": "fixed", "length": 3}, {"scheduler": scheduler, "cache": cache, "stop": stop}
-    same_history(denoiser("gqa"), 7, **rest, blocks=blocks, compat=compat, temperature=0.9)
+    rest: dict[str, Any] = {"compat": compat, "blocks": {"name": "fixed", "length": 3}, "temperature": 0.9}
+    rest |= {"scheduler": scheduler, "cache": cache, "stop": stop}
+    same_history(7, *(Sampler(denoiser("gqa"), backend=name, **rest) for name in ("triton", "torch")))
     assert APART & set(calls) == apart
     assert (calls["commit"] > 0) == (apart != APART)
     if not apart:

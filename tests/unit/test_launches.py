@@ -46,10 +46,10 @@ BOOKKEEPING = {
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
-    flash.attention_kernel, flash.combine_kernel, commit.choose_kernel, commit.commit_kernel, head.head_kernel, linear.linear_kernel,
-    linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel,
-    swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel, rows.vouch_kernel,
-    rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
+    flash.attention_kernel, flash.combine_kernel, commit.choose_kernel, commit.commit_kernel, head.head_kernel,
+    linear.linear_kernel, linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel,
+    rope.qkv_kernel, swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel,
+    rows.vouch_kernel, rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
 )  # fmt: skip
 
 
@@ -113,10 +113,12 @@ def heads(rows: int) -> None:
 def commits(rows: int) -> None:
     for columns, width in ((1, 1), (40, 17)):
         it = bookkeeping_checks.Scene(rows, columns, width, 0)
-        given = [getattr(it, name) for name in bookkeeping_checks.COMMIT]
-        for rule in ({"threshold": 1}, {"threshold": -torch.inf}, {"wanted": it.commit}, {"count": it.step}):
-            commit.commit(*given, it.score, **rule)
-            commit.commit(*given[:-2], it.confidence[:, :1], it.token, it.score.float(), **rule, forbidden=7)
+        given = {name: getattr(it, name) for name in (*bookkeeping_checks.COMMIT, "score")}
+        other = given | {"confidence": it.confidence[:, :1], "score": it.score.float(), "forbidden": 7}
+        rules: list[dict[str, Any]] = [{"threshold": 1}, {"threshold": -torch.inf}, {"wanted": it.commit}]
+        for rule in (*rules, {"count": it.step}):
+            commit.commit(**given, **rule)
+            commit.commit(**other, **rule)
         commit.choose(it.score, it.commit, count=it.step)
         commit.choose(it.score, it.commit, wanted=it.commit)
 
