@@ -113,7 +113,7 @@ def heads(rows: int) -> None:
 def commits(rows: int) -> None:
     for columns, width in ((1, 1), (40, 17)):
         it = bookkeeping_checks.Scene(rows, columns, width, 0)
-        given = {name: getattr(it, name) for name in (*bookkeeping_checks.COMMIT, "score")}
+        given: dict[str, Any] = {name: getattr(it, name) for name in (*bookkeeping_checks.COMMIT, "score")}
         other = given | {"confidence": it.confidence[:, :1], "score": it.score.float(), "forbidden": 7}
         rules: list[dict[str, Any]] = [{"threshold": 1}, {"threshold": -torch.inf}, {"wanted": it.commit}]
         for rule in (*rules, {"count": it.step}):
