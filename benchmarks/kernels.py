@@ -35,7 +35,7 @@ from torch import Tensor
 
 from dllm_sampler import bookkeeping, launches, layout
 from dllm_sampler.blocks import FixedBlocks
-from dllm_sampler.canvas import Edit, Query, Readout
+from dllm_sampler.canvas import Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
@@ -115,18 +115,19 @@ def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width
 
 
 def commits(device: torch.device, rows: int, width: int) -> Iterator[Case]:
-    """Select and write, for a block of `width`. A row moves some bytes only: what is measured are launches."""
+    """Select, vouch and write, for a block of `width`. A row moves some bytes only: what is measured are launches."""
     ids = torch.zeros(rows, 4 * width + 1, dtype=torch.long, device=device)
-    masked = torch.ones_like(ids, dtype=torch.bool)
+    masked, frozen = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
     positions = torch.arange(width, device=device).expand(rows, -1).contiguous()
     score = torch.rand(rows, width, dtype=torch.float64, device=device)
-    eligible, done = torch.ones_like(score, dtype=torch.bool), torch.zeros(rows, dtype=torch.bool, device=device)
-    moved = size(positions, positions, score, eligible, positions, eligible, eligible)
-    count = torch.full((rows,), 2, device=device)
-    for what, rule in {"threshold": {"threshold": 0.9}, "count": {"count": count}}.items():
+    zero = torch.zeros(rows, dtype=torch.long, device=device)
+    given = zero, zero + width, zero > 0, zero, zero, score[:, None], positions, score
+    moved = size(ids, ids, masked, masked, positions, positions, score, score, masked[:, :width])
+    for what, rule in {"threshold": {"threshold": 0.9}, "count": {"count": zero + 2}}.items():
 
         def run(it: Backend, rule: dict[str, Any] = rule) -> Any:
-            return it.commit(ids, masked, positions, positions, score, eligible, done, **rule)
+            with launches.by(it.step):
+                return bookkeeping.commit(ids, masked, frozen, positions, *given, **rule)
 
         yield Case(f"commit {rows} x {width} {what}", run, moved)
 
@@ -140,17 +141,13 @@ def steps(device: torch.device, rows: int, columns: int, width: int) -> Iterator
     query = Query.masks(canvas, width)
     token = torch.full((rows, 1, width), 7, device=device)  # of one hypothesis
     seen = Readout(token, torch.rand(rows, 1, width, dtype=torch.float64, device=device))
-    edit = Edit(token[:, 0], seen.confidence[:, 0] > 0.9)
     recorder, bad = Recorder(canvas, revises=False), torch.zeros_like(canvas.step)
 
     def run(it: Backend) -> Any:
         with launches.by(it.step):
             asked = Query.masks(canvas, width)
-            failed, commit = bookkeeping.vouch(
-                canvas.masked, asked.positions, canvas.start, canvas.stop, canvas.done, canvas.step, bad,
-                seen.confidence, edit.commit, edit.ids,
-            )  # fmt: skip
-            told = replace(edit, commit=commit)
+            edit = Edit(token[:, 0], Choice(canvas, asked.positions, seen.confidence[:, 0], threshold=0.9))
+            failed, told = canvas.commit(asked.positions, edit, bad, seen.confidence, None)
             after = canvas.apply(asked.positions, told)
             recorder.note(canvas, after, asked, told, seen)
             moved = after.advance(blocks.close(canvas, after, told), width, None)
@@ -235,7 +232,7 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
     for rows in (16, 64, 256, 1024):
         yield from heads(device, torch.bfloat16, rows, 126464, 4096)
         yield from heads(device, torch.bfloat16, rows, 152064, 3584)
-    for width in (32, 1024):
+    for width in (32, 512):
         yield from commits(device, 8, width)
     for rows in (1, 64):
         yield from steps(device, rows, 1024, 32)

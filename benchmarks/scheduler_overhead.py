@@ -161,7 +161,7 @@ class Judge:
 
     @property
     def operations(self) -> int:
-        return operations(lambda: self.tell(self.seen))
+        return operations(lambda: self.tell(self.seen)[0].commit)
 
     @property
     def memory(self) -> str:

@@ -112,7 +112,7 @@ def counted(seen: Operations, p: Plugins) -> Iterator[None]:
         *((type(p.scheduler), name, name) for name in ("ask", "tell")),
         *((type(p.cache), name, name) for name in ("narrow", "plan", "observe")),
         *((TransformerDenoiser, name, "model") for name in ("__call__", "head")),
-        *((Canvas, name, name) for name in ("apply", "advance")),
+        *((Canvas, name, part) for name, part in {"apply": "apply", "commit": "apply", "advance": "advance"}.items()),
         (readout, "predict", "readout"),
         (type(p.blocks), "open", "open"),
         (type(p.stop), "__call__", "stop"),

@@ -61,7 +61,22 @@ def vouch(
     Returns:
         `[B]` bad, now; `[B, Q] bool` what may be committed.
     """
-    asked = eligible(masked, positions, start, stop) & ~done[:, None]
+    asked = eligible(masked, positions, start, stop)
+    return _vouch(asked, done, step, bad, confidence, commit, token, forbidden)
+
+
+def _vouch(
+    asked: Tensor,
+    done: Tensor,
+    step: Tensor,
+    bad: Tensor,
+    confidence: Tensor,
+    commit: Tensor,
+    token: Tensor,
+    forbidden: int | None,
+) -> tuple[Tensor, Tensor]:
+    """See `vouch`; asked: `[B, Q] bool` the noise inside the block."""
+    asked = asked & ~done[:, None]
     fails = (asked[:, None] & confidence.isnan()).flatten(1).any(1)
     bad = torch.where(fails & (bad == 0), step + 1, bad)
     commit = commit & (bad == 0)[:, None]
@@ -91,6 +106,47 @@ def write(
         ids.scatter(1, at, torch.where(kept, ids[:, -1:], token)),
         masked.scatter(1, at, False if remask is None else remask & ~kept),
     )
+
+
+@launched
+def commit(
+    ids: Tensor,
+    masked: Tensor,
+    frozen: Tensor,
+    positions: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    done: Tensor,
+    step: Tensor,
+    bad: Tensor,
+    confidence: Tensor,
+    token: Tensor,
+    score: Tensor,
+    threshold: float | None = None,
+    wanted: Tensor | None = None,
+    count: Tensor | None = None,
+    forbidden: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Choose among the block's noise, `vouch` for the choice and `write` it.
+
+    Args:
+        ids, masked, frozen: `[B, L+1]`.
+        positions, token: `[B, Q]`.
+        start, stop, done, step, bad: `[B]`.
+        confidence: `[B, K, Q]` as in `vouch`.
+        score: `[B, Q]` what ranks the positions, higher first; the lower position comes first among equals.
+        threshold: commit what reaches it, and the best eligible position in any case.
+        wanted: `[B, Q] bool` commit these, and the best eligible position in any case.
+        count: `[B]` commit so many of the best. Exactly one of the three is given.
+        forbidden: a token that is not committed.
+
+    Returns:
+        `[B]` bad, now; `[B, Q] bool` what may be committed; new `ids` and `masked [B, L+1]`.
+    """
+    asked = eligible(masked, positions, start, stop)
+    chosen = select.by_rule(score, asked, threshold, wanted, count)
+    bad, may = _vouch(asked, done, step, bad, confidence, chosen, token, forbidden)
+    return bad, may, *write(ids, masked, frozen, done, positions, token, may)
 
 
 @launched

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import bookkeeping, select
+from dllm_sampler.errors import UserError
 
 if TYPE_CHECKING:
     from dllm_sampler.noise import Noise
@@ -36,7 +37,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Canvas:
-    """The state of a batch between two steps. Only `apply` writes tokens, only `advance` moves blocks."""
+    """The state of a batch between two steps. Only `apply` and `commit` write tokens, only `advance` moves blocks."""
 
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
@@ -119,7 +120,8 @@ class Canvas:
         return bookkeeping.eligible(self.masked, positions, self.start, self.stop)
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
-        """Write an edit. The only function that writes a token: it cannot touch prompt, padding or a finished row.
+        """Write an edit. Beside `commit` the only function that writes a token: it cannot touch prompt, padding or a
+        finished row.
 
         Who asks for the same again, as the loop does behind a stop policy, gets the same.
         """
@@ -128,6 +130,29 @@ class Canvas:
             object.__setattr__(edit, "applied", (self._applied(positions, edit), what))
         assert edit.applied is not None
         return edit.applied[0]
+
+    def commit(
+        self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
+    ) -> tuple[Tensor, Edit]:
+        """The scheduler's edit without what `bookkeeping.vouch` refuses, and `[B]` the rows that are bad now.
+
+        An open choice is made, vouched for and written in one launch, whose canvas `apply` then returns. A stop policy
+        that changes the edit has it written anew, from this canvas.
+        """
+        choice, plain = edit.choice, edit.remask is None and edit.end is None
+        here = choice is not None and choice.canvas is self and choice.positions is positions
+        if choice is None or not (plain and here and select.known(choice.score)):
+            bad, commit = bookkeeping.vouch(
+                self.masked, positions, self.start, self.stop, self.done, self.step, bad,
+                confidence, edit.commit, edit.ids, forbidden,
+            )  # fmt: skip
+            return bad, replace(edit, commit=commit)
+        bad, commit, ids, masked = bookkeeping.commit(
+            self.ids, self.masked, self.frozen, positions, self.start, self.stop, self.done, self.step, bad,
+            confidence, edit.ids, choice.score, choice.threshold, choice.wanted, choice.count, forbidden,
+        )  # fmt: skip
+        applied = replace(self, ids=ids, masked=masked), (self, positions, edit.ids, commit, None, None)
+        return bad, replace(edit, commit=commit, applied=applied)
 
     def _applied(self, positions: Tensor, edit: Edit) -> Canvas:
         ids, masked = bookkeeping.write(
@@ -243,14 +268,56 @@ class Readout:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What to commit among the canvas's noise inside the block, not worked out yet; exactly one of three rules.
+
+    Raises:
+        UserError: none of them is given, or more than one.
+    """
+
+    canvas: Canvas
+    positions: Tensor  # [B, Q]
+    score: Tensor  # [B, Q] what ranks them, higher first; the lower position comes first among equals
+    threshold: float | None = None  # what reaches it, and the best position in any case
+    wanted: Tensor | None = None  # [B, Q] bool: these, and the best position in any case
+    count: Tensor | None = None  # [B] so many of the best
+    eligible: Tensor | None = None  # [B, Q] bool `canvas.eligible(positions)`, where it is known already
+
+    def __post_init__(self) -> None:
+        if (self.threshold is None) + (self.wanted is None) + (self.count is None) != 2:
+            raise UserError("a choice needs one rule: a threshold, positions that are wanted, or a count")
+
+    def made(self) -> Tensor:
+        """`[B, Q] bool` what it comes to."""
+        eligible = self.canvas.eligible(self.positions) if self.eligible is None else self.eligible
+        return select.by_rule(self.score, eligible, self.threshold, self.wanted, self.count)
+
+
+class _Commit:
+    """`Edit.commit`: a choice that is made when somebody reads it, once."""
+
+    def __get__(self, edit: Edit | None, owner: type[Edit]) -> Tensor:
+        if edit is None:
+            raise AttributeError("commit")  # so that the dataclass sees no default
+        kept = vars(edit)
+        if isinstance(kept["commit"], Choice):
+            kept["commit"] = kept["commit"].made()
+        return kept["commit"]
+
+    def __set__(self, edit: Edit, value: Tensor | Choice) -> None:
+        vars(edit)["commit"] = value
+
+
+@dataclass(frozen=True)
 class Edit:
     """What to write at the queried positions, and what becomes of the block. None means nobody.
 
-    Never changed in place: `replace` makes another.
+    Never changed in place: `replace` makes another. What to commit may be given as a `Choice`: who reads it gets a
+    tensor, and where nobody does, the loop chooses and writes at once (`Canvas.commit`).
     """
 
     ids: Tensor  # [B, Q]
-    commit: Tensor  # [B, Q] bool: write, also over a committed token
+    commit: _Commit = _Commit()  # [B, Q] bool: write, also over a committed token
     remask: Tensor | None = None  # [B, Q] bool: write and be noise
     hold: Tensor | None = None  # [B] bool: stay in the block although it is full
     leave: Tensor | None = None  # [B] bool: leave the block unfinished
@@ -259,3 +326,9 @@ class Edit:
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
     applied: Any = field(default=None, repr=False, compare=False)  # what `Canvas.apply` made of it, and of what else
+
+    @property
+    def choice(self) -> Choice | None:
+        """What to commit as long as nobody has read it, if it was given as a choice."""
+        held = vars(self)["commit"]
+        return held if isinstance(held, Choice) else None

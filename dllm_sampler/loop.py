@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler import bookkeeping, launches, layout, readout
+from dllm_sampler import launches, layout, readout
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query, Readout, Sizes
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -117,20 +117,8 @@ class Engine:
         if opened is not None:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
         edit, state.carry = p.scheduler.tell(canvas, query, seen, state.carry)
-        state.bad, commit = bookkeeping.vouch(
-            canvas.masked,
-            query.positions,
-            canvas.start,
-            canvas.stop,
-            canvas.done,
-            canvas.step,
-            state.bad,
-            seen.confidence,
-            edit.commit,
-            edit.ids,
-            spec.mask_id if p.compat else None,  # a "committed" mask token is still noise
-        )
-        told = replace(edit, commit=commit)
+        forbidden = spec.mask_id if p.compat else None  # a "committed" mask token is still noise
+        state.bad, told = canvas.commit(query.positions, edit, state.bad, seen.confidence, forbidden)
         edit = p.stop(canvas, query, seen, told)
         if edit.leave is not told.leave or edit.hold is not told.hold:
             raise UserError(

@@ -13,10 +13,14 @@ from dllm_sampler import launches
 WIDEST = 512  # positions up to which a kernel compares all pairs; a sort is faster with more
 
 
+def known(score: Tensor) -> bool:
+    """Whether the kernels that choose know such scores."""
+    return score.dim() == 2 and score.shape[1] <= WIDEST and score.dtype in (torch.float32, torch.float64)
+
+
 def _choice(score: Tensor) -> Callable[..., Tensor] | None:
     """The kernel, where it knows such scores."""
-    known = score.dim() == 2 and score.shape[1] <= WIDEST and score.dtype in (torch.float32, torch.float64)
-    return launches.kernel("choose") if known else None
+    return launches.kernel("choose") if known(score) else None
 
 
 def numbers(size: int, device: torch.device) -> Tensor:
@@ -74,3 +78,19 @@ def at_least_one(chosen: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
     best = score.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
     leader = eligible & (score >= best)
     return eligible & (chosen | (leader & (leader.cumsum(1) == 1)))
+
+
+def by_rule(
+    score: Tensor,
+    eligible: Tensor,
+    threshold: float | None = None,
+    wanted: Tensor | None = None,
+    count: Tensor | None = None,
+) -> Tensor:
+    """`[B, Q] bool` by the one rule given: `top`, or `at_least_one` of what is wanted or reaches the threshold."""
+    if count is not None:
+        return top(score, eligible, count)
+    if wanted is None:
+        assert threshold is not None
+        wanted = score >= threshold
+    return at_least_one(wanted, score, eligible)

@@ -42,6 +42,7 @@ class StepKernels:
     """What a step does beside the model: `kernels.commit.choose`, `readout.drift`, the rest as in `bookkeeping`."""
 
     choose: Callable[..., Tensor]
+    commit: Callable[..., tuple[Tensor, ...]]
     drift: Callable[..., Tensor]
     eligible: Callable[..., Tensor]
     noise: Callable[..., tuple[Tensor, Tensor]]
@@ -56,17 +57,16 @@ class StepKernels:
 
 @dataclass(frozen=True)
 class Backend:
-    """The kernels of one implementation; the first three have the signatures of those in `kernels.reference`."""
+    """The kernels of one implementation; the first two have the signatures of those in `kernels.reference`."""
 
     name: Literal["triton", "torch"]
     readout: Callable[..., Statistics]
     head: Callable[..., Statistics]
-    commit: Callable[..., Tensor]
     layer: LayerKernels | None = None  # None: a layer's modules do it
     step: StepKernels | None = None  # None: torch does it
 
 
-TORCH = Backend("torch", reference.readout, reference.head, reference.commit)
+TORCH = Backend("torch", reference.readout, reference.head)
 
 
 def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
@@ -155,7 +155,6 @@ def _triton() -> Backend:
         "triton",
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
-        guarded(commit.commit, reference.commit),
         LayerKernels(
             guarded(attention.block_attention, attention.attention_reference),
             guarded(linear.linear, linear.linear_reference),
@@ -165,11 +164,12 @@ def _triton() -> Backend:
         ),
         StepKernels(
             guarded(commit.choose, reference.choose),
+            guarded(commit.commit, launches.torchs(plain.commit)),
             guarded(readout.drift, launches.torchs(readouts.drift)),
             **{
                 one.name: guarded(getattr(bookkeeping, one.name), launches.torchs(getattr(plain, one.name)))
                 for one in fields(StepKernels)
-                if hasattr(plain, one.name)
+                if hasattr(bookkeeping, one.name)
             },
         ),
     )

@@ -1,4 +1,4 @@
-"""Choosing positions, and writing their tokens into the canvas, in one launch."""
+"""Choosing positions; and a step's whole commit in one launch: choosing, vouching, writing the canvas."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -14,10 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler.kernels.arguments import flags, lined
-from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
+from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
+from dllm_sampler.kernels.rows import _failures, _noise_at
 from dllm_sampler.kernels.statistics import check_rule
 
 PAIRS = 4096  # of positions that are compared at once
+COLUMNS = 1024  # that a program writes
 
 
 @triton.jit
@@ -32,19 +34,24 @@ def _sortable(score, LEAST: tl.constexpr):
 
 
 @triton.jit
-def commit_kernel(
-    ids, masked, positions, token, score, eligible, wanted, done, count, committed,
-    ids_stride, masked_stride, position_stride, token_stride, score_stride, eligible_stride, wanted_stride, width,
+def _may(eligible, masked, positions, first, last, lane, there):
+    """Which of the lanes are eligible: those that a table says, without one noise inside the block."""
+    if eligible is not None:
+        may = there & (tl.load(eligible + lane, mask=there, other=0) != 0)
+    else:
+        may = _noise_at(masked, first, last, tl.load(positions + lane, mask=there, other=0), there)
+    return may
+
+
+@triton.jit
+def _chosen(
+    score, wanted, count, eligible, masked, positions, first, last, lane, width,
     THRESHOLD: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program: one row of the batch, all its queried positions."""
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
+    """Which of the lanes the rule takes. Every pointer is to what belongs to the row."""
     inside = lane < width
-    may = inside & (tl.load(eligible + row * eligible_stride + lane, mask=inside, other=0) != 0)
-    if done is not None:
-        may = may & (tl.load(done + row + lane * 0) == 0)
-    own = tl.load(score + row * score_stride + lane, mask=inside, other=-float("inf"))
+    may = _may(eligible, masked, positions, first, last, lane, inside)
+    own = tl.load(score + lane, mask=inside, other=-float("inf"))
     if count is None:
         # As `select.at_least_one`: a NaN among the candidates leaves the row without a leader.
         best = tl.max(tl.where(may & (own == own), own, -float("inf")))
@@ -53,7 +60,7 @@ def commit_kernel(
         if wanted is None:
             sure = own >= tl.full([1], THRESHOLD, own.dtype)
         else:
-            sure = tl.load(wanted + row * wanted_stride + lane, mask=inside, other=0) != 0
+            sure = tl.load(wanted + lane, mask=inside, other=0) != 0
         chosen = may & (sure | (lane == leader))
     else:
         mine = _sortable(own, LEAST)
@@ -61,113 +68,185 @@ def commit_kernel(
         for start in range(0, width, STEP):
             other = start + tl.arange(0, STEP)
             there = other < width
-            rival = there & (tl.load(eligible + row * eligible_stride + other, mask=there, other=0) != 0)
-            theirs = _sortable(tl.load(score + row * score_stride + other, mask=there, other=0.0), LEAST)
+            rival = _may(eligible, masked, positions, first, last, other, there)
+            theirs = _sortable(tl.load(score + other, mask=there, other=0.0), LEAST)
             ahead = (theirs[None] > mine[:, None]) | ((theirs[None] == mine[:, None]) & (other[None] < lane[:, None]))
             rank += tl.sum((ahead & rival[None]).to(tl.int32), 1)
-        chosen = may & (rank < tl.load(count + row))
-    if ids is not None:
-        column = tl.load(positions + row * position_stride + lane, mask=inside, other=0)
-        new = tl.load(token + row * token_stride + lane, mask=inside, other=0)
-        tl.store(ids + row * ids_stride + column, new, mask=chosen)
-        tl.store(masked + row * masked_stride + column, tl.zeros([BLOCK], tl.uint8), mask=chosen)
-    tl.store(committed + row * width + lane, chosen.to(tl.uint8), mask=inside)
+        chosen = may & (rank < tl.load(count))
+    return chosen
+
+
+@triton.jit
+def choose_kernel(
+    score, eligible, wanted, count, chosen, score_stride, eligible_stride, wanted_stride, width,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One program: a row."""
+    row, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if wanted is not None:
+        wanted += row * wanted_stride
+    if count is not None:
+        count += row
+    taken = _chosen(
+        score + row * score_stride, wanted, count, eligible + row * eligible_stride, None, None, None, None, lane,
+        width, None, LEAST, BLOCK, STEP,
+    )  # fmt: skip
+    tl.store(chosen + row * width + lane, taken.to(tl.uint8), mask=lane < width)
+
+
+@triton.jit
+def commit_kernel(
+    ids, masked, frozen, positions, start, stop, done, step, bad, confidence, token, score, wanted, count,
+    now, committed, new_ids, new_masked,
+    ids_stride, masked_stride, frozen_stride, position_stride, confidence_stride, candidate_stride, token_stride,
+    score_stride, wanted_stride, candidates, columns, width,
+    THRESHOLD: tl.constexpr, FORBIDDEN: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """One program: WRITTEN columns of a row, which it copies before it writes to them. Each makes the row's choice."""
+    row, low = tl.program_id(0).to(tl.int64), tl.program_id(1) * WRITTEN
+    masked += row * masked_stride
+    positions += row * position_stride
+    if wanted is not None:
+        wanted += row * wanted_stride
+    if count is not None:
+        count += row
+    column = low + tl.arange(0, WRITTEN)
+    there = column < columns
+    tl.store(new_ids + row * columns + column, tl.load(ids + row * ids_stride + column, mask=there), mask=there)
+    tl.store(new_masked + row * columns + column, tl.load(masked + column, mask=there), mask=there)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < width
+    first, last, live = tl.load(start + row), tl.load(stop + row), tl.load(done + row + lane * 0) == 0
+    at = tl.load(positions + lane, mask=inside, other=0)
+    asked = live & _noise_at(masked, first, last, at, inside)
+    confidence += row * confidence_stride
+    fails = tl.max(_failures(confidence, candidate_stride, candidates, lane, asked, BLOCK), 0)
+    before = tl.load(bad + row)
+    found = tl.where((before == 0) & (fails > 0), tl.load(step + row) + 1, before)
+    taken = _chosen(
+        score + row * score_stride, wanted, count, None, masked, positions, first, last, lane,
+        width, THRESHOLD, LEAST, BLOCK, STEP,
+    ) & (found + lane * 0 == 0)  # fmt: skip
+    new = tl.load(token + row * token_stride + lane, mask=taken, other=0)
+    if FORBIDDEN is not None:
+        taken = taken & (new != FORBIDDEN)
+    leads = low == 0  # the others know it too
+    tl.store(now + row, found, mask=leads)
+    tl.store(committed + row * width + lane, taken.to(tl.uint8), mask=inside & leads)
+    tl.debug_barrier()  # other threads of the program copied to the same places
+    taken = taken & live & (at >= low) & (at < low + WRITTEN)
+    taken = taken & (tl.load(frozen + row * frozen_stride + at, mask=taken, other=1) == 0)
+    tl.store(new_ids + row * columns + at, new, mask=taken)
+    tl.store(new_masked + row * columns + at, tl.zeros([BLOCK], tl.uint8), mask=taken)
+
+
+def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+    """`[B, Q] bool` what to commit, nothing written.
+
+    score: `[B, Q]` float64 or float32, higher first: confidence, margin, negative entropy
+    eligible: `[B, Q] bool` noise inside the block
+    wanted: `[B, Q] bool` commit these, and the best eligible position in any case: `select.at_least_one`
+    count: `[B] int64` commit so many of the best, the lower position first among equals: `select.top`
+    """
+    check_rule(wanted, count)
+    batch, width = score.shape
+    chosen = torch.empty(batch, width, dtype=torch.bool, device=score.device)
+    if not chosen.numel():
+        return chosen
+    score, eligible = lined(score), lined(eligible)
+    wanted, count = None if wanted is None else lined(wanted), None if count is None else count.contiguous()
+    choose_kernel[batch,](
+        *flags(score, eligible, wanted, count, chosen),
+        score.stride(0), eligible.stride(0), 0 if wanted is None else wanted.stride(0), width,
+        LEAST=torch.finfo(score.dtype).min, **_options(width),
+    )  # fmt: skip
+    return chosen
 
 
 def commit(
     ids: Tensor,
     masked: Tensor,
+    frozen: Tensor,
     positions: Tensor,
+    start: Tensor,
+    stop: Tensor,
+    done: Tensor,
+    step: Tensor,
+    bad: Tensor,
+    confidence: Tensor,
     token: Tensor,
     score: Tensor,
-    eligible: Tensor,
-    done: Tensor,
-    *,
     threshold: float | None = None,
+    wanted: Tensor | None = None,
     count: Tensor | None = None,
-) -> Tensor:
-    """Choose positions and write them: `[B, Q] bool` what was committed. Rows that are done stay as they are.
-
-    ids, masked: `[B, L+1] int64`, `bool`, of a canvas; written in place
-    positions, token: `[B, Q] int64`
-    score: `[B, Q]` float64 or float32, higher first: confidence, margin, negative entropy
-    eligible: `[B, Q] bool` noise inside the block; never true at the empty slot
-    done: `[B] bool`
-    threshold: commit what reaches it, and the best eligible position in any case: `select.at_least_one`
-    count: `[B] int64` commit so many of the best, the lower position first among equals: `select.top`
-    """
-    check_rule(threshold, count)
-    return _launch((ids, masked, positions, token), score, eligible, None, done, count, threshold)
-
-
-def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-    """`[B, Q] bool` what to commit, nothing written: `commit` for those who write by themselves.
-
-    score, eligible, count: as in `commit`
-    wanted: `[B, Q] bool` commit these, and the best eligible position in any case: `select.at_least_one`
-    """
-    check_rule(wanted, count)
-    return _launch((None, None, None, None), score, eligible, wanted, None, count, None)
-
-
-def _launch(
-    into: tuple[Tensor | None, ...],
-    score: Tensor,
-    eligible: Tensor,
-    wanted: Tensor | None,
-    done: Tensor | None,
-    count: Tensor | None,
-    threshold: float | None,
-) -> Tensor:
-    """into: ids, masked, positions, token."""
-    batch, width = score.shape
-    committed = torch.empty(batch, width, dtype=torch.bool, device=score.device)
-    if not committed.numel():
-        return committed
-    constants, warps = _shape(width)
-    tables = [*into[:2], *(None if one is None else lined(one) for one in (*into[2:], score, eligible, wanted))]
-    commit_kernel[(batch,)](
+    forbidden: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `bookkeeping.commit`; `score` is float64 or float32."""
+    (batch, columns), width = ids.shape, positions.shape[1]
+    now = torch.empty(batch, dtype=bad.dtype, device=bad.device)
+    committed = torch.empty(batch, width, dtype=torch.bool, device=bad.device)
+    new_ids = torch.empty(batch, columns, dtype=ids.dtype, device=ids.device)
+    new_masked = torch.empty(batch, columns, dtype=torch.bool, device=ids.device)
+    ids, masked, frozen, positions = map(lined, (ids, masked, frozen, positions))
+    confidence, token, score = map(lined, (confidence, token, score))
+    wanted, count = None if wanted is None else lined(wanted), None if count is None else count.contiguous()
+    of_rows = (one.contiguous() for one in (start, stop, done, step, bad))
+    commit_kernel[batch, cdiv(columns, COLUMNS)](
         *flags(
-            *tables,
-            None if done is None else done.contiguous(),
-            None if count is None else count.contiguous(),
-            committed,
+            ids, masked, frozen, positions, *of_rows, confidence, token, score, wanted, count,
+            now, committed, new_ids, new_masked,
         ),
-        *(0 if table is None else table.stride(0) for table in tables),
-        width,
-        THRESHOLD=threshold,
-        LEAST=torch.finfo(score.dtype).min,
-        **constants,
-        num_warps=warps,
-        num_stages=2,
-        enable_fp_fusion=True,
-    )
-    return committed
+        *(table.stride(0) for table in (ids, masked, frozen, positions)),
+        confidence.stride(0), confidence.stride(1), token.stride(0), score.stride(0),
+        0 if wanted is None else wanted.stride(0), confidence.shape[1], columns, width,
+        THRESHOLD=None if threshold is None else float(threshold), FORBIDDEN=forbidden,
+        LEAST=torch.finfo(score.dtype).min, WRITTEN=COLUMNS, **_options(width),
+    )  # fmt: skip
+    return now, committed, new_ids, new_masked
 
 
-def _shape(width: int) -> tuple[dict[str, int], int]:
+def _options(width: int) -> dict[str, Any]:
+    return _shape(width) | {"num_warps": _warps(width), "num_stages": 2, "enable_fp_fusion": True}
+
+
+def _shape(width: int) -> dict[str, int]:
     block = max(2, next_power_of_2(width))
-    return {"BLOCK": block, "STEP": max(2, min(block, PAIRS // block))}, 4 if block <= 256 else 8
+    return {"BLOCK": block, "STEP": max(2, min(block, PAIRS // block))}
 
 
-def _configuration(dtype: str, width: int, rule: str, writes: bool) -> Configuration:
-    shape, warps = _shape(width)
-    threshold = 0.9 if rule == "threshold" else None
-    constants: dict[str, Any] = {"THRESHOLD": threshold, "LEAST": torch.finfo(torch.float64).min, **shape}
-    constants |= dict.fromkeys(name for name in ("wanted", "count") if name != rule)
-    constants |= {} if writes else dict.fromkeys(("ids", "masked", "positions", "token", "done"))
-    types = dict.fromkeys(("ids", "positions", "token", "count"), "*i64") | {"score": f"*{dtype}", "width": "i32"}
-    types |= dict.fromkeys(("masked", "eligible", "wanted", "done", "committed"), "*u8")
+def _warps(width: int) -> int:
+    return 4 if width <= 256 else 8
+
+
+def _configuration(kernel: Any, dtype: str, width: int, rule: str, **constants: Any) -> Configuration:
+    rules = {"threshold": "THRESHOLD", "wanted": "wanted", "count": "count"}
+    constants |= {rules[other]: None for other in rules if other != rule}
+    least = torch.finfo(torch.float64 if dtype == "fp64" else torch.float32).min
+    constants |= {"LEAST": least, "WRITTEN": COLUMNS, **_shape(width)}
+    types = {"score": f"*{dtype}", "confidence": "*fp64"} | dict.fromkeys(("candidates", "columns", "width"), "i32")
+    flagged = ("masked", "frozen", "done", "eligible", "wanted", "chosen", "committed", "new_masked")
+    types |= dict.fromkeys(flagged, "*u8")
     signature = {
-        argument: "constexpr" if argument in constants else types.get(argument, "i64")
-        for argument in commit_kernel.arg_names
+        argument: "constexpr"
+        if argument in constants
+        else types.get(argument, "i64" if argument.endswith("stride") else "*i64")
+        for argument in kernel.arg_names
     }
-    name = f"{'commit' if writes else 'choose'} {rule} {dtype} Q={width}"
-    return Configuration(name, commit_kernel, signature, constants, warps)
+    name = f"{kernel.fn.__name__.removesuffix('_kernel')} {rule} {dtype} Q={width}"
+    constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
+    return Configuration(name, kernel, signature, constants, _warps(width))
 
 
 CONFIGURATIONS = [
-    _configuration(dtype, width, rule, writes)
-    for dtype, width in (("fp64", 32), ("fp64", 1024), ("fp32", 32))
-    for rule, writes in (("threshold", True), ("count", True), ("wanted", False), ("count", False))
+    *(
+        _configuration(commit_kernel, dtype, width, rule, THRESHOLD=0.9, FORBIDDEN=None)
+        for dtype, width in (("fp64", 32), ("fp64", 512), ("fp32", 32))
+        for rule in ("threshold", "wanted", "count")
+    ),
+    *(
+        _configuration(choose_kernel, dtype, width, rule)
+        for dtype, width in (("fp64", 32), ("fp64", 512), ("fp32", 32))
+        for rule in ("wanted", "count")
+    ),
 ]

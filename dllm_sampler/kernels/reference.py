@@ -106,31 +106,6 @@ def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, cou
         return select.top(score, eligible, count)
 
 
-def commit(
-    ids: Tensor,
-    masked: Tensor,
-    positions: Tensor,
-    token: Tensor,
-    score: Tensor,
-    eligible: Tensor,
-    done: Tensor,
-    *,
-    threshold: float | None = None,
-    count: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.commit.commit`."""
-    check_rule(threshold, count)
-    chosen = choose(
-        score, eligible & ~done[:, None], wanted=None if threshold is None else score >= threshold, count=count
-    )
-    at = torch.where(chosen, positions, ids.shape[1] - 1)
-    empty = ids[:, -1].clone(), masked[:, -1].clone()
-    ids.scatter_(1, at, token)
-    masked.scatter_(1, at, False)
-    ids[:, -1], masked[:, -1] = empty  # what was not chosen went there
-    return chosen
-
-
 def _scale(logits: Tensor, mask_id: int | None, temperature: float, measured: bool) -> tuple[Tensor, Tensor]:
     """What the token is drawn from and what is measured, neither the argument itself."""
     logits = logits.clone()

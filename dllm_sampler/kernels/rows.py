@@ -68,6 +68,16 @@ def noise_left_kernel(masked, start, stop, out, masked_stride, BLOCK: tl.constex
 
 
 @triton.jit
+def _failures(confidence, candidate_stride, candidates, lane, asked, BLOCK: tl.constexpr):
+    """int32 1 where any candidate's confidence in what is asked is no number; `confidence` is that of the row."""
+    fails = tl.zeros([BLOCK], tl.int32)
+    for candidate in range(candidates):
+        sure = tl.load(confidence + candidate * candidate_stride + lane, mask=asked, other=0.0)
+        fails |= (sure != sure).to(tl.int32)
+    return fails
+
+
+@triton.jit
 def vouch_kernel(
     masked, positions, start, stop, done, step, bad, confidence, commit, token, now, may,
     masked_stride, position_stride, confidence_stride, candidate_stride, commit_stride, token_stride, candidates, width,
@@ -82,10 +92,8 @@ def vouch_kernel(
         there = begin + lane < width
         at = tl.load(positions + row * position_stride + begin + lane, mask=there, other=0)
         asked = _noise_at(masked + row * masked_stride, first, last, at, there & live)
-        for candidate in range(candidates):
-            own = confidence + row * confidence_stride + candidate * candidate_stride + begin + lane
-            sure = tl.load(own, mask=asked, other=0.0)
-            fails |= (sure != sure).to(tl.int32)
+        own = confidence + row * confidence_stride
+        fails |= _failures(own, candidate_stride, candidates, begin + lane, asked, BLOCK)
     before = tl.load(bad + row)
     found = tl.where((before == 0) & (tl.max(fails, 0) > 0), tl.load(step + row) + 1, before)
     tl.store(now + row, found)

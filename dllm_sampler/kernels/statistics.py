@@ -89,11 +89,11 @@ def check(
         raise UserError(f"the rows of one forward before must be {rows.dtype} with neighbours in memory")
 
 
-def check_rule(threshold: float | Tensor | None, count: Tensor | None) -> None:
-    """Refuse a commit without a rule, or with two.
+def check_rule(wanted: Tensor | None, count: Tensor | None) -> None:
+    """Refuse a choice without a rule, or with two.
 
     Raises:
         UserError: not exactly one of them is given.
     """
-    if (threshold is None) == (count is None):
-        raise UserError("commit needs a threshold or a count, one of them")
+    if (wanted is None) == (count is None):
+        raise UserError("choose needs what is wanted or a count, one of them")

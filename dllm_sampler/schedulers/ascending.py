@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.protocols import Carry, Scheduler
-from dllm_sampler.select import top
 
 
 @dataclass(frozen=True)
@@ -24,4 +23,5 @@ class AscendingSteps(Scheduler):
         left, total = eligible.sum(1), canvas.end - canvas.origin  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
-        return Edit(readout.token[:, 0], top(readout.confidence[:, 0], eligible, count)), carry
+        choice = Choice(canvas, query.positions, readout.confidence[:, 0], count=count, eligible=eligible)
+        return Edit(readout.token[:, 0], choice), carry

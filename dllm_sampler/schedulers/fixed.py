@@ -6,12 +6,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Outlook, Scheduler
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
-from dllm_sampler.select import top
 
 Schedule = Literal["uniform", "timestep"]
 
@@ -84,9 +83,9 @@ class FixedSteps(Scheduler):
         score = self.rate(canvas, query, readout)
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
-        commit = top(score, eligible, count)
         hold, leave = (~last, last) if self.compat else (None, None)
-        return Edit(readout.token[:, 0], commit, hold=hold, leave=leave), (masks, steps)
+        choice = Choice(canvas, query.positions, score, count=count, eligible=eligible)
+        return Edit(readout.token[:, 0], choice, hold=hold, leave=leave), (masks, steps)
 
     def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
         """See `Scheduler.outlook`."""

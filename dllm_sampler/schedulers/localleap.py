@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)
@@ -47,4 +46,5 @@ class LocalLeap(Threshold):
         near = F.max_pool1d(row[:, None], 2 * self.radius + 1, 1, self.radius)[:, 0].gather(1, query.positions) > 0
         relaxed = sure >= self.relaxed
         ready = torch.where(near, relaxed, anchor) if self.compat else anchor | (near & relaxed)
-        return Edit(readout.token[:, 0], at_least_one(ready, sure, eligible)), carry
+        choice = Choice(canvas, query.positions, sure, wanted=ready, eligible=eligible)
+        return Edit(readout.token[:, 0], choice), carry

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.protocols import Carry, Outlook, Scheduler
 from dllm_sampler.schedulers.budget import check_steps, even_share
 
@@ -62,8 +62,8 @@ class RandomOrder(Scheduler):
         """See `Scheduler.tell`."""
         share, carry = even_share(canvas, self.steps, carry)
         # A stop may have joined later positions, and a block that this forward sized may have lost some.
-        commit = select.top(self._number(canvas, query.positions), canvas.eligible(query.positions), share)
-        return Edit(readout.token[:, 0], commit), carry
+        choice = Choice(canvas, query.positions, self._number(canvas, query.positions), count=share)
+        return Edit(readout.token[:, 0], choice), carry
 
     def outlook(self, canvas: Canvas, carry: Carry) -> Outlook:
         """See `Scheduler.outlook`. The host counts the masks of a step, which become fewer, but by no fixed number."""

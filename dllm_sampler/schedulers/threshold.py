@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Scheduler
-from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,5 @@ class Threshold(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        sure = readout.confidence[:, 0]  # [B, Q]
-        commit = at_least_one(sure >= self.threshold, sure, canvas.eligible(query.positions))
-        return Edit(readout.token[:, 0], commit), carry
+        choice = Choice(canvas, query.positions, readout.confidence[:, 0], threshold=self.threshold)
+        return Edit(readout.token[:, 0], choice), carry

@@ -8,8 +8,15 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import bookkeeping as plain
+from dllm_sampler import select
 from dllm_sampler.kernels import bookkeeping as fused
+from dllm_sampler.kernels import commit as committing
 from tests.kernels.readout_checks import seeded
+
+SCORES = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 0.2, 0.6, 1.0, torch.inf, torch.nan], dtype=torch.float64)
+COMMIT = (  # what comes before the score
+    "ids", "masked", "frozen", "positions", "start", "stop", "done", "step", "bad", "confidence", "token",
+)  # fmt: skip
 
 
 def shuffled(table: Tensor) -> Tensor:
@@ -50,6 +57,7 @@ class Scene:
         self.commit, self.remask = chance(0.5, batch, width), chance(0.2, batch, width)
         self.confidence = torch.rand(batch, 2, width, generator=of, dtype=torch.float64)
         self.confidence[chance(0.05, batch, 2, width)] = torch.nan
+        self.score = SCORES[below(len(SCORES) - seed % 2, batch, width)]  # ties; in every other scene no NaN
         self.closed, self.finish = chance(0.5, batch), chance(0.3, batch)
         for name, value in vars(self).items():
             setattr(self, name, shuffled(value.to(device)) if value.dim() == 2 else value.to(device))
@@ -61,7 +69,7 @@ class Scene:
 def alike(name: str, *given: Any, **named: Any) -> None:
     """Both return the same."""
     theirs = getattr(plain, name)(*given, **named)
-    ours = getattr(fused, name)(*given, **named)
+    ours = getattr(committing if name == "commit" else fused, name)(*given, **named)
     for own, other in zip(*(one if isinstance(one, tuple) else (one,) for one in (ours, theirs)), strict=True):
         assert own.dtype == other.dtype and own.shape == other.shape
         assert torch.equal(own, other), name
@@ -88,6 +96,23 @@ def writes(it: Scene) -> None:
     alike("vouch", *it.named(*names))
     alike("vouch", *it.named(*names), 7)
     alike("vouch", *it.named(*names[:7]), it.confidence[:, :1].float(), it.commit, it.token, 7)
+
+
+def commits(it: Scene) -> None:
+    """What is chosen, vouched for and written at once, as far as kernels choose."""
+    table = it.named(*COMMIT)
+    before = [one.clone() for one in table]
+    here = {**dict(zip(COMMIT, table, strict=True)), "bad": torch.zeros_like(it.bad)}
+    here |= {"start": torch.zeros_like(it.start), "stop": torch.full_like(it.stop, it.ids.shape[1] - 1)}
+    here["confidence"] = it.confidence[:, :1].nan_to_num(0.5).float()  # every row may commit
+    for score in (it.score, it.score.float()):
+        if not select.known(score):
+            continue
+        for rule in ({"threshold": 0.6}, {"wanted": it.commit}, {"count": it.step % (score.shape[1] + 2)}):
+            alike("commit", *table, score, **rule)
+            alike("commit", **here, score=score, **rule, forbidden=7)
+    for own, other in zip(table, before, strict=True):
+        assert torch.equal(own.nan_to_num(9), other.nan_to_num(9))
 
 
 def notes(it: Scene, precise: torch.dtype) -> None:
@@ -129,5 +154,6 @@ def everything(it: Scene) -> None:
     """All of it."""
     blocks(it)
     writes(it)
+    commits(it)
     notes(it, torch.float32)
     moves(it)

@@ -12,7 +12,6 @@ from torch import Tensor
 from dllm_sampler import noise
 from dllm_sampler.canvas import Query
 from dllm_sampler.guides import Temperature
-from dllm_sampler.kernels import reference
 from dllm_sampler.kernels.statistics import Statistics, Then
 from dllm_sampler.readout import TINY
 from tests import toys
@@ -245,45 +244,3 @@ def head_against_float64(
             assert torch.equal(found.ids.cpu(), ids[:, :top])
             assert torch.equal(found.values.cpu(), values[:, :top].float())
         untouched(buffers)
-
-
-def commit_like_select(kernel: Any, device: str, **problem: Any) -> None:
-    """What `select` chooses and `reference.commit` writes, and not a number more."""
-    canvas = problem.pop("ids"), problem.pop("masked")
-    tables = [problem.pop(name) for name in ("positions", "token", "score", "eligible", "done")]
-    guard = 3
-    mine, ours = [], []
-    for table in canvas:
-        fenced = torch.full((len(table) + 2 * guard, table.shape[1]), 1, dtype=table.dtype)
-        fenced[guard:-guard] = table
-        mine.append(fenced.to(device))
-        ours.append(table.clone())
-    views = [table[guard:-guard] for table in mine]
-    moved = {name: on(device, value) for name, value in problem.items()}
-    found = kernel(*views, *(table.to(device) for table in tables), **moved)
-    expected = reference.commit(ours[0], ours[1], *tables, **problem)
-    assert torch.equal(found.cpu(), expected)
-    for fenced, view, our in zip(mine, views, ours, strict=True):
-        assert torch.equal(view.cpu(), our)
-        assert (fenced[:guard] == 1).all() and (fenced[-guard:] == 1).all()
-
-
-def commit_problem(
-    rows: int, width: int, length: int, seed: int, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
-    """A canvas and predictions with many ties, fillers at the end of each row."""
-    generator = seeded(seed)
-    masked = torch.rand(rows, length + 1, generator=generator) < 0.6
-    masked[:, -1] = False
-    order = torch.stack([torch.randperm(length, generator=generator)[:width].sort().values for _ in range(rows)])
-    filler = torch.arange(width)[None] >= torch.randint(1, width + 1, (rows, 1), generator=generator)
-    positions = torch.where(filler, length, order)
-    return {
-        "ids": torch.randint(90, (rows, length + 1), generator=generator),
-        "masked": masked,
-        "positions": positions,
-        "token": torch.randint(90, (rows, width), generator=generator),
-        "score": (torch.randint(0, 6, (rows, width), generator=generator) / 5).to(dtype),
-        "eligible": masked.gather(1, positions),
-        "done": torch.arange(rows) % 4 == 3,
-    }

@@ -23,6 +23,10 @@ from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.forced import ForcedFirst
+from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.unrolled import Unrolled
 from tests import toys
 
 CPU = torch.device("cpu")
@@ -90,7 +94,8 @@ def slow(*values: Any) -> Any:
 
 
 LAYER = {"attention", "norm", "qkv_rope", "swiglu"}
-STEP = {"choose", "eligible", "noise", "noise_left", "vouch", "write", "note", "advance", "report"}
+STEP = {"commit", "noise", "noise_left", "note", "advance", "report"}
+APART = {"choose", "eligible", "vouch", "write"}  # what `commit` does at once
 
 
 @pytest.mark.parametrize(
@@ -110,7 +115,7 @@ STEP = {"choose", "eligible", "noise", "noise_left", "vouch", "write", "note", "
 )
 def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Counter[str]) -> None:
     both(denoiser(kind), cache=cache, temperature=temperature)
-    assert LAYER | STEP | {"head"} <= set(calls)
+    assert LAYER | STEP | {"head"} <= set(calls) and not APART & set(calls)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +187,7 @@ def test_distributions_of_a_model_under_autocast(calls: Counter[str]) -> None:
 @pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])
 def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter[str]) -> None:
     both(denoiser("gqa"), cache=cache)
-    assert not LAYER & set(calls) and {"head", "choose"} <= set(calls)
+    assert not LAYER & set(calls) and {"head", "commit"} <= set(calls)
 
 
 def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
@@ -266,9 +271,8 @@ UNUSUAL = {"freedave", "klass", "remdm", "slowfast", "wino"}  # each writes in i
     ],
 )
 def test_any_schedulers_bookkeeping(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of the step alone, so that nothing differs by rounding: histories are equal to the last number."""
-    kernels = replace(backend.TORCH, name="triton", step=backend._triton().step)
-    monkeypatch.setattr(backend, "_triton", lambda: kernels)
+    """Histories are equal to the last number."""
+    kernels_of_the_step(monkeypatch)
     plugins: dict[str, Any] = {"scheduler": scheduler, "blocks": {"name": "fixed", "length": 2}, "temperature": 0.9}
     compared = False
     for kind, stop in (("none", "truncate"), ("dual", "prefix")):
@@ -277,13 +281,64 @@ def test_any_schedulers_bookkeeping(scheduler: str, monkeypatch: pytest.MonkeyPa
             torchs = Sampler(it, backend="torch", cache=kind, stop=stop, **plugins)
         except UserError:  # no such pair
             continue
-        tritons = Sampler(it, backend="triton", cache=kind, stop=stop, **plugins)
-        ours, theirs = (sampler.generate(PROMPTS, max_new_tokens=4, seed=3) for sampler in (tritons, torchs))
+        same_history(4, Sampler(it, backend="triton", cache=kind, stop=stop, **plugins), torchs)
         compared = True
-        for name in ("ids", "step_map", "gone", "nfe", "rows", "end", "revised"):
-            assert torch.equal(getattr(ours.trace, name), getattr(theirs.trace, name)), (kind, stop, name)
-        torch.testing.assert_close(ours.trace.logprob, theirs.trace.logprob, rtol=2e-7, atol=0)
     assert compared
+
+
+def kernels_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of nothing else, so that nothing differs by rounding."""
+    kernels = replace(backend.TORCH, name="triton", step=backend._triton().step)
+    monkeypatch.setattr(backend, "_triton", lambda: kernels)
+
+
+def same_history(tokens: int, *samplers: Sampler) -> None:
+    """Of two samplers, to the last number."""
+    ours, theirs = (it.generate(PROMPTS, max_new_tokens=tokens, seed=3).trace for it in samplers)
+    for name in ("ids", "step_map", "gone", "nfe", "rows", "end", "revised"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    torch.testing.assert_close(ours.logprob, theirs.logprob, rtol=2e-7, atol=0)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("scheduler", "cache", "stop", "compat", "apart"),
+    [
+        ({"name": "threshold", "threshold": 0.3}, "none", "none", False, set()),
+        ({"name": "threshold", "threshold": 0.3}, "dual", "block", True, set()),
+        ({"name": "threshold", "threshold": 0.3}, "dual", "truncate", False, {"write"}),  # what the stop cut
+        ({"name": "threshold", "threshold": 2}, "none", {"name": "end_of_text", "mode": "predicted"}, True, {"write"}),
+        ({"name": "entropy", "entropy": 2.0}, "dual", "prefix", False, set()),
+        ({"name": "entropy", "entropy": -1}, "none", "prefix", True, set()),
+        ({"name": "fixed", "steps": 4}, "dual", "prefix", True, {"eligible"}),
+        ({"name": "fixed", "steps": 4}, "none", {"name": "prophet", "early": 0.0}, False, {"eligible", "write"}),
+        ({"name": "fixed", "schedule": "timestep", "steps": 5}, "dual", "none", False, {"eligible"}),
+        ({"name": "localleap", "threshold": 0.5}, "none", "block", False, {"eligible"}),
+        ("ascending", "dual", "none", True, {"eligible"}),
+        ("random_order", "none", "prefix", False, set()),
+        ({"name": "eoser", "inner": {"name": "threshold"}}, "dual", "prefix", True, set()),
+        (Unrolled(Threshold(0.3)), "none", "none", True, APART),  # looks at the choice
+        (ForcedFirst(FixedSteps(4)), "none", "prefix", True, APART),
+    ],
+)
+def test_a_choice_is_one_launch(
+    scheduler: Any,
+    cache: str,
+    stop: Any,
+    compat: bool,
+    apart: set[str],
+    calls: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Made, vouched for and written, unless a plug-in looks at it; what launches there are besides, a plug-in makes."""
+    kernels_of_the_step(monkeypatch)
+    rest: dict[str, Any] = {"compat": compat, "blocks": {"name": "fixed", "length": 3}, "temperature": 0.9}
+    rest |= {"scheduler": scheduler, "cache": cache, "stop": stop}
+    same_history(7, *(Sampler(denoiser("gqa"), backend=name, **rest) for name in ("triton", "torch")))
+    assert APART & set(calls) == apart
+    assert (calls["commit"] > 0) == (apart != APART)
+    if not apart:
+        assert calls["commit"] == calls["note"] == calls["advance"]  # one in each step
 
 
 class InTheirPlaces(StaticEngine):

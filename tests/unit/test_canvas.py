@@ -1,12 +1,15 @@
-"""`Canvas.apply` and `advance`: the guarantees that every plug-in may rely on."""
+"""`Canvas.apply`, `commit` and `advance`: the guarantees that every plug-in may rely on."""
 
+import copy
 from dataclasses import fields, replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import Canvas, Edit, Query
+from dllm_sampler import Canvas, Choice, Edit, Query
+from dllm_sampler.errors import UserError
 from tests import toys
 
 LENGTH = 8
@@ -65,6 +68,68 @@ def test_apply(situation):
         assert int(after.stop[row]) == min(int(canvas.stop[row]), end)
     untouched = {field.name for field in fields(Canvas)} - {"ids", "masked", "end", "stop"}
     assert all(getattr(after, name) is getattr(canvas, name) for name in untouched)
+
+
+def choices(canvas: Canvas, positions: torch.Tensor) -> list[Choice]:
+    """One by each rule."""
+    score = torch.rand(positions.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    count = torch.arange(len(positions))
+    return [
+        Choice(canvas, positions, score, threshold=0.4),
+        Choice(canvas, positions, score, wanted=score < 0.3),
+        Choice(canvas, positions, score, count=count),
+        Choice(canvas, positions, score, count=count, eligible=canvas.eligible(positions)),
+    ]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(situations(), st.booleans(), st.sampled_from([None, 33]))
+def test_an_open_choice_is_committed_as_a_made_one(situation, failing, forbidden):
+    canvas, positions, edit = situation
+    batch, width = positions.shape
+    sure, bad = torch.full((batch, 2, width), 0.5), torch.zeros(batch, dtype=torch.long)
+    sure[0, 1, 0] = torch.nan if failing else 0.5
+    for choice in choices(canvas, positions):
+        given = replace(edit, commit=choice), replace(edit, commit=choice.made())
+        (ours, told), (theirs, made) = (canvas.commit(positions, one, bad, sure, forbidden) for one in given)
+        assert torch.equal(ours, theirs) and torch.equal(told.commit, made.commit)
+        assert (told.applied is None) == (edit.remask is not None or edit.end is not None)
+        after, expected = (canvas.apply(positions, one) for one in (told, made))
+        for name in ("ids", "masked", "end", "stop"):
+            assert torch.equal(getattr(after, name), getattr(expected, name))
+        if told.applied is not None:
+            assert after is told.applied[0], "it is not written twice"
+        cut = replace(told, end=torch.ones(batch, dtype=torch.long))
+        assert torch.equal(
+            canvas.apply(positions, cut).masked, canvas.apply(positions, replace(made, end=cut.end)).masked
+        )
+
+
+def test_a_choice_is_made_once_and_by_who_reads_it():
+    canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
+    query = Query.masks(canvas, 4)
+    for choice in choices(canvas, query.positions):
+        edit, expected = Edit(query.positions, choice), choice.made()
+        held = copy.deepcopy(edit)
+        assert edit.choice is choice and copy.copy(edit).choice is choice and held.choice is not None
+        assert edit.commit is edit.commit and torch.equal(edit.commit, expected)
+        assert edit.choice is None and replace(edit, ids=query.positions).commit is edit.commit
+        assert torch.equal(held.commit, expected)
+    given = choices(canvas, query.positions)[0]
+    bad, sure = torch.zeros(2, dtype=torch.long), torch.ones(2, 1, 4)
+    for choice in (replace(given, canvas=replace(canvas)), replace(given, positions=query.positions.clone())):
+        _, told = canvas.commit(query.positions, Edit(query.positions, choice), bad, sure, None)
+        assert told.applied is None, "of something else: it is judged as any other edit"
+
+
+def test_one_rule_is_needed():
+    canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
+    tables = canvas, Query.masks(canvas, 4).positions, torch.ones(2, 4)
+    for rules in ({}, {"threshold": 0.5, "count": torch.ones(2)}, {"threshold": 0.0, "wanted": torch.ones(2, 4) > 0}):
+        with pytest.raises(UserError, match="one rule"):
+            Choice(*tables, **rules)
+    with pytest.raises(TypeError, match="commit"):
+        Edit(torch.ones(2, 4))  # it has no default
 
 
 def test_advance():

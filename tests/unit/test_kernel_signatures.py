@@ -30,7 +30,7 @@ PAIRS = pairs()
 
 def test_every_kernel_is_among_them() -> None:
     named = [one.name for kind in (backend.LayerKernels, backend.StepKernels) for one in fields(kind)]
-    assert len(PAIRS) == len(named) + len(("readout", "head", "commit"))
+    assert len(PAIRS) == len(named) + len(("readout", "head"))
 
 
 @pytest.mark.parametrize("name", PAIRS)

@@ -46,10 +46,10 @@ BOOKKEEPING = {
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
-    flash.attention_kernel, flash.combine_kernel, commit.commit_kernel, head.head_kernel, linear.linear_kernel,
-    linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel, rope.qkv_kernel,
-    swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel, rows.vouch_kernel,
-    rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
+    flash.attention_kernel, flash.combine_kernel, commit.choose_kernel, commit.commit_kernel, head.head_kernel,
+    linear.linear_kernel, linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel,
+    rope.qkv_kernel, swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel,
+    rows.vouch_kernel, rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
 )  # fmt: skip
 
 
@@ -111,15 +111,16 @@ def heads(rows: int) -> None:
 
 
 def commits(rows: int) -> None:
-    for width in (1, 8):
-        ids, masked = torch.zeros(rows, 9, dtype=torch.long), torch.ones(rows, 9, dtype=torch.bool)
-        positions = torch.arange(width).expand(rows, -1).contiguous()
-        score, may = torch.rand(rows, width, dtype=torch.float64), torch.ones(rows, width, dtype=torch.bool)
-        given = ids, masked, positions, positions, score, may, torch.zeros(rows, dtype=torch.bool)
-        commit.commit(*given, threshold=0.5)
-        commit.commit(*given, count=torch.ones(rows, dtype=torch.long))
-        commit.choose(score, may, count=torch.ones(rows, dtype=torch.long))
-        commit.choose(score, may, wanted=may)
+    for columns, width in ((1, 1), (40, 17)):
+        it = bookkeeping_checks.Scene(rows, columns, width, 0)
+        given: dict[str, Any] = {name: getattr(it, name) for name in (*bookkeeping_checks.COMMIT, "score")}
+        other = given | {"confidence": it.confidence[:, :1], "score": it.score.float(), "forbidden": 7}
+        rules: list[dict[str, Any]] = [{"threshold": 1}, {"threshold": -torch.inf}, {"wanted": it.commit}]
+        for rule in (*rules, {"count": it.step}):
+            commit.commit(**given, **rule)
+            commit.commit(**other, **rule)
+        commit.choose(it.score, it.commit, count=it.step)
+        commit.choose(it.score, it.commit, wanted=it.commit)
 
 
 def bookkeepings(rows: int) -> None:
@@ -185,7 +186,7 @@ def layers(rows: int) -> None:
     ("launch", "kernels"),
     [
         (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
-        (commits, {"commit.commit_kernel"}),
+        (commits, {"commit.choose_kernel", "commit.commit_kernel"}),
         (bookkeepings, BOOKKEEPING),
         (attentions, {"flash.attention_kernel", "flash.combine_kernel"}),
         (linears, {"linear.linear_kernel", "linear.sum_kernel"}),
