@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dllm_sampler.kernels.arguments import flags, lined
 from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
-from dllm_sampler.kernels.rows import _failures, _noise_at
+from dllm_sampler.kernels.rows import failures, noise_at
 from dllm_sampler.kernels.statistics import check_rule
 
 PAIRS = 4096  # of positions that are compared at once
@@ -39,7 +39,7 @@ def _may(eligible, masked, positions, first, last, lane, there):
     if eligible is not None:
         may = there & (tl.load(eligible + lane, mask=there, other=0) != 0)
     else:
-        may = _noise_at(masked, first, last, tl.load(positions + lane, mask=there, other=0), there)
+        may = noise_at(masked, first, last, tl.load(positions + lane, mask=there, other=0), there)
     return may
 
 
@@ -119,9 +119,9 @@ def commit_kernel(
     inside = lane < width
     first, last, live = tl.load(start + row), tl.load(stop + row), tl.load(done + row + lane * 0) == 0
     at = tl.load(positions + lane, mask=inside, other=0)
-    asked = live & _noise_at(masked, first, last, at, inside)
+    asked = live & noise_at(masked, first, last, at, inside)
     confidence += row * confidence_stride
-    fails = tl.max(_failures(confidence, candidate_stride, candidates, lane, asked, BLOCK), 0)
+    fails = tl.max(failures(confidence, candidate_stride, candidates, lane, asked, BLOCK), 0)
     before = tl.load(bad + row)
     found = tl.where((before == 0) & (fails > 0), tl.load(step + row) + 1, before)
     taken = _chosen(

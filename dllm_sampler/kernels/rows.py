@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _noise_at(masked, first, last, at, there):
+def noise_at(masked, first, last, at, there):
     """Which of the columns `at` are noise inside the block; `masked` is that of the row."""
     there = there & (at >= first) & (at < last)
     return there & (tl.load(masked + at, mask=there, other=0) != 0)
@@ -23,7 +23,7 @@ def eligible_kernel(masked, positions, start, stop, out, masked_stride, position
     row, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = lane < width
     at = tl.load(positions + row * position_stride + lane, mask=there, other=0)
-    may = _noise_at(masked + row * masked_stride, tl.load(start + row), tl.load(stop + row), at, there)
+    may = noise_at(masked + row * masked_stride, tl.load(start + row), tl.load(stop + row), at, there)
     tl.store(out + row * width + lane, may.to(tl.uint8), mask=there)
 
 
@@ -68,7 +68,7 @@ def noise_left_kernel(masked, start, stop, out, masked_stride, BLOCK: tl.constex
 
 
 @triton.jit
-def _failures(confidence, candidate_stride, candidates, lane, asked, BLOCK: tl.constexpr):
+def failures(confidence, candidate_stride, candidates, lane, asked, BLOCK: tl.constexpr):
     """int32 1 where any candidate's confidence in what is asked is no number; `confidence` is that of the row."""
     fails = tl.zeros([BLOCK], tl.int32)
     for candidate in range(candidates):
@@ -91,9 +91,9 @@ def vouch_kernel(
     for begin in range(0, width, BLOCK):
         there = begin + lane < width
         at = tl.load(positions + row * position_stride + begin + lane, mask=there, other=0)
-        asked = _noise_at(masked + row * masked_stride, first, last, at, there & live)
+        asked = noise_at(masked + row * masked_stride, first, last, at, there & live)
         own = confidence + row * confidence_stride
-        fails |= _failures(own, candidate_stride, candidates, begin + lane, asked, BLOCK)
+        fails |= failures(own, candidate_stride, candidates, begin + lane, asked, BLOCK)
     before = tl.load(bad + row)
     found = tl.where((before == 0) & (tl.max(fails, 0) > 0), tl.load(step + row) + 1, before)
     tl.store(now + row, found)

@@ -115,8 +115,9 @@ def commits(rows: int) -> None:
         it = bookkeeping_checks.Scene(rows, columns, width, 0)
         given: dict[str, Any] = {name: getattr(it, name) for name in (*bookkeeping_checks.COMMIT, "score")}
         other = given | {"confidence": it.confidence[:, :1], "score": it.score.float(), "forbidden": 7}
-        rules: list[dict[str, Any]] = [{"threshold": 1}, {"threshold": -torch.inf}, {"wanted": it.commit}]
-        for rule in (*rules, {"count": it.step}):
+        rules: list[dict[str, Any]] = [{"threshold": value} for value in (1, -torch.inf)]
+        rules += [{"wanted": it.commit}, {"count": it.step}]
+        for rule in rules:
             commit.commit(**given, **rule)
             commit.commit(**other, **rule)
         commit.choose(it.score, it.commit, count=it.step)
