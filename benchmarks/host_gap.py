@@ -60,6 +60,7 @@ class Watched(StaticEngine):
 
     def _remade(self, run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) -> Callable[[], None]:
         run()
+        self.waited = None  # recording took most of it
         begun = [True]  # the first replay has happened
 
         def replay() -> None:
