@@ -125,6 +125,7 @@ def commit(
     threshold: float | None = None,
     wanted: Tensor | None = None,
     count: Tensor | None = None,
+    among: Tensor | None = None,
     forbidden: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Choose among the block's noise, `vouch` for the choice and `write` it.
@@ -138,13 +139,14 @@ def commit(
         threshold: commit what reaches it, and the best eligible position in any case.
         wanted: `[B, Q] bool` commit these, and the best eligible position in any case.
         count: `[B]` commit so many of the best. Exactly one of the three is given.
+        among: `[B, Q] bool` these alone are eligible; None: all of the block's noise.
         forbidden: a token that is not committed.
 
     Returns:
         `[B]` bad, now; `[B, Q] bool` what may be committed; new `ids` and `masked [B, L+1]`.
     """
     asked = eligible(masked, positions, start, stop)
-    chosen = select.by_rule(score, asked, threshold, wanted, count)
+    chosen = select.by_rule(score, asked if among is None else among, threshold, wanted, count)
     bad, may = _vouch(asked, done, step, bad, confidence, chosen, token, forbidden)
     return bad, may, *write(ids, masked, frozen, done, positions, token, may)
 

@@ -53,7 +53,7 @@ class Buffers:
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
         self.makeups: dict[Hashable, int] = {}
-        self.widest: Sizes | None = None  # of the steps inside a block that were met
+        self.widest: Sizes | None = None  # of the latest step inside a block that had the most masks
         self.tables: dict[Sizes, Tensor] = {}  # `layout.limits`, on the device: recordings read them
         self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
 
@@ -106,14 +106,16 @@ class Buffers:
         return self.makeups.setdefault(tuple(key), len(self.makeups))
 
     def remember(self, sizes: Sizes) -> None:
-        """Take note of what a step inside a block needed: the first of another block may need as much."""
+        """Take note of what a step inside a block needed, if none had more masks: the next block may begin like it."""
         if not sizes.opens and (self.widest is None or sizes.masks >= self.widest.masks):
             self.widest = sizes
 
     def limits(self, numbers: Tensor, sizes: Sizes) -> Callable[[], Tensor]:
         """What tells, `[] bool`, whether `numbers [9]`, as they then are, ask for a step of such sizes."""
-        table = self.tables.setdefault(sizes, torch.tensor(layout.limits(sizes), device=numbers.device))
-        return lambda: (numbers.clamp(*table) == numbers).all()
+        if sizes not in self.tables:
+            self.tables[sizes] = torch.tensor(layout.limits(sizes), device=numbers.device)
+        least, most = self.tables[sizes]
+        return lambda: (numbers.clamp(least, most) == numbers).all()
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:

@@ -149,7 +149,7 @@ class Canvas:
             return bad, replace(edit, commit=commit)
         bad, commit, ids, masked = bookkeeping.commit(
             self.ids, self.masked, self.frozen, positions, self.start, self.stop, self.done, self.step, bad,
-            confidence, edit.ids, choice.score, choice.threshold, choice.wanted, choice.count, forbidden,
+            confidence, edit.ids, choice.score, choice.threshold, choice.wanted, choice.count, choice.among, forbidden,
         )  # fmt: skip
         applied = replace(self, ids=ids, masked=masked), (self, positions, edit.ids, commit, None, None)
         return bad, replace(edit, commit=commit, applied=applied)
@@ -281,16 +281,27 @@ class Choice:
     threshold: float | None = None  # what reaches it, and the best position in any case
     wanted: Tensor | None = None  # [B, Q] bool: these, and the best position in any case
     count: Tensor | None = None  # [B] so many of the best
-    eligible: Tensor | None = None  # [B, Q] bool `canvas.eligible(positions)`, where it is known already
+    among: Tensor | None = None  # [B, Q] bool: of these alone; None: of `canvas.eligible(positions)`
 
     def __post_init__(self) -> None:
         if (self.threshold is None) + (self.wanted is None) + (self.count is None) != 2:
             raise UserError("a choice needs one rule: a threshold, positions that are wanted, or a count")
+        if self.threshold is not None and not isinstance(self.threshold, int | float):
+            raise UserError(f"a choice's threshold is a number, not a {type(self.threshold).__name__}")
+        shape = tuple(self.positions.shape)
+        wanted = {"wanted": (shape, torch.bool), "among": (shape, torch.bool), "count": (shape[:1], torch.int64)}
+        for name, (of, dtype) in ({"score": (shape, self.score.dtype)} | wanted).items():
+            given = getattr(self, name)
+            if given is not None and (tuple(given.shape) != of or given.dtype != dtype):
+                kind = "" if name == "score" else f" of {dtype}"
+                raise UserError(f"a choice's {name} is {list(of)}{kind}, not {list(given.shape)} of {given.dtype}")
+        if not self.score.is_floating_point():
+            raise UserError(f"a choice's score is of floating point numbers, not of {self.score.dtype}")
 
     def made(self) -> Tensor:
         """`[B, Q] bool` what it comes to."""
-        eligible = self.canvas.eligible(self.positions) if self.eligible is None else self.eligible
-        return select.by_rule(self.score, eligible, self.threshold, self.wanted, self.count)
+        among = self.canvas.eligible(self.positions) if self.among is None else self.among
+        return select.by_rule(self.score, among, self.threshold, self.wanted, self.count)
 
 
 class _Commit:
@@ -312,8 +323,8 @@ class _Commit:
 class Edit:
     """What to write at the queried positions, and what becomes of the block. None means nobody.
 
-    Never changed in place: `replace` makes another. What to commit may be given as a `Choice`: who reads it gets a
-    tensor, and where nobody does, the loop chooses and writes at once (`Canvas.commit`).
+    Never changed in place: `replace` makes another. What to commit may be given as a `Choice`: who reads it, as
+    `replace` does too, gets a tensor; where nobody does, the loop chooses and writes at once (`Canvas.commit`).
     """
 
     ids: Tensor  # [B, Q]

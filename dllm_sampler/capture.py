@@ -55,8 +55,10 @@ def cuda(run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) ->
                     run()
                 else:
                     graph.begin_capture_to_if_node(wanted())
-                    run()
-                    graph.end_capture_to_conditional_node()
+                    try:
+                        run()
+                    finally:  # else the node's stream would stay the current one
+                        graph.end_capture_to_conditional_node()
     except BaseException:
         _resources.cache_clear()  # a capture that was not ended keeps its pool to itself
         raise
@@ -67,9 +69,10 @@ def cuda(run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) ->
 def chooses(device: torch.device) -> bool:
     """Whether recordings on a device can look for themselves whether they are wanted; tried once.
 
-    It takes CUDA 12.4 and a driver that knows of it. GPUs of AMD have nothing like it.
+    It takes CUDA 12.4 and a driver that knows of it. GPUs of AMD have nothing like it, and before 2.13 torch may record
+    a node on the stream that its graph is recorded on.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None or torch.__version__ < "2.13":
         return False
     try:
         with torch.cuda.device(device):

@@ -197,7 +197,7 @@ class StaticEngine(Engine):
         state.measured = None  # of the step before
         key = state.settle(), state.canvas.sizes, self._question(state), numbers is not None
         step = buffers.steps.get(key)
-        assert state.guess in (None, step)
+        assert state.guess is None or state.guess is step
         if step is None and key in buffers.steps and self.record is not None:
             step = buffers.steps[key] = self._recorded(state, self.record, numbers)
         if step is None:
@@ -239,6 +239,8 @@ class StaticEngine(Engine):
     def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
         """numbers: what the step before measured, if the recording is to look at it."""
         wanted = None if numbers is None else state.buffers.limits(numbers, state.canvas.sizes)
+        if wanted is not None:
+            wanted()  # loads its kernels, which a recording may not do
         before = copied(state)
         state.buffers.complete = True
         makeup: list[int] = []
@@ -246,12 +248,16 @@ class StaticEngine(Engine):
             replay = record(lambda: makeup.append(self._measured(state)), wanted)
             return Step(replay, copied(state), makeup[0])
         except Exception as error:  # what the step itself raises, it raises again without a recording
-            self.record = None
             cause: BaseException = error
             while isinstance(cause, RuntimeError) and isinstance(cause.__context__, Exception):
                 # ending a recording that failed fails too
                 cause = cause.__context__
-            warn(f"a step cannot be recorded as a CUDA graph and runs without one: {first_line(cause)}")
+            if wanted is None:
+                self.record = None
+                warn(f"a step cannot be recorded as a CUDA graph and runs without one: {first_line(cause)}")
+            else:  # what is recorded without a condition may do more
+                self.chooses = False
+                warn(f"the host waits for a step before it sends the next: {first_line(cause)}")
             return None
         finally:
             state.buffers.complete = False

@@ -166,6 +166,4 @@ def limits(sizes: Sizes) -> tuple[list[int], list[int]]:
 
 def fit(measured: list[int], sizes: Sizes) -> bool:
     """Whether all numbers are within `limits`."""
-    return all(
-        low <= number <= high for low, number, high in zip(limits(sizes)[0], measured, limits(sizes)[1], strict=True)
-    )
+    return all(low <= number <= high for low, high, number in zip(*limits(sizes), measured, strict=True))

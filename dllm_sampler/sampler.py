@@ -273,7 +273,8 @@ class Sampler:
             self.kernels,
             samples,
         ):
-            must, chooses = self.cuda_graph is True, capture.chooses(self.denoiser.spec.device)
+            must = self.cuda_graph is True
+            chooses = plugins.cache.stores and capture.chooses(self.denoiser.spec.device)
             self._static = StaticEngine(
                 self.denoiser, plugins, self.poll_every, self.kernels, capture.cuda, must, *options, chooses
             )

@@ -96,10 +96,10 @@ def choose_kernel(
 
 @triton.jit
 def commit_kernel(
-    ids, masked, frozen, positions, start, stop, done, step, bad, confidence, token, score, wanted, count,
+    ids, masked, frozen, positions, start, stop, done, step, bad, confidence, token, score, wanted, count, among,
     now, committed, new_ids, new_masked,
     ids_stride, masked_stride, frozen_stride, position_stride, confidence_stride, candidate_stride, token_stride,
-    score_stride, wanted_stride, candidates, columns, width,
+    score_stride, wanted_stride, among_stride, candidates, columns, width,
     THRESHOLD: tl.constexpr, FORBIDDEN: tl.constexpr, LEAST: tl.constexpr,
     BLOCK: tl.constexpr, STEP: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
@@ -111,6 +111,8 @@ def commit_kernel(
         wanted += row * wanted_stride
     if count is not None:
         count += row
+    if among is not None:
+        among += row * among_stride
     column = low + tl.arange(0, WRITTEN)
     there = column < columns
     tl.store(new_ids + row * columns + column, tl.load(ids + row * ids_stride + column, mask=there), mask=there)
@@ -125,7 +127,7 @@ def commit_kernel(
     before = tl.load(bad + row)
     found = tl.where((before == 0) & (fails > 0), tl.load(step + row) + 1, before)
     taken = _chosen(
-        score + row * score_stride, wanted, count, None, masked, positions, first, last, lane,
+        score + row * score_stride, wanted, count, among, masked, positions, first, last, lane,
         width, THRESHOLD, LEAST, BLOCK, STEP,
     ) & (found + lane * 0 == 0)  # fmt: skip
     new = tl.load(token + row * token_stride + lane, mask=taken, other=0)
@@ -180,6 +182,7 @@ def commit(
     threshold: float | None = None,
     wanted: Tensor | None = None,
     count: Tensor | None = None,
+    among: Tensor | None = None,
     forbidden: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `bookkeeping.commit`; `score` is float64 or float32."""
@@ -190,16 +193,17 @@ def commit(
     new_masked = torch.empty(batch, columns, dtype=torch.bool, device=ids.device)
     ids, masked, frozen, positions = map(lined, (ids, masked, frozen, positions))
     confidence, token, score = map(lined, (confidence, token, score))
-    wanted, count = None if wanted is None else lined(wanted), None if count is None else count.contiguous()
+    wanted, among = (None if one is None else lined(one) for one in (wanted, among))
+    count = None if count is None else count.contiguous()
     of_rows = (one.contiguous() for one in (start, stop, done, step, bad))
     commit_kernel[batch, cdiv(columns, COLUMNS)](
         *flags(
-            ids, masked, frozen, positions, *of_rows, confidence, token, score, wanted, count,
+            ids, masked, frozen, positions, *of_rows, confidence, token, score, wanted, count, among,
             now, committed, new_ids, new_masked,
         ),
         *(table.stride(0) for table in (ids, masked, frozen, positions)),
         confidence.stride(0), confidence.stride(1), token.stride(0), score.stride(0),
-        0 if wanted is None else wanted.stride(0), confidence.shape[1], columns, width,
+        *(0 if one is None else one.stride(0) for one in (wanted, among)), confidence.shape[1], columns, width,
         THRESHOLD=None if threshold is None else float(threshold), FORBIDDEN=forbidden,
         LEAST=torch.finfo(score.dtype).min, WRITTEN=COLUMNS, **_options(width),
     )  # fmt: skip
@@ -225,7 +229,7 @@ def _configuration(kernel: Any, dtype: str, width: int, rule: str, **constants: 
     least = torch.finfo(torch.float64 if dtype == "fp64" else torch.float32).min
     constants |= {"LEAST": least, "WRITTEN": COLUMNS, **_shape(width)}
     types = {"score": f"*{dtype}", "confidence": "*fp64"} | dict.fromkeys(("candidates", "columns", "width"), "i32")
-    flagged = ("masked", "frozen", "done", "eligible", "wanted", "chosen", "committed", "new_masked")
+    flagged = ("masked", "frozen", "done", "eligible", "wanted", "among", "chosen", "committed", "new_masked")
     types |= dict.fromkeys(flagged, "*u8")
     signature = {
         argument: "constexpr"
@@ -240,9 +244,9 @@ def _configuration(kernel: Any, dtype: str, width: int, rule: str, **constants: 
 
 CONFIGURATIONS = [
     *(
-        _configuration(commit_kernel, dtype, width, rule, THRESHOLD=0.9, FORBIDDEN=None)
+        _configuration(commit_kernel, dtype, width, rule, THRESHOLD=0.9, FORBIDDEN=None, **among)
         for dtype, width in (("fp64", 32), ("fp64", 512), ("fp32", 32))
-        for rule in ("threshold", "wanted", "count")
+        for rule, among in (("threshold", {"among": None}), ("wanted", {}), ("count", {}))
     ),
     *(
         _configuration(choose_kernel, dtype, width, rule)

@@ -23,5 +23,5 @@ class AscendingSteps(Scheduler):
         left, total = eligible.sum(1), canvas.end - canvas.origin  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
-        choice = Choice(canvas, query.positions, readout.confidence[:, 0], count=count, eligible=eligible)
+        choice = Choice(canvas, query.positions, readout.confidence[:, 0], count=count, among=eligible)
         return Edit(readout.token[:, 0], choice), carry

@@ -84,7 +84,7 @@ class FixedSteps(Scheduler):
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
         hold, leave = (~last, last) if self.compat else (None, None)
-        choice = Choice(canvas, query.positions, score, count=count, eligible=eligible)
+        choice = Choice(canvas, query.positions, score, count=count, among=eligible)
         return Edit(readout.token[:, 0], choice, hold=hold, leave=leave), (masks, steps)
 
     def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:

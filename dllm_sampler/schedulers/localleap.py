@@ -46,5 +46,5 @@ class LocalLeap(Threshold):
         near = F.max_pool1d(row[:, None], 2 * self.radius + 1, 1, self.radius)[:, 0].gather(1, query.positions) > 0
         relaxed = sure >= self.relaxed
         ready = torch.where(near, relaxed, anchor) if self.compat else anchor | (near & relaxed)
-        choice = Choice(canvas, query.positions, sure, wanted=ready, eligible=eligible)
+        choice = Choice(canvas, query.positions, sure, wanted=ready, among=eligible)
         return Edit(readout.token[:, 0], choice), carry

@@ -179,6 +179,8 @@ GUESSED: list[dict[str, Any]] = [
     {"cache": {"name": "dllm", "response_every": 3}},
     {"cache": "vicinity", "scheduler": "localleap"},
     {"cache": "block_causal", "toy": "causal"},
+    {"cache": "dual", "toy": "cfg"},
+    {"cache": "dual", "blocks": "adablock"},
 ]
 
 
@@ -393,6 +395,39 @@ def test_a_step_that_cannot_be_recorded_runs_without() -> None:
         with pytest.warns(RuntimeWarning, match="runs without one: operation not permitted"):
             same(it.generate(toys.PROMPTS[:2], max_new_tokens=12), expected)
     assert engine.record is None
+
+
+def test_a_step_that_no_condition_fits_is_recorded_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses some things inside a conditional node that it records elsewhere."""
+    refused: list[object] = []
+
+    def record(run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) -> Callable[[], Any]:
+        if wanted is not None:
+            refused.append(wanted)
+            raise RuntimeError("RNG within data-dependent conditional nodes is not supported yet.")
+        return taped(run)
+
+    class Refusing(Taped):
+        def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
+            return (
+                StaticEngine._recorded(self, state, record, numbers)
+                if numbers is not None
+                else super()._recorded(state, record, numbers)
+            )
+
+    rule = {"name": "threshold", "threshold": 0.6}
+    it = toys.sampler("gqa", cache="dual", scheduler=rule, blocks={"name": "fixed", "length": 9})
+    expected = it.generate(toys.PROMPTS[:2], max_new_tokens=18)
+    engine = Refusing(it.denoiser, it.plugins, 1, record=record, chooses=True)
+    monkeypatch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1: engine)
+    backend.warn.cache_clear()
+    Taped.replays = Refusing.replays = 0
+    with pytest.warns(RuntimeWarning, match="waits for a step.*RNG within data-dependent"):
+        found = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(4)]
+    for one in found:
+        same(one, expected)
+    assert len(refused) == 1 and engine.record is record and not engine.chooses
+    assert Refusing.replays > 2 * int(expected.nfe.max())
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_the_host_does_not_wait_for_a_step(scheduler: str, cache: str, monkeypat
         assert torch.equal(found.tokens, expected.tokens)
         forwards = int(expected.nfe.max())
     assert it._static is not None and it._static.record is not None
-    assert len(waits) < forwards
+    assert 2 * len(waits) <= forwards
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

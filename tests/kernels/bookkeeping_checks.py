@@ -111,6 +111,7 @@ def commits(it: Scene) -> None:
         for rule in ({"threshold": 0.6}, {"wanted": it.commit}, {"count": it.step % (score.shape[1] + 2)}):
             alike("commit", *table, score, **rule)
             alike("commit", **here, score=score, **rule, forbidden=7)
+            alike("commit", **here, score=score, **rule, among=it.remask)
     for own, other in zip(table, before, strict=True):
         assert torch.equal(own.nan_to_num(9), other.nan_to_num(9))
 

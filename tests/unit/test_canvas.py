@@ -78,7 +78,7 @@ def choices(canvas: Canvas, positions: torch.Tensor) -> list[Choice]:
         Choice(canvas, positions, score, threshold=0.4),
         Choice(canvas, positions, score, wanted=score < 0.3),
         Choice(canvas, positions, score, count=count),
-        Choice(canvas, positions, score, count=count, eligible=canvas.eligible(positions)),
+        Choice(canvas, positions, score, count=count, among=canvas.eligible(positions) & (score < 0.7)),
     ]
 
 
@@ -130,6 +130,29 @@ def test_one_rule_is_needed():
             Choice(*tables, **rules)
     with pytest.raises(TypeError, match="commit"):
         Edit(torch.ones(2, 4))  # it has no default
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"score": torch.ones(2, 3)}, r"score is \[2, 4\], not \[2, 3\]"),
+        ({"score": torch.ones(2, 4).long()}, "score is of floating point numbers, not of torch.int64"),
+        ({"threshold": torch.ones(1)}, "threshold is a number, not a Tensor"),
+        ({"threshold": None, "count": torch.ones(1).long()}, r"count is \[2\] of torch.int64, not \[1\]"),
+        ({"threshold": None, "count": torch.ones(2)}, r"not \[2\] of torch.float32"),
+        (
+            {"threshold": None, "wanted": torch.ones(2, 4)},
+            r"wanted is \[2, 4\] of torch.bool, not \[2, 4\] of torch.float",
+        ),
+        ({"among": torch.ones(4) > 0}, r"among is \[2, 4\] of torch.bool, not \[4\]"),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_refused(given, said):
+    """A kernel would read beyond its tables."""
+    canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
+    tables = {"positions": Query.masks(canvas, 4).positions, "score": torch.ones(2, 4), "threshold": 0.5}
+    with pytest.raises(UserError, match=f"a choice's {said}" if said[0] != "n" else said):
+        Choice(canvas, **(tables | given))
 
 
 def test_advance():

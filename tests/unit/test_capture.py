@@ -23,12 +23,15 @@ from dllm_sampler.kernels import backend
 class Graph:
     replay = staticmethod(lambda: None)
     nodes: ClassVar[list[object]] = []  # of all
+    open: ClassVar[list[object]] = []  # streams of nodes that were not ended
 
     def begin_capture_to_if_node(self, wanted: object) -> None:
         self.nodes.append(wanted)
+        self.open.append(wanted)
 
     def end_capture_to_conditional_node(self) -> None:
         self.nodes.append("end")
+        self.open.pop()
 
 
 class Cuda:
@@ -59,6 +62,7 @@ class Cuda:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda = Cuda()
     Graph.nodes.clear()
+    Graph.open.clear()
 
     class Capture:
         def __init__(self, graph: Graph, pool: object, stream: object, capture_error_mode: str):
@@ -129,6 +133,19 @@ def test_a_node_that_fails_leaves_the_next_recording_alone(gpu: Cuda, monkeypatc
     with pytest.raises(RuntimeError):
         capture.cuda(lambda: None, lambda: torch.ones(()))
     assert gpu.stream == "main"
+    capture.cuda(lambda: None)
+
+
+def test_what_fails_inside_a_node_ends_it(gpu: Cuda) -> None:
+    """The node has a stream of its own, which torch leaves the current one until then."""
+
+    def fails() -> None:
+        assert Graph.open == ["asked"]
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError):
+        capture.cuda(fails, lambda: cast(Any, "asked"))
+    assert not Graph.open and gpu.stream == "main"
     capture.cuda(lambda: None)
 
 
