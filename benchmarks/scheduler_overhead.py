@@ -22,7 +22,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,11 +157,12 @@ class Judge:
         return self.scene.read(logits, self.canvas, self.query, self.scheduler.needs)
 
     def tell(self, seen: Readout) -> tuple[Any, Carry]:
-        return self.scheduler.tell(self.canvas, self.query, seen, self.carry)
+        edit, carry = self.scheduler.tell(self.canvas, self.query, seen, self.carry)
+        return replace(edit, commit=edit.commit), carry  # a choice that was left open is made: it is the decision
 
     @property
     def operations(self) -> int:
-        return operations(lambda: self.tell(self.seen)[0].commit)
+        return operations(lambda: self.tell(self.seen))
 
     @property
     def memory(self) -> str:

@@ -77,7 +77,7 @@ def chooses(device: torch.device) -> bool:
     try:
         with torch.cuda.device(device):
             return obeys(cuda, device)
-    except Exception as error:
+    except Exception as error:  # of CUDA, the driver or an older torch, of no common base
         warn(f"the host waits for a step before it sends the next, no graph can be conditional: {first_line(error)}")
         return False
 
