@@ -272,7 +272,7 @@ class Choice:
     """What to commit among the canvas's noise inside the block, not worked out yet; exactly one of three rules.
 
     Raises:
-        UserError: none of them is given, or more than one.
+        UserError: none of them is given, or more than one, or something has another shape or dtype.
     """
 
     canvas: Canvas
