@@ -7,8 +7,8 @@ Under a cache that stores, what a threshold committed decides how large the next
 knows (`waiting`), or sends the recording that it takes for the right one, which does nothing if it is not (`ahead`:
 `capture.chooses`, on NVIDIA GPUs): then it waits only where it has no guess, and where its guess was wrong, `in vain`.
 Generations of an untrained model, batch 1, counted once the first ones have recorded their steps; the counts do not
-hang on how fast the machine is. `microseconds` are from the end of such a wait to the next replay, on the host's clock: median,
-lowest and highest tenth. Launching a graph, the transfer, and what a step in vain costs come on top on a GPU.
+hang on how fast the machine is. `microseconds` are from the end of such a wait to the next replay, on the host's clock:
+median, lowest and highest tenth. Launching a graph, the transfer, and what a step in vain costs come on top on a GPU.
 """
 
 from __future__ import annotations
