@@ -77,9 +77,9 @@ class Watched(StaticEngine):
 
         return replay
 
-    def _look(self, state: State, known: Sizes | None) -> None:
+    def _look(self, state: State, known: Sizes | None) -> list[int]:
         self.waits += 1
-        super()._look(state, known)
+        return super()._look(state, known)
 
     def _read(self, state: State, measured: list[int]) -> Any:
         self.waited = time.perf_counter()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,7 @@ class InPlace(State):
     measured: Tensor | None = None  # `layout.measure` or `bookkeeping.ended`: part of the step and its recording
     late: Late | None = None  # what was measured after the step before
     guess: Step | None = None  # the next step, or the last one, that was sent before `late` was read
+    before: dict[str, Any] | None = None  # the state's objects without that step, should it do nothing; None: the same
     makeup: tuple[list[object], int] | None = None  # what a step left at home, and `Buffers.settle`'s number of it
 
     def settle(self) -> int:
@@ -296,9 +297,11 @@ class StaticEngine(Engine):
             known = layout.widest(state.canvas, self.plugins.blocks)
         if known is None or last:
             if last or not self._guess(state):
-                state.late = None
-                self._look(state, known)
+                state.late, guessed = None, state.canvas.sizes
+                measured = self._look(state, known)
                 state.buffers.remember(state.canvas.sizes)
+                if self._looks(state) and layout.fit(measured, guessed):
+                    self._resize(state, guessed)  # so that there is a recording when it is guessed again
             return None
         self._resize(state, known)
         if state.measured is not None:
@@ -314,24 +317,30 @@ class StaticEngine(Engine):
         if state.canvas.sizes.opens and state.buffers.widest is not None:
             self._resize(state, state.buffers.widest)
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
-        if state.makeup is None or state.measured is None or not self._looks(state):
+        if state.measured is None or not self._looks(state):
             return False
-        step = state.buffers.steps.get((state.makeup[1], state.canvas.sizes, "sizes", True))
-        if step is None or step.makeup != state.makeup[1]:  # one that does nothing must leave the state as it is
+        makeup = state.settle()
+        step = state.buffers.steps.get((makeup, state.canvas.sizes, "sizes", True))
+        if step is None:
             return False
         state.guess, state.late = step, Late(state.measured)
+        state.before = None if step.makeup == makeup else copied(state)
         return True
 
     def _check(self, state: InPlace) -> None:
         """Read what the last step was sent without, and make the right one if it was not."""
         assert state.late is not None
-        measured, state.late, state.guess = state.late.read(), None, None
+        measured, before = state.late.read(), state.before
+        state.late = state.guess = state.before = None
+        right = layout.fit(measured, state.canvas.sizes)
+        if not right and before is not None:
+            restored(state, before)
+            state.makeup = None  # not that of the step before, which did nothing
         found = self._read(state, measured)
         if found.bad:
             self.refuse(state)
         if found.sizes is None:
             return
-        right = layout.fit(measured, state.canvas.sizes)
         self._resize(state, found.sizes)
         state.buffers.remember(found.sizes)
         if not right:

@@ -167,9 +167,10 @@ class Engine:
     def _resize(state: State, sizes: Sizes) -> None:
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=state.canvas.sizes.branches))
 
-    def _look(self, state: State, known: Sizes | None) -> None:
+    def _look(self, state: State, known: Sizes | None) -> list[int]:
         """Wait for the device and read what was measured; `known` are sizes for when that was the end alone."""
-        found = self._read(state, self.measure(state).tolist())
+        measured = self.measure(state).tolist()
+        found = self._read(state, measured)
         state.coming = found.coming
         # The device has caught up with the host here, so the clock tells how long the step took.
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
@@ -177,6 +178,7 @@ class Engine:
         state.canvas = replace(state.canvas, sizes=replace(sizes, branches=branches))
         if found.bad:
             self.refuse(state)
+        return measured
 
     def _read(self, state: State, measured: list[int]) -> layout.Found:
         p = self.plugins

@@ -82,9 +82,9 @@ class Taped(StaticEngine):
 
     replays = idle = waits = 0
 
-    def _look(self, state: State, known: Sizes | None) -> None:
+    def _look(self, state: State, known: Sizes | None) -> list[int]:
         type(self).waits += 1
-        super()._look(state, known)
+        return super()._look(state, known)
 
     def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
         homes = state.buffers.homes.values()
@@ -191,7 +191,8 @@ def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dic
     it = toys.sampler(plugins.pop("toy", "gqa"), **plugins)
     engines.of(it, it.plugins)
     found: list[list[int]] = []
-    for seed in (0, 1, 0, 1, 2):
+    # dllm counts forwards on the host: for each count there is a recording, which is met less often.
+    for seed in (0, 1) * (4 if "dllm" in str(plugins) else 2) + (2,):
         prompts = [[5, 11, 3, seed], [16]]
         with pytest.MonkeyPatch.context() as patch:
             plain = Engine(it.denoiser, it.plugins, 1)
@@ -200,9 +201,8 @@ def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dic
         Taped.replays = Taped.idle = Taped.waits = 0
         same(it.generate(prompts, max_new_tokens=18, seed=seed), expected)
         found.append([int(expected.nfe.max()), Taped.idle, Taped.waits])
-    forwards, idle, waits = torch.tensor(found[2:]).sum(0)
-    # dllm counts its forwards on the host, where one sent in vain would count too: so none is.
-    assert idle <= forwards and 2 * waits <= (2 if "dllm" in str(plugins) else 1) * forwards
+    forwards, idle, waits = torch.tensor(found[-3:]).sum(0)
+    assert idle <= forwards and 2 * waits <= forwards
 
 
 @pytest.mark.parametrize("plugins", PLUGINS, ids=str)
