@@ -205,7 +205,7 @@ def _splits(programs: int, tiles: int, device: torch.device) -> int:
 def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str, int], int, int]:
     """Blocks, warps and stages for `packed` queries per key head; heavy: fresh keys or masks want registers too."""
     wide = itemsize > 2  # float32 is multiplied exactly, without tensor cores
-    most = 32 if wide else 64 if heavy else 128
+    most = (32 if wide else 128) // (2 if heavy else 1)
     block_m = min(max(16, next_power_of_2(packed)), most)
     blocks = {"BLOCK_D": next_power_of_2(size), "BLOCK_M": block_m, "BLOCK_N": 32 if wide or heavy else 64}
     return blocks, 8 if wide or block_m == most else 4, 2

@@ -3,8 +3,8 @@
     python -m dllm_sampler.kernels.compile
     python -m dllm_sampler.kernels.compile --target sm_90 --only "head bf16" --json report.json
 
-The table has shared memory, registers of a thread, and what was spilled to memory: bytes of a thread's stack on NVIDIA,
-registers on AMD (v: vector, s: scalar). Registers and spills are read from the binaries. Compiled kernels stay in
+The table has shared memory, registers of a thread, and what it spills to memory, in bytes. On AMD scalar registers may
+go to vector ones, which is no memory: "n s". Registers and spills are read from the binaries. Compiled kernels stay in
 Triton's cache, where a later run finds them.
 """
 
@@ -64,7 +64,8 @@ class Compiled:
     target: str
     shared: int | None = None  # bytes per program
     registers: int | None = None  # per thread
-    spills: str | None = None  # what and how much; empty: nothing
+    spills: int | None = None  # bytes of memory per thread
+    scalars: int = 0  # scalar registers that are kept in vector registers
     error: str | None = None
 
     def __str__(self) -> str:
@@ -72,8 +73,8 @@ class Compiled:
             return "failed"
         shared = "n/a" if self.shared is None else f"{self.shared / 1024:.1f} KB"
         registers = "n/a" if self.registers is None else f"{self.registers}"
-        spills = "n/a" if self.spills is None else self.spills
-        return ", ".join(filter(None, (shared, registers, spills)))
+        spills = "n/a" if self.spills is None else f"{self.spills} B" if self.spills else ""
+        return ", ".join(filter(None, (shared, registers, spills, f"{self.scalars} s" if self.scalars else "")))
 
 
 def discover() -> Iterator[tuple[str, int, Configuration]]:
@@ -93,9 +94,8 @@ def compiled(module: str, place: int, target: str) -> Compiled:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return Compiled(it.name, target, error=f"{type(error).__name__}: {' '.join(lines)[:500]}")
     shared, limit = binary.metadata.shared, TARGETS[target].shared
-    registers, spills = resources(binary.asm)
     error = None if shared <= limit else f"needs {shared} bytes of shared memory, a program may have {limit}"
-    return Compiled(it.name, target, shared, registers, spills, error)
+    return Compiled(it.name, target, shared, *resources(binary.asm), error)
 
 
 def build(it: Configuration, target: Target) -> Any:
@@ -120,17 +120,16 @@ def build(it: Configuration, target: Target) -> Any:
     return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
 
 
-def resources(asm: dict[str, Any]) -> tuple[int | None, str | None]:
-    """Registers of a thread and spills, from NVIDIA's binary or AMD's assembly."""
+def resources(asm: dict[str, Any]) -> tuple[int | None, int | None, int]:
+    """Of NVIDIA's binary or AMD's assembly: registers of a thread, its spills in bytes, scalars in vector registers."""
     if "amdgcn" in asm:
-        found = {key: int(value) for key, value in re.findall(r"\.(\w+_count): +(\d+)", asm["amdgcn"])}
-        spilled = [f"{found[f'{kind}gpr_spill_count']} {kind}" for kind in "vs" if found.get(f"{kind}gpr_spill_count")]
-        known = "vgpr_spill_count" in found and "sgpr_spill_count" in found
-        return found.get("vgpr_count"), " + ".join(spilled) if known else None
-    usage = _usage(asm["cubin"])
-    registers, stack = (re.search(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK"))
-    spilled = None if stack is None else f"{stack[1]} B" if int(stack[1]) else ""
-    return registers and int(registers[1]), spilled
+        names = ("vgpr_count", "private_segment_fixed_size", "sgpr_spill_count")
+        found = [re.search(rf"\.{name}: +(\d+)", asm["amdgcn"]) for name in names]
+    else:
+        usage = _usage(asm["cubin"])
+        found = [re.search(rf"\b{name}:(\d+)", usage) for name in ("REG", "STACK")] + [None]
+    registers, spills, scalars = (one and int(one[1]) for one in found)
+    return registers, spills, scalars or 0
 
 
 def _usage(cubin: bytes) -> str:
@@ -229,6 +228,8 @@ def run(arguments: Sequence[str] | None) -> int:
     failed = [one for one in found if one.error]
     for one in failed:
         console.print(f"{one.kernel} on {one.target}: {one.error}", style="red", highlight=False, markup=False)
+    spilling = sum(bool(one.spills) for one in found)
+    console.print(f"{len(found)} compiled: {len(failed)} failed, {spilling} spill to memory", highlight=False)
     if options.json:
         report = {"triton": version, "kernels": [asdict(one) for one in found]}
         markdown.write(options.json, json.dumps(report, indent=1) + "\n")

@@ -67,7 +67,7 @@ def attention_kernel(
     if k is not None:
         k += n.to(tl.int64) * k_row * DH + head * DH
         v += n.to(tl.int64) * v_row * DH + head * DH
-    at = tl.load(positions + b * width + m % width, mask=there, other=columns - 1)
+    at = tl.load(positions + b * width + m % width, mask=there, other=columns - 1).to(tl.int32)
     live = at < columns - 1  # fillers see nothing
 
     if mask is not None:
@@ -82,9 +82,9 @@ def attention_kernel(
     if limit is not None:
         high = tl.minimum(tl.load(limit + b).to(tl.int32), high)
     end = tl.max(tl.where(live, high, low), 0)  # a tile of fillers reads nothing
-    own = (at * 0).to(tl.int32)
+    own = at * 0
     if grid is not None:
-        own = tl.maximum(at.to(tl.int32) - low, 0) // grid
+        own = tl.maximum(at - low, 0) // grid
         end = tl.minimum(end, low + (tl.max(tl.where(live, own, -1), 0) + 1) * grid)
 
     tiles_stored = 0
@@ -116,7 +116,9 @@ def attention_kernel(
             peak, total, acc = _attend(query, key, value, allowed, scale, peak, total, acc)
     if k is not None:
         fresh, until = tl.maximum(first, tiles_stored) - tiles_stored, last - tiles_stored
-        for t in range(fresh, until):
+        # The tokens of a draft are few, and in cache: what fetches others ahead would only take registers.
+        stages: tl.constexpr = 1 if STORED and tree is not None else None
+        for t in tl.range(fresh, until, num_stages=stages):
             j = t * BLOCK_N + tl.arange(0, BLOCK_N)
             column = tl.load(positions + b * width + j % width, mask=j < rows, other=columns - 1).to(tl.int32)
             seen = (column >= low) & (column < high)
@@ -138,6 +140,11 @@ def attention_kernel(
                     tl.store(keys + slot, tl.load(k + j[:, None] * (k_m * DH) + d[None], mask=real), mask=real)
                     tl.store(values + slot, tl.load(v + j[:, None] * (v_m * DH) + d[None], mask=real), mask=real)
 
+    # The addresses of the output are worked out again, from what the compiler cannot know to be the same number: kept
+    # since the queries were read, they would fill registers all along.
+    packed = (tile + tl.minimum(last, 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m, query_head = packed // G, head * G + packed % G
+    there = m < rows
     before = (split * (tl.num_programs(1) // HKV) + n).to(tl.int64) * rows * (HKV * G)
     line = m * (HKV * G) + query_head
     if peaks is not None:

@@ -91,19 +91,27 @@ def head_kernel(
         low, high = words(keys, row, inside)
     if named is not None:
         asked = tl.load(named + row, mask=inside, other=-1)
-    if BLOCK_V <= 128:
-        found, present = _part(logits, old, name, temperature, low, high, norm, asked, V, MASK, MEASURED)
-    else:  # by halves, for the registers, of every other token: neighbours lie in one thread, and nothing moves
-        logits, others = tl.split(tl.reshape(logits, [BLOCK_R, BLOCK_V // 2, 2]))
-        name = part * BLOCK_V + 2 * tl.arange(0, BLOCK_V // 2)[None]
-        one, present = _part(logits, old, name, temperature, low, high, norm, asked, V, MASK, MEASURED)
-        two, also = _part(others, old, name + 1, temperature, low, high, norm, asked, V, MASK, MEASURED)
-        present = tl.maximum(present, also)
-        found = reduce(
-            _pair(one[0], two[0]), _pair(one[1], two[1]), _pair(one[2], two[2]), _pair(one[3], two[3]),
-            _pair(one[4], two[4]), _pair(one[5], two[5]), _pair(one[6], two[6]), _pair(one[7], two[7]),
-            _pair(one[8], two[8]),
-        )  # fmt: skip
+    if BLOCK_R <= 64:
+        found, present = _part(logits, old, name, temperature, low, high, norm, asked, dtype, V, MASK, MEASURED)
+    else:  # piece by piece, for the registers: what a loop does not keep, no thread holds
+        tl.static_assert(old is None)
+        size: tl.constexpr = 32 if DRAW else BLOCK_V // 2  # noise takes more of them
+        held, first = _packed(logits), part * BLOCK_V + 2 * tl.arange(0, size)[None]
+        none = tl.zeros([BLOCK_R, 1], tl.float32)
+        rest, spread, present, score = none, none, none - float("inf"), none - float("inf")
+        best, second, chosen, best_id = none + LOW, none + LOW, none + LOW, none.to(tl.int32) + BEYOND
+        chosen_id = best_id
+        for turn in tl.range(0, BLOCK_V // size, loop_unroll_factor=1 if DRAW else 2):
+            piece, its = _piece(held, turn, size, dtype), first + turn // 2 * (2 * size) + turn % 2
+            one, also = _part(piece, None, its, temperature, low, high, None, asked, dtype, V, MASK, MEASURED)
+            if named is not None:
+                present = tl.maximum(present, also)
+            best, best_id, rest, spread, second, score, chosen_id, chosen, _ = reduce(
+                _pair(best, one[0]), _pair(best_id, one[1]), _pair(rest, one[2]), _pair(spread, one[3]),
+                _pair(second, one[4]), _pair(score, one[5]), _pair(chosen_id, one[6]), _pair(chosen, one[7]),
+                _pair(none, none),
+            )  # fmt: skip
+        found = (best, best_id, rest, spread, second, score, chosen_id, chosen, none)
     at = row * PARTS + part
     put(reals, names, at, inside, tl.cast(rows, tl.int64) * PARTS, found, present)
     if TOP:
@@ -115,11 +123,10 @@ def head_kernel(
 @triton.jit
 def _part(
     logits, old, name, temperature, low, high, norm, asked,
-    V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
+    DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
 ):  # fmt: skip
-    """Of logits `[R, n]` of the tokens `name [1, n]`: a part as `reduce` makes it, and the logit that is asked for."""
-    dtype: tl.constexpr = logits.dtype
-    x = refine(logits, name, temperature, dtype, V, MASK, MEASURED)
+    """Of logits `[R, n]` in DTYPE of tokens `name [1, n]`: a part as `reduce` makes it, the logit that is asked for."""
+    x = refine(logits, name, temperature, DTYPE, V, MASK, MEASURED)
     names = name + tl.zeros(x.shape, tl.int32)
     highest = tl.max(x, 1, keep_dims=True)
     best_id = tl.min(tl.where(x == highest, names, BEYOND), 1, keep_dims=True)
@@ -130,17 +137,40 @@ def _part(
     rest, spread = tl.sum(weight, 1, keep_dims=True), tl.sum(weight * far, 1, keep_dims=True)
     score, chosen_id, chosen = best, best_id, best
     if low is not None:
-        noisy = refine(logits, name, temperature, dtype, V, MASK, True) + noises(low, high, names)
+        noisy = refine(logits, name, temperature, DTYPE, V, MASK, True) + noises(low, high, names)
         score, chosen_id, chosen = drawn(tl.where(x > LOW, noisy, -float("inf")), names, x)
     cross = tl.zeros(best.shape, tl.float32)
     if old is not None:
         weight, _ = weigh(best - x)
-        log = former(refine(old, name, temperature, dtype, V, MASK, MEASURED), norm)
+        log = former(refine(old, name, temperature, DTYPE, V, MASK, MEASURED), norm)
         cross = tl.sum(weight * log, 1, keep_dims=True)
     present = highest
     if asked is not None:
         present = tl.max(tl.where(names == asked, x, -float("inf")), 1, keep_dims=True)
     return (best, best_id, rest, spread, second, score, chosen_id, chosen, cross), present
+
+
+@triton.jit
+def _packed(x):
+    """`[R, n/2] int32` of `[R, n]` numbers of 16 bits, two in one: neighbours lie in one thread, and nothing moves."""
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    even, odd = even.to(tl.int16, bitcast=True).to(tl.int32), odd.to(tl.int16, bitcast=True).to(tl.int32)
+    return (odd << 16) | (even & 0xFFFF)
+
+
+@triton.jit
+def _piece(held, turn, SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """`[R, SIZE]` of what `_packed` made: of the first 2 SIZE numbers the even ones, the odd ones; of the next."""
+    parts: tl.constexpr = held.shape[1] // SIZE
+    if parts > 1:
+        here = tl.arange(0, parts)[None, :, None] == turn // 2
+        held = tl.sum(tl.where(here, tl.reshape(held, [held.shape[0], parts, SIZE]), 0), 1)
+    high = held << (16 - turn % 2 * 16)
+    if tl.bfloat16 == DTYPE:  # the upper half of a float32
+        piece = (high & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        piece = (high >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    return piece
 
 
 @triton.jit
@@ -216,17 +246,17 @@ def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int
     holds, and so how much of the weight is on its way. With up to 32 rows four and more on an H100 (three or four that
     draw), each with two tiles of 16 KB. With more, arithmetic is the limit, and what a tile reads for it: the largest
     tile whose sums the registers of one program hold does 85 operations for each byte that it reads, one of 64 x 128
-    half as many. Float32, which no matrix unit multiplies here, keeps the smaller tile.
+    half as many. Float32, which no matrix unit multiplies here, keeps the smaller tile, and so do two products at once.
     """
-    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or size == 4 else 128
-    columns = 128 if lines < 128 else 256
-    tile = {"BLOCK_R": lines, "BLOCK_V": columns // 2 if top or diverge else columns, "BLOCK_D": 128 // size}
-    read = (lines * (2 if diverge else 1) + tile["BLOCK_V"]) * tile["BLOCK_D"] * size
+    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or size == 4 or diverge else 128
+    columns = (128 if lines < 128 else 256) // (2 if top or (diverge and rows <= 64) else 1)
+    tile = {"BLOCK_R": lines, "BLOCK_V": columns, "BLOCK_D": 128 // size}
+    read = (lines * (2 if diverge else 1) + columns) * tile["BLOCK_D"] * size
 
     def stages(shared: int) -> int:  # as many as fit, of which the last needs no place on all but newer GPUs
         return max(2, min(3 if lines < 128 else 4, shared // read + 1))
 
-    return tile, 8 if lines >= 64 else 4, stages
+    return tile, 8 if lines >= 64 or size == 4 else 4, stages
 
 
 def _constants(

@@ -100,15 +100,16 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    tile, parts = _tile(rows, x.element_size()), _parts(outputs, inputs)
+    (tile, warps), parts = _tile(rows, x.element_size()), _parts(outputs, inputs)
     into = out if parts == 1 else torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
-    launch: dict[str, Any] = {"enable_fp_fusion": True, "num_warps": 4}
     linear_kernel[cdiv(rows, tile["ROWS"]), cdiv(outputs, TALL), parts](
         flat, weight, scale, bias, into, rows, flat.stride(0), outputs, inputs, **tile, PARTS=parts,
-        WIDE=triton.knobs.runtime.interpret, num_stages=3, **launch,
+        WIDE=triton.knobs.runtime.interpret, num_warps=warps, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     if parts > 1:
-        sum_kernel[rows, cdiv(outputs, BLOCK)](into, scale, bias, out, rows, outputs, parts, BLOCK, **launch)
+        sum_kernel[rows, cdiv(outputs, BLOCK)](
+            into, scale, bias, out, rows, outputs, parts, BLOCK, num_warps=4, enable_fp_fusion=True
+        )
     return out
 
 
@@ -124,10 +125,10 @@ def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _tile(rows: int, size: int) -> dict[str, int]:
-    """Of `rows` of numbers of `size` bytes: within 64 KB of shared memory."""
+def _tile(rows: int, size: int) -> tuple[dict[str, int], int]:
+    """Of `rows` of numbers of `size` bytes, within 64 KB of shared memory; and its warps."""
     lines = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    return {"ROWS": lines, "TALL": TALL, "DEEP": DEEP if size == 2 else DEEP // 2}
+    return {"ROWS": lines, "TALL": TALL, "DEEP": DEEP if size == 2 else DEEP // 2}, 8 if lines == 64 else 4
 
 
 def _parts(outputs: int, inputs: int) -> int:
@@ -140,7 +141,8 @@ def _parts(outputs: int, inputs: int) -> int:
 
 def _configuration(dtype: str, rows: int, outputs: int, inputs: int, bias: bool = False) -> Configuration:
     parts = _parts(outputs, inputs)
-    constants: dict[str, Any] = {"OUTPUTS": outputs, "INPUTS": inputs, **_tile(rows, 4 if dtype == "fp32" else 2)}
+    tile, warps = _tile(rows, 4 if dtype == "fp32" else 2)
+    constants: dict[str, Any] = {"OUTPUTS": outputs, "INPUTS": inputs, **tile}
     constants |= {"PARTS": parts, "WIDE": False} | ({} if bias else {"bias": None})
     signature = {"x": f"*{dtype}", "weight": "*i8", "scale": "*fp32", "rows": "i32", "stride": "i32"}
     signature |= {"out": f"*{dtype}" if parts == 1 else "*fp32"} | ({"bias": f"*{dtype}"} if bias else {})
@@ -149,6 +151,7 @@ def _configuration(dtype: str, rows: int, outputs: int, inputs: int, bias: bool 
         linear_kernel,
         {name: signature.get(name, "constexpr") for name in linear_kernel.arg_names},
         constants,
+        warps,
         stages=3,
     )
 

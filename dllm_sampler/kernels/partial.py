@@ -288,7 +288,7 @@ def padded(top: int) -> int:
 def finishing(parts: int, draw: bool, top: int) -> dict[str, Any]:
     """The constants of `combine`."""
     lanes = next_power_of_2(parts)
-    chunk = max(padded(top), min(256, next_power_of_2(parts * padded(top))))
+    chunk = max(padded(top), min(128, next_power_of_2(parts * padded(top))))
     return {"PARTS": parts, "LANES": lanes, "DRAW": draw, "TOP": padded(top), "CHUNK": chunk}
 
 

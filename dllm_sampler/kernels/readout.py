@@ -208,8 +208,9 @@ def _shape(
 ) -> tuple[dict[str, Any], int]:
     """The constants of the kernel for logits of `size` bytes, and its warps."""
     warps, pack = 8 if draw or diverge or top else WARPS, LOAD // size
+    block = BLOCK // 2 if top else BLOCK
     own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured}
-    own |= {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
+    own |= {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": block}
     return own | {"PARTS": cdiv(vocab, PART), "TOP": padded(top)}, warps
 
 
