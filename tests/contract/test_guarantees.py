@@ -165,7 +165,7 @@ def test_published_rcr_writes_again_what_a_stop_would_keep() -> None:
 
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one != RESTLESS], ids=cases.label)
+@pytest.mark.parametrize("scheduler", cases.one_each("scheduler", but=RESTLESS))
 def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any], turn: int) -> None:
     """Each scheduler under two of its caches, which differ from one to the next."""
     caches = cases.legal_caches(scheduler)
@@ -240,7 +240,7 @@ class TestMaskToken:
         return Sampler(spy, blocks={"name": "fixed", "length": 6}, stop="none", **plugins)
 
     @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-    @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=cases.label)
+    @pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
     def test_never_by_default(self, scheduler: dict[str, Any], temperature: float) -> None:
         sampler = self.sampler(50.0, scheduler=scheduler, temperature=temperature)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
@@ -269,7 +269,7 @@ class TestMaskToken:
         assert not (last.result.tokens == toys.MASK).any()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=cases.label)
+@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
 def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     """Fast-dLLM's invariant 7, for whatever is greedy: permuting vocabulary ids permutes the answers."""
     if "verifier" in scheduler:

@@ -43,9 +43,14 @@ def test_lists_the_best(kernel: Any) -> None:
     checks.readout_against_float64(kernel, "cpu", torch.bfloat16, 1, 600, 3)
 
 
+def temperatures() -> list[Any]:
+    """With every dtype; slow are all but one of each, since `test_against_float64` has them all."""
+    pairs = [(dtype, temperature) for dtype in DTYPES for temperature in (0.0, 0.6, 2.0)]
+    return [pytest.param(*pair, marks=pytest.mark.slow if i % 4 else ()) for i, pair in enumerate(pairs)]
+
+
 @KERNELS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize(("dtype", "temperature"), temperatures())
 def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
     checks.like_the_sampler(kernel, "cpu", dtype, temperature)
 
