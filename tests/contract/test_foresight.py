@@ -22,7 +22,7 @@ from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.leftright import LeftToRight
 from tests import toys
-from tests.contract.cases import CASES, Case
+from tests.contract.cases import CASES, Case, thinned
 from tests.contract.test_in_place import Engines, same
 from tests.turns import by_turns
 
@@ -56,12 +56,12 @@ def answer(it: Sampler, tokens: int = 21) -> Result:
     return it.generate(toys.PROMPTS, max_new_tokens=tokens, seed=toys.SEEDS)
 
 
-def asking(it: Sampler) -> Result:
+def asking(it: Sampler, tokens: int = 21) -> Result:
     """The answer of a sampler that asks after each step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_outlook", lambda *_: None)
         patch.setattr(it, "poll_every", 1)
-        return answer(it)
+        return answer(it, tokens)
 
 
 @pytest.fixture
@@ -115,14 +115,14 @@ def test_answers_of_recorded_steps(
     first = CACHES.index(cache)
     for turn, schedule in list(enumerate(SCHEDULES[:5], first))[first % 2 :: 2]:
         it = sampler(cache, scheduler=schedule, stop=STOPS[turn % len(STOPS)][0])
-        found = [answer(it) for _ in range(3)][-1]
+        found = [answer(it, 14) for _ in range(3)][-1]
         with monkeypatch.context() as patch:
             patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1: Engine(self.denoiser, plugins, 1))
-            same(found, asking(it))
+            same(found, asking(it, 14))
     assert (len(granted) > 0) == (cache not in ("none", "periodic_dual"))  # without a cache it never asks for sizes
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.sampler.plugins.cache.settles], ids=lambda it: it.id)
+@pytest.mark.parametrize("case", thinned(case for case in CASES if case.sampler.plugins.cache.settles))
 def test_whatever_is_granted_is_true(case: Case, granted: list[Sizes]) -> None:
     """Under every scheduler, blocks and stop."""
     case.generate([0, 1, 4], poll_every=3)

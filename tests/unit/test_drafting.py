@@ -19,6 +19,7 @@ from dllm_sampler.schedulers.pace import Pace
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
 from tests import toys
+from tests.turns import by_turns
 
 TOKENS, BLOCK = 18, 6
 Settings = dict[str, Any]
@@ -41,16 +42,7 @@ def random_prompts(seed: int, count: int = 6) -> list[list[int]]:
     return [[random.randrange(toys.EOS) for _ in range(random.randint(1, 9))] for _ in range(count)]
 
 
-def by_turns() -> list[Any]:
-    """Every scheduler on every toy; every other pair is slow."""
-    return [
-        pytest.param(toy, base, marks=() if (i + j) % 2 == 0 else pytest.mark.slow, id=f"{toy}-{base}")
-        for i, toy in enumerate(toys.TOYS)
-        for j, base in enumerate(BASES)
-    ]
-
-
-@pytest.mark.parametrize(("toy", "base"), by_turns())
+@pytest.mark.parametrize(("toy", "base"), by_turns(4, toys.TOYS, list(BASES)))
 def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str) -> None:
     """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m dllm_sampler.eval.drafting` has many more prompts."""
     turn = list(BASES).index(base) + toys.TOYS.index(toy)
@@ -69,8 +61,7 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
         assert torch.equal(other.trace.rows, batch.trace.rows)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("store", ["ride", "separate"])
+@pytest.mark.parametrize(("store", "base"), by_turns(2, ["ride", "separate"], list(BASES)))
 def test_block_causal_models_too(store: str, base: str) -> None:
     """The rows of a batch stand at different phases of their blocks: some store while others draft."""
     options: Settings = {"cache": {"name": "block_causal", "store_pass": store}, "prompts": random_prompts(len(base))}
