@@ -13,7 +13,7 @@ from tests import toys
 from tests.contract import cases
 from tests.contract.cases import CASES, TOKENS, Case, thinned
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+every_case = pytest.mark.parametrize("case", thinned(CASES))
 
 
 def test_everything_in_conf_is_covered() -> None:
@@ -22,10 +22,8 @@ def test_everything_in_conf_is_covered() -> None:
         assert all(setting in chosen for setting in cases.settings(group)), group
 
 
-once = pytest.mark.parametrize(
-    "case", [case for case in CASES if not case.scheduling.revises], ids=lambda case: case.id
-)
-again = pytest.mark.parametrize("case", [case for case in CASES if case.scheduling.revises], ids=lambda case: case.id)
+once = pytest.mark.parametrize("case", thinned(case for case in CASES if not case.scheduling.revises))
+again = pytest.mark.parametrize("case", thinned(case for case in CASES if case.scheduling.revises))
 
 
 @again
@@ -131,7 +129,7 @@ def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
         assert torch.equal(getattr(rarely.trace, name), getattr(always.trace, name)), name
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", thinned(CASES)[::3])
 def test_max_steps_gives_up(case: Case) -> None:
     full, steps = case.stream()[-1].result, case.stream()
     assert full is not None
