@@ -13,6 +13,7 @@ import pytest
 
 from dllm_sampler.eval.conformance import compare
 from dllm_sampler.eval.conformance.__main__ import main
+from tests.turns import by_turns
 
 DATA = Path(__file__).parent / "data"
 Raw = dict[str, Any]
@@ -134,10 +135,10 @@ def alter_by_an_idle_forward(record: Raw) -> None:
 ALTERED = [alter_ids, alter_nfe, alter_steps]
 
 
-@pytest.mark.parametrize("alter", ALTERED)
-@pytest.mark.parametrize(
-    "id", ["llada-vanilla-02", "llada-vanilla-leftpad-03", "fast-dllm-dual-threshold-02", "dream-a-batch"]
-)
+RECORDS = ["llada-vanilla-02", "llada-vanilla-leftpad-03", "fast-dllm-dual-threshold-02", "dream-a-batch"]
+
+
+@pytest.mark.parametrize(("alter", "id"), by_turns(2, {alter.__name__: alter for alter in ALTERED}, RECORDS))
 def test_an_altered_record_fails(id: str, alter: Callable[[Raw], None], folder: Path, capsys):
     record = recorded(id)
     alter(record)

@@ -90,10 +90,10 @@ def test_one_branch_is_the_scheduler_inside() -> None:
 @pytest.mark.parametrize("guide", [{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}])
 def test_sampling_is_exact_too(guide: Settings) -> None:
     for base in ({"name": "fixed"}, {"name": "threshold", "threshold": 0.6}, {"name": "fixed", "score": "random"}):
+        options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}
+        alone = run(base, **options)
         for layout in ("batch", "tree"):
-            drafted = {"name": "freedave", "inner": base, "draft": 5, "layout": layout}
-            options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}
-            alone, after = run(base, **options), run(drafted, **options)
+            after = run({"name": "freedave", "inner": base, "draft": 5, "layout": layout}, **options)
             assert same_path(alone, after).all()
             assert after.nfe.sum() < alone.nfe.sum()
 
@@ -160,19 +160,18 @@ def test_constant_and_fickle_predictions(draft: int) -> None:
 
 @pytest.mark.parametrize("length", [2, 4, 18])
 def test_eager_drafts_cross_the_edge(length: int) -> None:
-    for base in ("fixed", "threshold"):
-        for toy in ("llada", "dream"):
-            options: Settings = {"blocks": {"name": "fixed", "length": length}}
-            drafts = [{"name": "freedave", "inner": BASES[base], "draft": 5, "eager": eager} for eager in (False, True)]
-            alone = run(BASES[base], toy, **options)
-            waits, eager = (run(draft, toy, **options) for draft in drafts)
-            assert same_path(alone, eager).all()
-            assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
+    for base, toy in (("fixed", "llada"), ("threshold", "dream")):
+        options: Settings = {"blocks": {"name": "fixed", "length": length}}
+        drafts = [{"name": "freedave", "inner": BASES[base], "draft": 5, "eager": eager} for eager in (False, True)]
+        alone = run(BASES[base], toy, **options)
+        waits, eager = (run(draft, toy, **options) for draft in drafts)
+        assert same_path(alone, eager).all()
+        assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("toy", ["llada", "gqa", "cfg"])
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    ("toy", "cache", "tree"), by_turns(2, ["llada", "gqa", "cfg"], ["none", "prefix", "dual"], [False, True])
+)
 def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str, tree: bool) -> None:
     """One forward of three hypotheses gives what three forwards of one give; the first one's keys are stored."""
     denoiser, sampler = toys.denoiser(toy), toys.sampler(toy, scheduler="fixed", cache=cache)
