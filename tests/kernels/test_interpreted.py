@@ -36,4 +36,4 @@ def test_interpreted(names: set[str]) -> None:
 
 @pytest.mark.slow
 def test_what_takes_longer() -> None:
-    interpreted({"test_sampler.py", "test_readout.py"}, "slow")
+    interpreted(FILES, "slow")

@@ -195,7 +195,7 @@ def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
     assert not LAYER & set(calls)
 
 
-@pytest.mark.parametrize("needs", ["entropy", "margin", "fixed"])
+@pytest.mark.parametrize("needs", ["entropy", slow("margin"), slow("fixed")])
 def test_schedulers_that_want_more(needs: str, calls: Counter[str]) -> None:
     scheduler = {"name": "fixed", "score": needs} if needs != "fixed" else "fixed"
     both(
