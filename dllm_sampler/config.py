@@ -149,13 +149,12 @@ def check(owner: str, target: Any, values: Mapping[str, object]) -> dict[str, An
     Raises:
         UserError: naming the argument and what it should be.
     """
-    parameters = inspect.signature(target).parameters
-    hints = _hints(target)
+    parameters = _parameters(target)
     checked = {}
     for key, value in values.items():
         if key not in parameters:
             raise unknown(f"field of {owner}" if owner else "option", key, parameters)
-        checked[key] = _typed(f"{owner}: {key}" if owner else key, hints[key], value) if key in hints else value
+        checked[key] = _typed(f"{owner}: {key}" if owner else key, target, key, value)
     return checked
 
 
@@ -210,6 +209,13 @@ def _is_config(value: object) -> bool:
     return isinstance(value, Mapping) and "_target_" in value
 
 
+@cache
+def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
+    """What `target` may be called with."""
+    return inspect.signature(target).parameters
+
+
+@cache
 def _hints(target: Any) -> dict[str, Any]:
     """The types of what `target` is called with: a dataclass's fields, or the annotations of `__init__`."""
     try:
@@ -218,13 +224,24 @@ def _hints(target: Any) -> dict[str, Any]:
         return {}
 
 
-def _typed(what: str, hint: Any, value: object) -> Any:
+@cache
+def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
+    """What checks one argument of `target`; there is none where it has no type to check against."""
+    if key not in _hints(target):
+        return None
+    try:
+        return TypeAdapter(_hints(target)[key], config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # a class of its own making: its constructor has judged
+        return None
+
+
+def _typed(what: str, target: Any, key: str, value: object) -> Any:
     """`value` checked strictly: text is no number and a number no switch, but a list may stand for a tuple."""
+    hint = _hints(target).get(key)
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in (hint, *get_args(hint))):
         value = tuple(value)
-    try:
-        plain = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a class of its own making: its constructor has judged
+    plain = _adapter(target, key)
+    if plain is None:
         return value
     try:
         return plain.validate_python(value, strict=True)

@@ -40,11 +40,8 @@ def canvas(
     origin = max(longest, min(-(-longest // grain) * grain, spec.max_positions - new_tokens))
     length, batch = origin + new_tokens, len(rows)
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
-    ids = torch.full((batch, length + 1), spec.pad_id)
-    for row, prompt in zip(ids, rows, strict=True):
-        row[origin - len(prompt) : origin] = torch.tensor(prompt)
-    ids[:, origin:length] = noise_id
-    ids = ids.to(spec.device)
+    behind = [noise_id] * new_tokens + [spec.pad_id]
+    ids = torch.tensor([[spec.pad_id] * (origin - len(row)) + [*row] + behind for row in rows], device=spec.device)
     column = torch.arange(length + 1, device=spec.device).expand(batch, -1)
     masked = (column >= origin) & (column < length)
     begin = torch.tensor([origin - len(row) for row in rows], device=spec.device)

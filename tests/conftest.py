@@ -1,5 +1,6 @@
 """What every test stands on: one thread per worker, and a tiny random LLaDA checkpoint with a tokenizer."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -13,6 +14,13 @@ from dllm_sampler.models.families import llada_config, to_checkpoint
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
 torch.set_num_threads(1)  # two workers share two cores, and the tests' tensors are small
+
+
+def pytest_collection_finish() -> None:
+    """Everything imported stays: the collector need not look at it, again and again."""
+    gc.collect()
+    gc.freeze()
+
 
 SPECIAL = ["<pad>", "<eos>", "<mask>", "<unk>"]
 WORDS = [*SPECIAL, "user", "copy", "reverse", ":", ",", "Ada", "Ben", "Cal", "Dan", "Eve", "1", "2", "3", "é"]

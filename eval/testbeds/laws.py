@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import permutations, product
 from math import factorial, lgamma, log, log2
 from typing import Protocol
@@ -154,6 +154,7 @@ def _at_each(n: int, places: int, edit: Callable[[list[int], int], Sequence[int]
     return Listed(tuple(tuple(edit(list(range(n)), place)) for place in range(places)))
 
 
+@cache
 def latin_squares(n: int) -> Listed:
     """All latin squares of side n, row by row."""
     rows = list(permutations(range(n)))

@@ -23,6 +23,7 @@ from tests.conformance.reference import Net, Record
 DATA = Path(__file__).parent / "data"
 CHECKPOINTS = Checkpoints(DATA)
 CASES = int(os.environ.get("CASES", 6))  # per family
+QUICK = 3  # so many of them run by default
 SPECIAL = 253  # tokens from here on are special in both vocabularies
 Case = tuple[str, str, dict[str, Any]]  # checkpoint, system, params
 
@@ -258,7 +259,9 @@ def draw_line(family: Any, number: int) -> lines.Line:
     raise AssertionError("no stable run found")
 
 
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.parametrize(
+    "number", [pytest.param(one, marks=pytest.mark.slow if one >= QUICK else ()) for one in range(CASES)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_to_the_eager_loop(family: Any, number: int):
     line = draw_line(family, number)

@@ -126,6 +126,18 @@ def settings(group: str) -> list[Settings]:
     ]
 
 
+def one_each(group: str, but: Settings | None = None) -> list[Any]:
+    """Every plug-in of a group under every one of its settings but this; slow are all but one of each."""
+    every, names = [one for one in settings(group) if one != but], config.names(group)
+    sizes = {name: sum(one["name"] == name for one in every) for name in names}
+    left = {name: number % sizes[name] for number, name in enumerate(names)}  # not the first one of all
+    found = []
+    for one in every:
+        found.append(pytest.param(one, id=label(one), marks=() if left[one["name"]] == 0 else pytest.mark.slow))
+        left[one["name"]] -= 1
+    return found
+
+
 @dataclass(frozen=True)
 class Case:
     """One combination of plug-ins on one toy."""

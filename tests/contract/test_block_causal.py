@@ -15,7 +15,7 @@ from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row
 
-TOKENS, BLOCK = 17, 6
+TOKENS, BLOCK = 14, 6
 # shorter than a block, on its border, past it; ending one before and one after a border
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14], [16], [4, 4, 28, 13, 33, 2, 8, 1, 19, 20, 3, 6, 25], [12, 6, 2, 9, 30]]
 GREEDY = {"name": "dynamic", "threshold": 0.6}
@@ -76,11 +76,14 @@ def test_the_mask_is_what_the_notes_of_every_family_say() -> None:
     assert seen == [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
+LOOK_BEHIND = {"prophet", "end_of_text"}  # stops that look at masks behind the block, which a cache does not predict
+
+
 def with_stops() -> list[Any]:
-    """Every scheduler with every stop; slow are all but two or three stops of each, which take turns."""
-    stops = config.names("stop")
+    """Every scheduler with every stop; slow are all but one stop of each, which take turns."""
+    stops = [stop for stop in config.names("stop") if stop not in LOOK_BEHIND]
     return [
-        pytest.param(scheduler, stop, marks=() if (i + j) % 3 == 0 else pytest.mark.slow, id=f"{label}-{stop}")
+        pytest.param(scheduler, stop, marks=() if (i + j) % len(stops) == 0 else pytest.mark.slow, id=f"{label}-{stop}")
         for i, (label, scheduler) in enumerate((cases.label(one), one) for one in cases.settings("scheduler"))
         for j, stop in enumerate(stops)
     ]
@@ -94,8 +97,6 @@ def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
         return
     if not cases.legal(kind="causal", scheduler=scheduler, cache="block_causal", stop=stop):
         return  # drafting beside a stop that cuts, say: test_product has the sentences
-    if stop in ("prophet", "end_of_text"):
-        return  # these look at masks behind the block, which a cache does not predict
     temperature = 0.8 if cases.settings("scheduler").index(scheduler) % 2 else None
     plain, cached = (
         generate(cache, scheduler=scheduler, stop=stop, temperature=temperature) for cache in ("none", "block_causal")
@@ -105,7 +106,7 @@ def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
     assert ((cached.trace.rows < plain.trace.rows) | (plain.nfe == 1)).all()
 
 
-@pytest.mark.parametrize("scheduler", cases.settings("scheduler"), ids=cases.label)
+@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
 def test_passes_that_only_store_change_no_token(scheduler: dict[str, Any]) -> None:
     separate = {"name": "block_causal", "store_pass": "separate"}
     if not cases.legal(kind="causal", scheduler=scheduler, cache=separate):
@@ -121,7 +122,7 @@ def test_passes_that_only_store_change_no_token(scheduler: dict[str, Any]) -> No
         assert [s for s in apart.trace.steps(row) if s] == [s for s in ride.trace.steps(row) if s]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     cache=st.sampled_from([one for one in cases.settings("cache") if one["name"] in ("none", "block_causal")]),
     scheduler=st.sampled_from(cases.settings("scheduler")),

@@ -22,8 +22,9 @@ from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.leftright import LeftToRight
 from tests import toys
-from tests.contract.cases import CASES, Case
+from tests.contract.cases import CASES, Case, thinned
 from tests.contract.test_in_place import Engines, same
+from tests.turns import by_turns
 
 CACHES: list[Any] = [
     "none",
@@ -55,12 +56,12 @@ def answer(it: Sampler, tokens: int = 21) -> Result:
     return it.generate(toys.PROMPTS, max_new_tokens=tokens, seed=toys.SEEDS)
 
 
-def asking(it: Sampler) -> Result:
+def asking(it: Sampler, tokens: int = 21) -> Result:
     """The answer of a sampler that asks after each step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "_outlook", lambda *_: None)
         patch.setattr(it, "poll_every", 1)
-        return answer(it)
+        return answer(it, tokens)
 
 
 @pytest.fixture
@@ -91,23 +92,16 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     return found
 
 
-def by_turns() -> list[Any]:
-    """Every schedule under every cache; every other pair is slow."""
-    return [
-        pytest.param(schedule, cache, marks=() if (i + j) % 2 == 0 else pytest.mark.slow, id=f"{schedule}-{cache}")
-        for i, schedule in enumerate(SCHEDULES)
-        for j, cache in enumerate(CACHES)
-    ]
-
-
-@pytest.mark.parametrize(("schedule", "cache"), by_turns())
-def test_answers_are_those_of_asking(schedule: dict[str, Any], cache: Any, granted: list[Sizes]) -> None:
-    for stop, poll_every in STOPS:
-        it = sampler(cache, scheduler=schedule, stop=stop, poll_every=poll_every)
-        found = answer(it)
-        if (schedule["name"], cache) != ("leftright", "block_causal"):  # of five rows some row always opens a block
-            assert (len(granted) > 0) == it.plugins.cache.settles
-        same(found, asking(it))
+@pytest.mark.parametrize(("schedule", "cache", "stop"), by_turns(4, SCHEDULES, CACHES, STOPS))
+def test_answers_are_those_of_asking(
+    schedule: dict[str, Any], cache: Any, stop: tuple[str, int], granted: list[Sizes]
+) -> None:
+    it = sampler(cache, scheduler=schedule, stop=stop[0], poll_every=stop[1])
+    found = answer(it)
+    moved = (schedule["name"], cache) == ("leftright", "block_causal")  # of five rows some row always opens a block
+    if not moved and (stop[0], cache) != ("truncate", "none"):  # there it never looks, and asks for no sizes
+        assert (len(granted) > 0) == it.plugins.cache.settles
+    same(found, asking(it))
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
@@ -121,14 +115,14 @@ def test_answers_of_recorded_steps(
     first = CACHES.index(cache)
     for turn, schedule in list(enumerate(SCHEDULES[:5], first))[first % 2 :: 2]:
         it = sampler(cache, scheduler=schedule, stop=STOPS[turn % len(STOPS)][0])
-        found = [answer(it) for _ in range(3)][-1]
+        found = [answer(it, 14) for _ in range(3)][-1]
         with monkeypatch.context() as patch:
             patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1: Engine(self.denoiser, plugins, 1))
-            same(found, asking(it))
+            same(found, asking(it, 14))
     assert (len(granted) > 0) == (cache not in ("none", "periodic_dual"))  # without a cache it never asks for sizes
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.sampler.plugins.cache.settles], ids=lambda it: it.id)
+@pytest.mark.parametrize("case", thinned(case for case in CASES if case.sampler.plugins.cache.settles))
 def test_whatever_is_granted_is_true(case: Case, granted: list[Sizes]) -> None:
     """Under every scheduler, blocks and stop."""
     case.generate([0, 1, 4], poll_every=3)

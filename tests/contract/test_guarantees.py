@@ -13,7 +13,7 @@ from tests import toys
 from tests.contract import cases
 from tests.contract.cases import CASES, TOKENS, Case, thinned
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+every_case = pytest.mark.parametrize("case", thinned(CASES))
 
 
 def test_everything_in_conf_is_covered() -> None:
@@ -22,10 +22,8 @@ def test_everything_in_conf_is_covered() -> None:
         assert all(setting in chosen for setting in cases.settings(group)), group
 
 
-once = pytest.mark.parametrize(
-    "case", [case for case in CASES if not case.scheduling.revises], ids=lambda case: case.id
-)
-again = pytest.mark.parametrize("case", [case for case in CASES if case.scheduling.revises], ids=lambda case: case.id)
+once = pytest.mark.parametrize("case", thinned(case for case in CASES if not case.scheduling.revises))
+again = pytest.mark.parametrize("case", thinned(case for case in CASES if case.scheduling.revises))
 
 
 @again
@@ -131,7 +129,7 @@ def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
         assert torch.equal(getattr(rarely.trace, name), getattr(always.trace, name)), name
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", thinned(CASES)[::3])
 def test_max_steps_gives_up(case: Case) -> None:
     full, steps = case.stream()[-1].result, case.stream()
     assert full is not None
@@ -165,7 +163,7 @@ def test_published_rcr_writes_again_what_a_stop_would_keep() -> None:
 
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheduler", [one for one in SCHEDULERS if one != RESTLESS], ids=cases.label)
+@pytest.mark.parametrize("scheduler", cases.one_each("scheduler", but=RESTLESS))
 def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any], turn: int) -> None:
     """Each scheduler under two of its caches, which differ from one to the next."""
     caches = cases.legal_caches(scheduler)
@@ -240,7 +238,7 @@ class TestMaskToken:
         return Sampler(spy, blocks={"name": "fixed", "length": 6}, stop="none", **plugins)
 
     @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
-    @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=cases.label)
+    @pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
     def test_never_by_default(self, scheduler: dict[str, Any], temperature: float) -> None:
         sampler = self.sampler(50.0, scheduler=scheduler, temperature=temperature)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
@@ -269,7 +267,7 @@ class TestMaskToken:
         assert not (last.result.tokens == toys.MASK).any()
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=cases.label)
+@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
 def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     """Fast-dLLM's invariant 7, for whatever is greedy: permuting vocabulary ids permutes the answers."""
     if "verifier" in scheduler:

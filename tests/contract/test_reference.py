@@ -1,5 +1,6 @@
 """Against decoders written again from the papers: one unpadded row, plain Python, the network's plain forward."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +11,19 @@ from dllm_sampler import Result
 from dllm_sampler.models.cfg import GuidedDenoiser
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
+from tests.turns import by_turns
 
 TOKENS = 16
 # (confidences in falling order, masks when the block was opened, steps made in it, its length) -> how many to commit
 Rule = Callable[[list[float], int, int, int], int]
 
 
-def probabilities(toy: str, ids: list[int], prompt: int) -> torch.Tensor:
+@functools.cache  # several rules come through the same states
+def probabilities(toy: str, ids: tuple[int, ...], prompt: int) -> torch.Tensor:
     """`[L, V]` what the toy thinks of every position of one row, the mask token excluded."""
     denoiser, rows, weight = toys.denoiser(toy), torch.tensor([ids]), 1.0
     if isinstance(denoiser, GuidedDenoiser):  # u + (s + 1)(c - u), with the prompt hidden from u
-        rows, weight = torch.tensor([ids, [toys.MASK] * prompt + ids[prompt:]]), denoiser.scale + 1
+        rows, weight = torch.tensor([ids, (toys.MASK,) * prompt + ids[prompt:]]), denoiser.scale + 1
         denoiser = denoiser.denoiser
     assert isinstance(denoiser, TransformerDenoiser)
     with torch.no_grad():
@@ -38,7 +41,7 @@ def decode(toy: str, prompt: list[int], block: int, rule: Rule) -> tuple[list[in
     for start in range(0, TOKENS, block):
         stop, age = min(start + block, TOKENS), 0
         while masks := [i for i in range(start, stop) if step_map[i] < 0]:
-            p = probabilities(toy, ids, len(prompt))
+            p = probabilities(toy, tuple(ids), len(prompt))
             sure = {i: float(p[len(prompt) + i].max()) for i in masks}
             order = sorted(masks, key=lambda i: (-sure[i], i))
             count = rule([sure[i] for i in order], stop - start, age, stop - start)
@@ -95,8 +98,7 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("toy", toys.TOYS)
+@pytest.mark.parametrize(("toy", "name"), by_turns(2, toys.TOYS, list(RULES)))
 def test_each_rule_is_its_paper(toy: str, name: str) -> None:
     scheduler, rule = RULES[name]
     for block in (4, 8, 16):

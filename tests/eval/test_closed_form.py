@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_squares(n: str) -> None:
     assert isinstance(law, Listed)
     assert len(law.outcomes) == cells["count"]
     assert law.c_bits == pytest.approx(cells["C_bits"])
-    found = {cell.method: cell.valid for cell in closed_form.cells([]) if cell.n == side}
+    found = {cell.method: cell.valid for cell in unlisted() if cell.n == side}
     assert found["rows"] == number(cells["row_by_row"]["acc"])
     assert found["broken diagonals"] == number(cells["broken_diagonal_by_diagonal"]["acc"])
     assert found["leftright k=2"] == number(cells["l2r_k2"]["acc"])
@@ -129,9 +130,16 @@ def test_adaptive_forms() -> None:
         assert formulas.shuffle(cell["block_sizes"]) == number(cell["acc"])
 
 
+@cache
 def scored() -> list[closed_form.Cell]:
     """One list length of every operation with every scheduler, and the reference's own adaptive cells."""
     return [cell for cell in closed_form.cells([4]) if cell.n in (2, 3, 4)]
+
+
+@cache
+def unlisted() -> list[closed_form.Cell]:
+    """The cells that need no list length: the reference's own."""
+    return list(closed_form.cells([]))
 
 
 @pytest.mark.parametrize("operation", LAWS)
@@ -146,7 +154,7 @@ def test_the_sampler_gives_what_it_must(operation: str) -> None:
 
 def test_the_sampler_at_length() -> None:
     """Rules that rank by the statistics of one law: positions that tie must not be ranked by what they drew."""
-    for cell in closed_form.cells([]):
+    for cell in unlisted():
         if cell.n == 10:
             found = closed_form.run(cell, 1000, seed=3)
             assert abs(found.z) < closed_form.FAR, (cell, found)

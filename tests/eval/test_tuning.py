@@ -20,7 +20,7 @@ WORDS = ["task.operation=copy", "task.count=4", "max_new_tokens=24", "threads=1"
 SPACE = """\
 # A space for tests.
 name: quick
-trials: 3
+trials: 2
 space:
   scheduler:
     threshold:
@@ -67,18 +67,18 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
     def words(output: str, trials: int) -> list[str]:
         return [*WORDS, f"output={output}", f"tune.trials={trials}"]
 
-    assert tuning.main(words("one", 4)) == 0
-    assert tuning.main(words("two", 2)) == 0
-    given = tuning.Tuner(*tuning.tuning(words("two", 2)), tuning.Console(quiet=True))
+    assert tuning.main(words("one", 3)) == 0
+    assert tuning.main(words("two", 1)) == 0
+    given = tuning.Tuner(*tuning.tuning(words("two", 1)), tuning.Console(quiet=True))
     given.study().ask()  # a process that was ended in the middle of a trial
-    assert tuning.main(words("two", 4)) == 0
+    assert tuning.main(words("two", 3)) == 0
     one, two = (
-        tuning.Tuner(*tuning.tuning(words(output, 4)), tuning.Console(quiet=True)).study() for output in ("one", "two")
+        tuning.Tuner(*tuning.tuning(words(output, 3)), tuning.Console(quiet=True)).study() for output in ("one", "two")
     )
     found = [
         [trial.user_attrs["words"] for trial in study.get_trials() if trial.value is not None] for study in (one, two)
     ]
-    assert found[0] == found[1] and len(found[0]) == 4
+    assert found[0] == found[1] and len(found[0]) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from dllm_sampler.kernels import attention as module
 from dllm_sampler.kernels.attention import block_attention, columns_of
 from dllm_sampler.models.transformer import block_causal
 from tests.kernels import checks, oracles
+from tests.turns import by_turns
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [16, 64, 80, 96, 128]))
 def test_widths_and_dtypes(dtype, size):
     checks.attention(*oracles.case(size, dtype, size=size, splits=1 + size % 3))
 
@@ -109,8 +109,7 @@ def test_a_forward_that_computes_every_column_reads_no_slot():
     assert torch.equal(out, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factor", [0.0, 1e-4, 30.0])
+@pytest.mark.parametrize(("dtype", "factor"), by_turns(3, DTYPES, [0.0, 1e-4, 30.0]))
 def test_extreme_scores(dtype, factor):
     (q, k, v, slots, positions), options = oracles.case(3, dtype, width=4)
     checks.attention((q * factor, k, v * 100, slots, positions), options | {"splits": 2})

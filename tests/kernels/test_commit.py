@@ -20,9 +20,9 @@ from tests.kernels import readout_checks as checks
 SCORES = st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 0.9, 1 - 1e-12, 1.0, math.inf, math.nan])
 
 
-@pytest.mark.parametrize("size", [(1, 1, 1), (5, 9, 7), (4, 40, 33), (3, 1023, 32), (2, 1024, 130), (1, 2100, 512)])
+@pytest.mark.parametrize("size", [(1, 1, 1), (4, 9, 7), (2, 40, 33), (1, 1023, 32), (2, 1024, 130), (1, 2100, 512)])
 def test_a_commit_as_torch(size: tuple[int, int, int]) -> None:
-    for seed in range(1 if size[1] > 1000 else 3):
+    for seed in range(1 if size[1] > 1000 else 2):
         scenes.commits(scenes.Scene(*size, seed))
 
 

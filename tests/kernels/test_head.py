@@ -10,15 +10,18 @@ from torch import Tensor
 
 from dllm_sampler.kernels import head, readout, reference
 from tests.kernels import readout_checks as checks
+from tests.turns import by_turns
 
 KERNELS = pytest.mark.parametrize("kernel", [head.head, reference.head], ids=["triton", "torch"])
 
 
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
 @KERNELS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "vocab", "width", "top"), [(1, 5, 3, 0), (7, 300, 70, 0), (18, 130, 20, 0)])
-def test_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int, width: int, top: int) -> None:
-    checks.head_against_float64(kernel, "cpu", dtype, rows, vocab, width, top)
+@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [(1, 5, 3), (7, 300, 70), (18, 130, 20)]))
+def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    checks.head_against_float64(kernel, "cpu", dtype, *size, 0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 
 
 def interpreted(names: set[str], marked: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", f"--confcutdir={HERE}"]
+    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", "-p", "tests.kernels.quicker"]
+    command.append(f"--confcutdir={HERE}")
     run = subprocess.run(
         [*command, "-m", marked, *(str(HERE / name) for name in sorted(names))],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -35,4 +36,4 @@ def test_interpreted(names: set[str]) -> None:
 
 @pytest.mark.slow
 def test_what_takes_longer() -> None:
-    interpreted({"test_sampler.py"}, "slow")
+    interpreted(FILES, "slow")

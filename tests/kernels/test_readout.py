@@ -17,6 +17,7 @@ from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.statistics import Then
 from tests.kernels import readout_checks as checks
 from tests.kernels.readout_checks import INF
+from tests.turns import by_turns
 
 KERNELS = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,9 +31,9 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @KERNELS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocab", "top"), [(3, 1, 0), (1, 2, 1), (2, 600, 0)])
-def test_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int, top: int) -> None:
+@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [(3, 1, 0), (1, 2, 1), (2, 600, 0)]))
+def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    rows, vocab, top = size
     if vocab == 1 and kernel is reference.readout:
         pytest.skip("torch has no second of one")
     checks.readout_against_float64(kernel, "cpu", dtype, rows, vocab, top)
@@ -44,8 +45,7 @@ def test_lists_the_best(kernel: Any) -> None:
 
 
 @KERNELS
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize(("dtype", "temperature"), by_turns(3, DTYPES, [0.0, 0.6, 2.0]))
 def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
     checks.like_the_sampler(kernel, "cpu", dtype, temperature)
 
@@ -56,7 +56,7 @@ def test_rows_that_are_not_finite(kernel: Any, vocab: int) -> None:
     checks.rows_that_are_not_finite(kernel, "cpu", vocab)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_parts_as_large_as_they_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     checks.readout_against_float64(readout.readout, "cpu", dtype, 2, 9000, 0)

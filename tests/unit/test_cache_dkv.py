@@ -19,6 +19,7 @@ from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.noise import CounterNoise
 from tests import toys
+from tests.turns import by_turns
 
 TOKENS, LENGTH = 16, 6
 STEPWISE = {"name": "fixed", "steps": None}
@@ -63,8 +64,7 @@ def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     assert same(greedy, plain)
 
 
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("every", [2, 3, 100])
+@pytest.mark.parametrize(("every", "shift"), by_turns(2, [2, 3, 100], [False, True]))
 def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shift: bool) -> None:
     model = toys.transformer()
     with torch.no_grad():

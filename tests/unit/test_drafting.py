@@ -19,6 +19,7 @@ from dllm_sampler.schedulers.pace import Pace
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
 from tests import toys
+from tests.turns import by_turns
 
 TOKENS, BLOCK = 18, 6
 Settings = dict[str, Any]
@@ -41,16 +42,7 @@ def random_prompts(seed: int, count: int = 6) -> list[list[int]]:
     return [[random.randrange(toys.EOS) for _ in range(random.randint(1, 9))] for _ in range(count)]
 
 
-def by_turns() -> list[Any]:
-    """Every scheduler on every toy; every other pair is slow."""
-    return [
-        pytest.param(toy, base, marks=() if (i + j) % 2 == 0 else pytest.mark.slow, id=f"{toy}-{base}")
-        for i, toy in enumerate(toys.TOYS)
-        for j, base in enumerate(BASES)
-    ]
-
-
-@pytest.mark.parametrize(("toy", "base"), by_turns())
+@pytest.mark.parametrize(("toy", "base"), by_turns(4, toys.TOYS, list(BASES)))
 def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str) -> None:
     """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m dllm_sampler.eval.drafting` has many more prompts."""
     turn = list(BASES).index(base) + toys.TOYS.index(toy)
@@ -69,8 +61,7 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
         assert torch.equal(other.trace.rows, batch.trace.rows)
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("store", ["ride", "separate"])
+@pytest.mark.parametrize(("store", "base"), by_turns(2, ["ride", "separate"], list(BASES)))
 def test_block_causal_models_too(store: str, base: str) -> None:
     """The rows of a batch stand at different phases of their blocks: some store while others draft."""
     options: Settings = {"cache": {"name": "block_causal", "store_pass": store}, "prompts": random_prompts(len(base))}
@@ -99,10 +90,10 @@ def test_one_branch_is_the_scheduler_inside() -> None:
 @pytest.mark.parametrize("guide", [{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}])
 def test_sampling_is_exact_too(guide: Settings) -> None:
     for base in ({"name": "fixed"}, {"name": "threshold", "threshold": 0.6}, {"name": "fixed", "score": "random"}):
+        options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}
+        alone = run(base, **options)
         for layout in ("batch", "tree"):
-            drafted = {"name": "freedave", "inner": base, "draft": 5, "layout": layout}
-            options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}
-            alone, after = run(base, **options), run(drafted, **options)
+            after = run({"name": "freedave", "inner": base, "draft": 5, "layout": layout}, **options)
             assert same_path(alone, after).all()
             assert after.nfe.sum() < alone.nfe.sum()
 
@@ -169,19 +160,18 @@ def test_constant_and_fickle_predictions(draft: int) -> None:
 
 @pytest.mark.parametrize("length", [2, 4, 18])
 def test_eager_drafts_cross_the_edge(length: int) -> None:
-    for base in ("fixed", "threshold"):
-        for toy in ("llada", "dream"):
-            options: Settings = {"blocks": {"name": "fixed", "length": length}}
-            drafts = [{"name": "freedave", "inner": BASES[base], "draft": 5, "eager": eager} for eager in (False, True)]
-            alone = run(BASES[base], toy, **options)
-            waits, eager = (run(draft, toy, **options) for draft in drafts)
-            assert same_path(alone, eager).all()
-            assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
+    for base, toy in (("fixed", "llada"), ("threshold", "dream")):
+        options: Settings = {"blocks": {"name": "fixed", "length": length}}
+        drafts = [{"name": "freedave", "inner": BASES[base], "draft": 5, "eager": eager} for eager in (False, True)]
+        alone = run(BASES[base], toy, **options)
+        waits, eager = (run(draft, toy, **options) for draft in drafts)
+        assert same_path(alone, eager).all()
+        assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("toy", ["llada", "gqa", "cfg"])
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(
+    ("toy", "cache", "tree"), by_turns(2, ["llada", "gqa", "cfg"], ["none", "prefix", "dual"], [False, True])
+)
 def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str, tree: bool) -> None:
     """One forward of three hypotheses gives what three forwards of one give; the first one's keys are stored."""
     denoiser, sampler = toys.denoiser(toy), toys.sampler(toy, scheduler="fixed", cache=cache)

@@ -24,7 +24,7 @@ def sampler(decoder: str) -> Sampler:
     return Sampler.from_pretrained("mini", scheduler=DECODERS[decoder], device="cpu")
 
 
-def right(decoder: str, task: str, count: int = 20, canvas: int = 32) -> float:
+def right(decoder: str, task: str, count: int = 10, canvas: int = 32) -> float:
     return score(sampler(decoder), TASKS[task], held_out_prompts(TASKS[task], count), canvas)[0] / 100
 
 
@@ -34,7 +34,7 @@ def test_it_answers_prompts_it_never_saw(task: str, least: float) -> None:
 
 
 def test_it_answers_on_longer_and_odd_canvases() -> None:
-    assert right("one per step", "reverse", 10, 128) >= 0.9
+    assert right("one per step", "reverse", 6, 128) >= 0.9
     assert right("one per step", "sort", 10, 45) >= 0.9
 
 
@@ -45,7 +45,7 @@ def test_parallel_decoding_costs_nothing_where_answers_are_certain() -> None:
 
 def test_parallel_decoding_breaks_what_depends_on_itself() -> None:
     for task in ("shuffle", "replace randomly", "arithmetic", "latin"):
-        assert right("all at once", task, 30) <= right("one per step", task, 30) - 0.2
+        assert right("all at once", task, 20) <= right("one per step", task, 20) - 0.2
 
 
 def test_the_first_prompt_of_the_readme() -> None:

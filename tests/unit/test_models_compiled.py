@@ -84,6 +84,11 @@ def test_dynamo_takes_a_part_whole() -> None:
 STEPS = [("threshold", "none"), ("threshold", "dual"), ("fixed", "none"), ("fixed", "dual")]
 
 
+def slow(*named: tuple[str, str]) -> list[Any]:
+    """The steps, of which those are slow: a tracer takes many seconds for each."""
+    return [pytest.param(*step, marks=pytest.mark.slow if step in named else ()) for step in STEPS]
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compiles the parts of a step with a backend of one's own; the layers are left as they are."""
@@ -109,7 +114,7 @@ def answers(scheduler: str, cache: str) -> tuple[Any, Any]:
     return plain, other
 
 
-@pytest.mark.parametrize(("scheduler", "cache"), STEPS)
+@pytest.mark.parametrize(("scheduler", "cache"), slow(STEPS[0], STEPS[3]))
 def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> None:
     """A break in the graph is an error here. Sizes change from step to step and do not make new graphs each time."""
     graphs: list[Any] = []
@@ -127,7 +132,7 @@ class InPlace(StaticEngine):
         return None
 
 
-@pytest.mark.parametrize(("scheduler", "cache"), STEPS[1::2])
+@pytest.mark.parametrize(("scheduler", "cache"), slow(STEPS[1])[1::2])
 def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiled part returns finds its home, though it may be one of the buffers that it was given."""
     steps("eager")

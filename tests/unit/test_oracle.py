@@ -16,6 +16,7 @@ from dllm_sampler.stops import EndOfText, Prophet
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
 from tests.played import Script
+from tests.turns import by_turns
 
 TOKENS = 17
 
@@ -29,29 +30,20 @@ BLOCKS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def by_turns() -> list[Any]:
-    """Every toy, cache and kind of blocks; two thirds are slow, any two meet in the other."""
-    return [
-        pytest.param(
-            toy, cache, blocks, marks=() if (i + j + k) % 3 == 0 else pytest.mark.slow, id=f"{toy}-{cache}-{name}"
-        )
-        for i, toy in enumerate(toys.TOYS)
-        for j, cache in enumerate(("none", "dual", "periodic_prefix"))
-        for k, (name, blocks) in enumerate(BLOCKS.items())
-    ]
+CACHES = ("none", "dual", "periodic_prefix")
+STOPS = ("none", "prefix", "block", "truncate", "end_of_text")
 
 
-@pytest.mark.parametrize(("toy", "cache", "blocks"), by_turns())
-def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any) -> None:
-    for stop in ("none", "prefix", "block", "truncate", "end_of_text"):
-        plugins = {"blocks": blocks, "stop": stop, "cache": cache}
-        reference, oracle = decode(toys.denoiser(toy), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)
-        assert bool(oracle.complete.all())
-        assert answers(oracle) == answers(reference), plugins
-        assert bool((oracle.nfe <= reference.nfe).all()), plugins
-        assert int(oracle.nfe.sum()) < int(reference.nfe.sum()), f"it saved nothing: {plugins}"
-        if stop == "none":
-            assert torch.equal(oracle.tokens, reference.tokens)
+@pytest.mark.parametrize(("toy", "cache", "blocks", "stop"), by_turns(5, toys.TOYS, CACHES, BLOCKS, STOPS))
+def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any, stop: str) -> None:
+    plugins = {"blocks": blocks, "stop": stop, "cache": cache}
+    reference, oracle = decode(toys.denoiser(toy), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)
+    assert bool(oracle.complete.all())
+    assert answers(oracle) == answers(reference), plugins
+    assert bool((oracle.nfe <= reference.nfe).all()), plugins
+    assert int(oracle.nfe.sum()) < int(reference.nfe.sum()), f"it saved nothing: {plugins}"
+    if stop == "none":
+        assert torch.equal(oracle.tokens, reference.tokens)
 
 
 def test_a_row_comes_out_as_alone() -> None:

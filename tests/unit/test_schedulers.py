@@ -36,14 +36,14 @@ def test_timestep_counts_of_dream(eps):
         times = torch.linspace(1, eps, steps + 1)
         age = torch.arange(steps + 1)
         assert torch.equal(timestep(torch.full_like(age, steps), age, eps), times), steps
-        masks = torch.arange(1, 65)
-        for i in range(steps):
-            t, s = times[i], times[i + 1]
-            expected = (masks.float() * (1 - s / t)).long() if i < steps - 1 else masks  # cut off, as int() does
-            found = timestep_share(masks, torch.full_like(masks, steps), torch.full_like(masks, i), eps)
-            assert torch.equal(found, expected), (steps, i)
-            odds = timestep_odds(torch.tensor([steps]), torch.tensor([i]), eps)
-            assert float(odds) == (float(1 - s / t) if i < steps - 1 else 1.0)
+        masks, age = torch.meshgrid(torch.arange(1, 65), torch.arange(steps), indexing="xy")  # [steps, 64]
+        t, s = times[:-1], times[1:]
+        expected = (masks.float() * (1 - s / t)[:, None]).long()  # cut off, as int() does
+        expected[-1] = masks[-1]
+        found = timestep_share(masks.flatten(), torch.full((masks.numel(),), steps), age.flatten(), eps)
+        assert torch.equal(found.view_as(masks), expected), steps
+        odds = timestep_odds(torch.full((steps,), steps), torch.arange(steps), eps)
+        assert odds.tolist() == [*(1 - s / t)[:-1].tolist(), 1.0]
 
 
 def told(scheduler: Scheduler, sure: list[list[float]], carry: Any = None, age: int = 0) -> tuple[Edit, Any]:

@@ -21,6 +21,7 @@ from dllm_sampler.models.autoregressive import Reading
 from dllm_sampler.schedulers.apd import ParallelDecoding, mixture
 from dllm_sampler.schedulers.leftright import LeftToRight
 from tests import played, toys
+from tests.turns import by_turns
 
 TOKENS = 17
 LOOK = {"max_lookahead": None, "verifier": toys.verifier()}
@@ -210,10 +211,14 @@ def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytes
 # Rows of a batch, the window, the horizon
 
 
-@pytest.mark.parametrize("kind", ["dream", "llada"])
-@pytest.mark.parametrize("cache", [TrailingCache(0), TrailingCache(3), "none", "prefix", "dkv"])
-@pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(7)])
-@pytest.mark.parametrize("compat", [False, True])
+STORED: dict[str, Any] = {"trailing 0": TrailingCache(0), "trailing 3": TrailingCache(3), "none": "none"}
+STORED |= {"prefix": "prefix", "dkv": "dkv"}
+BLOCKS = {"full": FullBlock(), "fixed": FixedBlocks(7)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache", "blocks", "compat"), by_turns(3, ["dream", "llada"], STORED, BLOCKS, [False, True])
+)
 def test_a_row_in_a_batch_is_the_row_alone(kind: str, cache: Any, blocks: Any, compat: bool) -> None:
     rule = {"name": "apd", **LOOK, "mixture_weight": 0.9, "max_lookahead": 5, "compat": compat}
     plugins: dict[str, Any] = {"kind": kind, "cache": cache, "blocks": blocks, "temperature": 0.6}

@@ -37,6 +37,7 @@ from tests.scripted import (
     same,
     sampler,
 )
+from tests.turns import by_turns
 
 ALL: list[Scheduler] = [
     Klass(threshold=0.2, divergence=0.5, history=1),
@@ -54,8 +55,7 @@ ALL: list[Scheduler] = [
 ]
 
 
-@pytest.mark.parametrize("scheduler", ALL, ids=repr)
-@pytest.mark.parametrize("kind", ["llada", "dream", "cfg"])
+@pytest.mark.parametrize(("scheduler", "kind"), by_turns(3, ALL, ["llada", "dream", "cfg"]))
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> None:
     batch = run(scheduler, kind=kind)
     assert batch.complete.all()

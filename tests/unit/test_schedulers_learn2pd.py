@@ -26,6 +26,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.unrolled import Unrolled
 from dllm_sampler.stops import EndOfText, TruncateStop
 from tests.played import BLOCK, EOS, PROMPTS, TOKENS, Script, constant, filter_file, play, run, same, toy
+from tests.turns import by_turns
 
 
 @pytest.fixture
@@ -64,8 +65,7 @@ NAMES = [
 CACHES = ["none", "prefix", "dual", "periodic_prefix", "periodic_dual"]
 
 
-@pytest.mark.parametrize("stored", CACHES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "stored"), by_turns(5, NAMES, CACHES))
 def test_a_batch_is_its_rows_alone(schedulers: dict[str, Scheduler], name: str, stored: str) -> None:
     plugins: dict[str, Any] = {"cache": {"name": stored, "every": 2} if "periodic" in stored else stored}
     plugins["stop"] = {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3} if name != "editing" else "block"

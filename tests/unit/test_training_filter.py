@@ -37,9 +37,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     names = ("Ada", "Ben", "Cal", "Dan", "Eve")
     texts = [f"copy : {one} , {other}" for one in names for other in names if one != other]
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
@@ -135,7 +135,13 @@ def trainer(output: Path, checkpoint: Path, prompts: Path | None, **changes: Any
     return FilterTrainer(str(output), str(checkpoint), prompts=named, **{**SETTINGS, **changes})
 
 
-def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A filter of a run that nothing disturbed."""
+    return trainer(tmp_path_factory.mktemp("filter") / "whole", checkpoint, prompts).run()
+
+
+def test_run(checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "made" / "filter.safetensors"
     assert trainer(output, checkpoint, prompts).run() == output
     spec = Sampler.from_pretrained(str(checkpoint), device="cpu").denoiser.spec
@@ -157,16 +163,14 @@ def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.Cap
     ]
     with pytest.raises(UserError, match="already exists"):
         trainer(output, checkpoint, prompts).run()
-    again = trainer(tmp_path / "again.safetensors", checkpoint, prompts).run()
-    assert output.read_bytes() == again.read_bytes()
+    assert output.read_bytes() == whole.read_bytes()
 
 
 @pytest.mark.parametrize("where", ["collecting", "writing"])
 def test_a_killed_run_goes_on(
-    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+    checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Between batches or while the state is written: nothing is collected twice, and the same filter comes out."""
-    whole = trainer(tmp_path / "whole", checkpoint, prompts).run()
     output, calls = tmp_path / "parts", []
     with monkeypatch.context() as patch:
         owner, name = (replay, "replay") if where == "collecting" else (states.os, "replace")

@@ -1,0 +1,134 @@
+"""The traces that are published with this package pass: `python -m dllm_sampler.eval.conformance`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from dllm_sampler.eval.conformance import lines
+from dllm_sampler.eval.conformance.__main__ import check, main
+
+DATA = Path(__file__).parent / "data"
+FURTHER = DATA / "further"
+SYSTEMS = {
+    "apd-dream": 14,
+    "adablock": 21,
+    "adablock-dream/no-cache": 5,
+    "adablock-dream/dual-cache": 5,
+    "ass": 8,
+    "dinfer-threshold": 16,
+    "dinfer-hierarchy": 16,
+    "dinfer-credit": 16,
+    "dparallel-entropy": 8,
+    "eb-sampler": 8,
+    "eoser": 11,
+    "eoser-ass": 8,
+    "freedave": 16,
+    "freedave-static": 10,
+    "freedave-dream/static": 6,
+    "freedave-dream/threshold": 6,
+    "freedave-dream/freedave": 5,
+    "freedave-dream/freedave-batch": 5,
+    "freedave-dream/freedave-threshold": 6,
+    "freedave-dream/freedave-eager": 3,
+    "freedave-sdar/static": 5,
+    "freedave-sdar/freedave": 5,
+    "freedave-sdar/freedave-batch": 5,
+    "freedave-sdar/freedave-eager": 5,
+    "freedave-sdar/threshold": 5,
+    "freedave-sdar/freedave-threshold": 5,
+    "freedave-sdar/freedave-eager-threshold": 5,
+    "klass": 11,
+    "learn2pd": 7,
+    "learn2pd-eot": 2,
+    "localleap": 8,
+    "diffusion-gemma": 5,
+    "sdar/low_confidence_static": 3,
+    "sdar/low_confidence_dynamic": 8,
+    "sdar/sequential": 1,
+    "llada2": 7,
+    "pc-sampler": 8,
+    "pcs-entropy": 4,
+    "pcs-margin": 4,
+    "prophet": 10,
+    "wino": 10,
+    "dkv-cache-decode": 10,
+    "dkv-cache-greedy": 8,
+    "dkv-cache-dream/decoded": 5,
+    "dkv-cache-dream/prefill": 2,
+    "dkv-cache-dream/pd": 3,
+    "dllm-cache": 11,
+    "llada-vanilla": 22,
+    "fast-dllm": 36,
+    "fast-dllm-v1": 33,
+    "dream": 17,
+    "fast-dllm-dream/plain-threshold": 4,
+    "fast-dllm-dream/prefix-cache-threshold": 5,
+    "fast-dllm-dream/prefix-cache-entropy": 3,
+    "fast-dllm-dream/dual-cache-threshold": 5,
+    "fast-dllm-dream/dual-cache-entropy": 3,
+}
+
+
+def linked(folder: Path, *traces: Path) -> None:
+    """The checkpoints and what lies beside the traces, and of the traces these."""
+    (folder / "traces").mkdir(parents=True)
+    companions = (path for path in (DATA / "traces").iterdir() if path.suffix != ".jsonl")
+    for path in DATA.glob("tiny-*"):
+        (folder / path.name).symlink_to(path)
+    for path in (*companions, *traces):
+        (folder / "traces" / path.name).symlink_to(path)
+
+
+def test_some_published_traces_of_every_system_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """The first of each system and every fourth after it; all of them are slow."""
+    linked(tmp_path)
+    met = Counter[str]()
+    for file in (DATA / "traces").glob("*.jsonl"):
+        kept = []
+        for line in file.read_text().splitlines():
+            system = json.loads(line)["system"]
+            kept += [line] if met[system] % 4 == 0 else []
+            met[system] += 1
+        (tmp_path / "traces" / file.name).write_text("".join(line + "\n" for line in kept))
+    assert met == SYSTEMS
+    assert main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    some = {name: -(-n // 4) for name, n in SYSTEMS.items()}
+    assert out[-1] == f"conformance: {sum(some.values())} passed, 0 failed, 0 unsupported"
+    assert {tuple(line.split()) for line in out[:-1]} == {(name, f"{n}/{n}") for name, n in some.items()}
+
+
+def test_the_verdicts_of_one_system_in_a_file(tmp_path: Path):
+    assert main([str(DATA), "--system", "learn2pd", "--json", str(tmp_path / "verdicts.json")]) == 0
+    found = json.loads((tmp_path / "verdicts.json").read_text())
+    assert found["systems"] == {"learn2pd": {"passed": SYSTEMS["learn2pd"], "failed": 0, "unsupported": 0}}
+    assert [line["id"] for line in found["lines"]] == [line.id for line in lines.read(DATA, "learn2pd")]
+
+
+@pytest.mark.slow
+def test_every_published_trace_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main([str(DATA), "--json", str(tmp_path / "verdicts.json")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"conformance: {sum(SYSTEMS.values())} passed, 0 failed, 0 unsupported"
+    assert {tuple(line.split()) for line in out[:-1]} == {(name, f"{n}/{n}") for name, n in SYSTEMS.items()}
+
+    found = json.loads((tmp_path / "verdicts.json").read_text())
+    assert found["systems"] == {name: {"passed": n, "failed": 0, "unsupported": 0} for name, n in SYSTEMS.items()}
+    ids = [line.id for line in lines.read(DATA)]
+    assert [line["id"] for line in found["lines"]] == ids
+    assert all(line.keys() == {"id", "system", "status", "reason"} for line in found["lines"])
+    assert {(line["status"], line["reason"]) for line in found["lines"]} == {("passed", "")}
+    assert list(tmp_path.iterdir()) == [tmp_path / "verdicts.json"], "no partial file is left behind"
+
+
+@pytest.mark.parametrize("file", sorted(FURTHER.glob("*.jsonl")), ids=lambda file: file.stem)
+def test_further_runs_of_published_code(file: Path, tmp_path: Path):
+    """Settings that the traces have not: made with the code named in each line's `source`, on the same checkpoints."""
+    linked(tmp_path, file)
+    verdicts = check(tmp_path)
+    assert verdicts
+    assert [verdict for verdict in verdicts if verdict.status != "passed"] == []
