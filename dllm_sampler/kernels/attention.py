@@ -208,7 +208,8 @@ def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str
     most = (32 if wide else 128) // (2 if heavy else 1)
     block_m = min(max(16, next_power_of_2(packed)), most)
     blocks = {"BLOCK_D": next_power_of_2(size), "BLOCK_M": block_m, "BLOCK_N": 32 if wide or heavy else 64}
-    return blocks, 8 if wide or block_m == most else 4, 2
+    large = block_m * blocks["BLOCK_D"] > 1024
+    return blocks, 8 if large and (wide or block_m == most) else 4, 2
 
 
 def _configuration(

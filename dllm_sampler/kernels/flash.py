@@ -116,8 +116,9 @@ def attention_kernel(
             peak, total, acc = _attend(query, key, value, allowed, scale, peak, total, acc)
     if k is not None:
         fresh, until = tl.maximum(first, tiles_stored) - tiles_stored, last - tiles_stored
-        # The tokens of a draft are few, and in cache: what fetches others ahead would only take registers.
-        stages: tl.constexpr = 1 if STORED and tree is not None else None
+        # The tokens of a draft are few, and in cache: for matrix units, fetching them ahead would only take registers.
+        half: tl.constexpr = query.dtype.primitive_bitwidth == 16
+        stages: tl.constexpr = 1 if half and STORED and tree is not None else None
         for t in tl.range(fresh, until, num_stages=stages):
             j = t * BLOCK_N + tl.arange(0, BLOCK_N)
             column = tl.load(positions + b * width + j % width, mask=j < rows, other=columns - 1).to(tl.int32)
