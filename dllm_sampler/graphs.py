@@ -300,7 +300,7 @@ class StaticEngine(Engine):
                 state.late, guessed = None, state.canvas.sizes
                 measured = self._look(state, known)
                 state.buffers.remember(state.canvas.sizes)
-                if self._looks(state) and layout.fit(measured, guessed):
+                if self._looks(state) and not guessed.opens and layout.fit(measured, guessed):
                     self._resize(state, guessed)  # so that there is a recording when it is guessed again
             return None
         self._resize(state, known)
