@@ -228,8 +228,9 @@ def run(arguments: Sequence[str] | None) -> int:
     failed = [one for one in found if one.error]
     for one in failed:
         console.print(f"{one.kernel} on {one.target}: {one.error}", style="red", highlight=False, markup=False)
-    spilling = sum(bool(one.spills) for one in found)
-    console.print(f"{len(found)} compiled: {len(failed)} failed, {spilling} spill to memory", highlight=False)
+    spilling, dark = (sum(map(what, found)) for what in (lambda one: bool(one.spills), lambda one: one.spills is None))
+    said = f"{len(found)} compiled: {len(failed)} failed, {spilling} spill to memory"
+    console.print(f"{said}, of {dark} nobody knows" if dark else said, highlight=False)
     if options.json:
         report = {"triton": version, "kernels": [asdict(one) for one in found]}
         markdown.write(options.json, json.dumps(report, indent=1) + "\n")
