@@ -223,8 +223,12 @@ def test_kernels_of_the_other_families_compile(monkeypatch: pytest.MonkeyPatch, 
 def test_kernels_of_every_family_compile_for_every_target(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     report = tmp_path / "report.json"
-    names = ("choose count fp32 Q=32", "bookkeeping", "qkv_rope SDAR-8B bf16 slots", "readout bf16 V=126464 greedy one")
-    run = command(tmp_path, *(f"--only={name}" for name in (*names, "swiglu bf16")), "--json", str(report), timeout=900)
+    names = (
+        "choose count fp32 Q=32", "bookkeeping noise Q=32", "bookkeeping write Q=32", "bookkeeping note Q=32",
+        "bookkeeping report B=64", "qkv_rope SDAR-8B bf16 slots", "readout bf16 V=126464 greedy one row",
+        "swiglu bf16",
+    )  # fmt: skip
+    run = command(tmp_path, *(f"--only={name}" for name in names), "--json", str(report))
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(report.read_text())["kernels"]
     assert {one["target"] for one in found} == {"sm_80", "sm_90", "sm_100", "gfx942"}
