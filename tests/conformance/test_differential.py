@@ -23,7 +23,7 @@ from tests.conformance.reference import Net, Record
 DATA = Path(__file__).parent / "data"
 CHECKPOINTS = Checkpoints(DATA)
 CASES = int(os.environ.get("CASES", 6))  # per family
-QUICK = 3  # so many of them run by default
+QUICK = 2  # so many of them run by default
 SPECIAL = 253  # tokens from here on are special in both vocabularies
 Case = tuple[str, str, dict[str, Any]]  # checkpoint, system, params
 

@@ -113,7 +113,7 @@ def test_answers_of_recorded_steps(
 ) -> None:
     """There the host looks at a step while the next one runs. Schedules take the stops by turns."""
     first = CACHES.index(cache)
-    for turn, schedule in list(enumerate(SCHEDULES[:5], first))[first % 2 :: 2]:
+    for turn, schedule in list(enumerate(SCHEDULES[:5], first))[first % 3 :: 3]:
         it = sampler(cache, scheduler=schedule, stop=STOPS[turn % len(STOPS)][0])
         found = [answer(it, 14) for _ in range(3)][-1]
         with monkeypatch.context() as patch:

@@ -169,8 +169,6 @@ PLUGINS: list[dict[str, Any]] = [
 
 
 GUESSED: list[dict[str, Any]] = [
-    {"cache": "dual"},
-    {"cache": "prefix"},
     {"cache": "dual", "stop": "truncate"},
     {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
     {"cache": "dual", "scheduler": "slowfast", "temperature": 0.8},
@@ -182,9 +180,10 @@ GUESSED: list[dict[str, Any]] = [
     {"cache": "dual", "toy": "cfg"},
     {"cache": "dual", "blocks": "adablock"},
 ]
+PLAIN: list[dict[str, Any]] = [{"cache": "dual"}, {"cache": "prefix"}]  # caches that others above have, with more
 
 
-@pytest.mark.parametrize("plugins", GUESSED, ids=str)
+@pytest.mark.parametrize("plugins", [*GUESSED, *(pytest.param(one, marks=pytest.mark.slow) for one in PLAIN)], ids=str)
 def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dict[str, Any], engines: Engines) -> None:
     """The host waits once a block or so; what it sent in vain does nothing."""
     plugins = {"scheduler": {"name": "threshold", "threshold": 0.6}, "blocks": {"name": "fixed", "length": 9}} | plugins

@@ -15,7 +15,8 @@ from tests.contract import cases
 
 TOKENS = 8
 GROUPS = ("blocks", "stop", "cache")
-SHARES = 9  # one runs by default, the others are slow
+SHARES = 16  # one runs by default, the others are slow
+WEIGHTS = (1, 4, 5)  # so that blocks and stops make up any sum: a scheduler meets every cache
 
 
 @functools.cache
@@ -43,10 +44,10 @@ SPEC = toys.denoiser().spec
 
 
 def combinations(scheduler: str, share: int) -> Iterator[tuple[str, ...]]:
-    """A ninth of blocks x stops x caches, another one for the next scheduler."""
+    """A sixteenth of blocks x stops x caches, another one for the next scheduler."""
     wanted = (config.names("scheduler").index(scheduler) + share) % SHARES
     for chosen in itertools.product(*(enumerate(built(group)) for group in GROUPS)):
-        if sum(number for number, _ in chosen) % SHARES == wanted:
+        if sum(weight * number for weight, (number, _) in zip(WEIGHTS, chosen, strict=True)) % SHARES == wanted:
             yield tuple(name for _, name in chosen)
 
 
@@ -57,7 +58,7 @@ def test_the_first_share_leaves_no_plug_in_out() -> None:
         for i, group in enumerate(GROUPS):
             assert {triple[i] for triple in triples} == set(built(group))
     every = itertools.product(*(built(group) for group in GROUPS))
-    assert all(sum(triple in triples for triples in met.values()) >= 3 for triple in every)
+    assert all(sum(triple in triples for triples in met.values()) >= 2 for triple in every)
 
 
 @pytest.mark.parametrize("share", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in range(1, SHARES))])

@@ -1,9 +1,9 @@
 """Runs: resumed anywhere, the same whatever ran them."""
 
 import json
+import multiprocessing
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -151,23 +151,31 @@ def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not answered
 
 
+def alone(words: list[str], folder: Path) -> None:
+    """The command, in a process of its own."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.stdout = sys.stderr = (folder / "said").open("w")
+    sys.exit(command.main(words))
+
+
 def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
     """SIGKILL, again and again, until it gets through: the files of one run that nobody disturbed."""
-    words = [sys.executable, "-m", "dllm_sampler.eval", *SMALL, f"output={tmp_path}"]
+    processes = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
+    processes.set_forkserver_preload([__name__])
     rng, kills, code = random.Random(0), 0, None
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for _ in range(40):
-        process = subprocess.Popen(
-            words, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = processes.Process(target=alone, args=([*SMALL, f"output={tmp_path}"], tmp_path))
+        process.start()
         seen, patience = _samples(tmp_path), rng.randint(4, 13)
         deadline = time.monotonic() + 100
-        while process.poll() is None and _samples(tmp_path) < seen + patience and time.monotonic() < deadline:
+        while process.is_alive() and _samples(tmp_path) < seen + patience and time.monotonic() < deadline:
             time.sleep(0.002)
-        if (code := process.poll()) is not None:
+        if not process.is_alive():
+            code = process.exitcode
             break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         kills += 1
     assert code == 0 and kills >= 2
     assert content(tmp_path) == content(whole)

@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_winner_is_an_experiment(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*WORDS, "dtype=float64"]
+    words = [*WORDS, "task.count=2", "dtype=float64"]
     assert tuning.main(words) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "one token per step" in said and "experiment=quick" in said
@@ -65,20 +65,20 @@ def test_the_winner_is_an_experiment(
 
 def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
     def words(output: str, trials: int) -> list[str]:
-        return [*WORDS, f"output={output}", f"tune.trials={trials}"]
+        return [*WORDS, "task.count=2", f"output={output}", f"tune.trials={trials}"]
 
-    assert tuning.main(words("one", 3)) == 0
+    assert tuning.main(words("one", 2)) == 0
     assert tuning.main(words("two", 1)) == 0
     given = tuning.Tuner(*tuning.tuning(words("two", 1)), tuning.Console(quiet=True))
     given.study().ask()  # a process that was ended in the middle of a trial
-    assert tuning.main(words("two", 3)) == 0
+    assert tuning.main(words("two", 2)) == 0
     one, two = (
-        tuning.Tuner(*tuning.tuning(words(output, 3)), tuning.Console(quiet=True)).study() for output in ("one", "two")
+        tuning.Tuner(*tuning.tuning(words(output, 2)), tuning.Console(quiet=True)).study() for output in ("one", "two")
     )
     found = [
         [trial.user_attrs["words"] for trial in study.get_trials() if trial.value is not None] for study in (one, two)
     ]
-    assert found[0] == found[1] and len(found[0]) == 3
+    assert found[0] == found[1] and len(found[0]) == 2
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_parallel_decoding_costs_nothing_where_answers_are_certain() -> None:
 
 def test_parallel_decoding_breaks_what_depends_on_itself() -> None:
     for task in ("shuffle", "replace randomly", "arithmetic", "latin"):
-        assert right("all at once", task, 20) <= right("one per step", task, 20) - 0.2
+        assert right("all at once", task) <= right("one per step", task) - 0.2
 
 
 def test_the_first_prompt_of_the_readme() -> None:
