@@ -194,8 +194,7 @@ class StaticEngine(Engine):
             return super().step(state)
         buffers = state.buffers
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
-        numbers = state.measured if self._looks(state) else None
-        state.measured = None  # of the step before
+        numbers, state.measured = self._seen(state), None
         key = state.settle(), state.canvas.sizes, self._question(state), numbers is not None
         step = buffers.steps.get(key)
         assert state.guess is None or state.guess is step
@@ -231,11 +230,11 @@ class StaticEngine(Engine):
         """See `Engine.measure`. It is there already."""
         return state.measured if isinstance(state, InPlace) and state.measured is not None else super().measure(state)
 
-    def _looks(self, state: InPlace) -> bool:
-        """Whether the next step's recording can see in what the step before measured that it is the right one."""
-        measured = state.measured
-        known = measured is not None and len(measured) == layout.SIZES
-        return self.chooses and known and not state.canvas.sizes.opens
+    def _seen(self, state: InPlace) -> Tensor | None:
+        """What the step before measured, if the next one's recording can see in it that it is the right one."""
+        measured, chooses = state.measured, self.chooses or state.guess is not None
+        known = measured is not None and len(measured) == layout.SIZES and not state.canvas.sizes.opens
+        return measured if chooses and known else None
 
     def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
         """numbers: what the step before measured, if the recording is to look at it."""
@@ -300,7 +299,7 @@ class StaticEngine(Engine):
                 state.late, guessed = None, state.canvas.sizes
                 measured = self._look(state, known)
                 state.buffers.remember(state.canvas.sizes)
-                if self._looks(state) and not guessed.opens and layout.fit(measured, guessed):
+                if self._seen(state) is not None and not guessed.opens and layout.fit(measured, guessed):
                     self._resize(state, guessed)  # so that there is a recording when it is guessed again
             return None
         self._resize(state, known)
@@ -317,13 +316,11 @@ class StaticEngine(Engine):
         if state.canvas.sizes.opens and state.buffers.widest is not None:
             self._resize(state, state.buffers.widest)
         state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
-        if state.measured is None or not self._looks(state):
-            return False
-        makeup = state.settle()
+        numbers, makeup = self._seen(state), state.settle()
         step = state.buffers.steps.get((makeup, state.canvas.sizes, "sizes", True))
-        if step is None:
+        if step is None or numbers is None:
             return False
-        state.guess, state.late = step, Late(state.measured)
+        state.guess, state.late = step, Late(numbers)
         state.before = None if step.makeup == makeup else copied(state)
         return True
 

@@ -429,6 +429,23 @@ def test_a_step_that_no_condition_fits_is_recorded_without_one(monkeypatch: pyte
     assert Refusing.replays > 2 * int(expected.nfe.max())
 
 
+def test_a_step_that_was_sent_is_made_though_another_generation_finds_that_none_should_be(engines: Engines) -> None:
+    rule = {"name": "threshold", "threshold": 0.6}
+    it = toys.sampler("gqa", cache="dual", scheduler=rule, blocks={"name": "fixed", "length": 9})
+    engine = engines.of(it, it.plugins)
+    expected = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(4)][-1]
+    guess, guessed = engine._guess, list[bool]()
+
+    def last(state: InPlace) -> bool:
+        guessed.append(guess(state))
+        engine.chooses = engine.chooses and not guessed[-1]  # as a recording that fails elsewhere leaves it
+        return guessed[-1]
+
+    engine._guess = last
+    same(it.generate(toys.PROMPTS[:2], max_new_tokens=18), expected)
+    assert sum(guessed) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
