@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from dllm_sampler import Sampler
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training import journal
-from dllm_sampler.training.cli import main
 from dllm_sampler.training.trajectory import trajectories
 from tests import toys
 
 ROOT = Path(__file__).parents[2]
-AVERAGED = "gradients are averaged"
 
 
 def sampled_and_scored(module: Any, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,12 +35,12 @@ def sampled_and_scored(module: Any, prompts: list[list[int]]) -> tuple[Tensor, T
     return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
-def averaged() -> None:
-    """One of two processes: its own prompts, so that the gradients are the means of two."""
+def worker(rank: int, store: str) -> None:
+    """One of two: its own prompts, so that the gradients are the means of two."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         prompts = toys.PROMPTS[2 * rank : 2 * rank + 2]
         ids, logprob, own = sampled_and_scored(toys.transformer(), prompts)
@@ -60,28 +59,23 @@ def averaged() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None:
+    spawn(worker, (str(tmp_path / "store"),), nprocs=2)
+
+
 @pytest.mark.parametrize("name", ["cjgrpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
-    """The same two check before that each process samples, and that gradients are averaged."""
     small = {
         "cjgrpo": ["prompts=2", "group=2", "rewards={partly: 1}", "tasks={shuffle: 1}", "new_tokens=10"],
         "distill": ["answers=8", "batch=2", "tasks={copy: 1}", "new_tokens=16", "teacher.scheduler=threshold"],
     }[name]
     common = ["device=cpu", "steps=2", "held_out=2", "checkpoint_every=1", "evaluate_every=9", "output=run", *small]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, __file__, f"train={name}", *(f"train.{word}" for word in common)]
+    words = [*torchrun, "-m", "dllm_sampler.training.cli", f"train={name}", *(f"train.{word}" for word in common)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count(AVERAGED) == 2
     log = journal.read(tmp_path / "run" / journal.FILE)
     assert [line["step"] for line in log] == [0, 1, 2], "one process writes"
     answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=4)
     assert answer.texts is not None
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    averaged()
-    print(AVERAGED)
-    sys.exit(main(sys.argv[1:]))
