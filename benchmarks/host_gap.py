@@ -54,14 +54,16 @@ class Watched(StaticEngine):
         return super().begin(canvas)
 
     def step(self, state: State) -> None:
-        self.running = state
+        self.running, self.made = state, False
         super().step(state)
+        self.vain += isinstance(state, InPlace) and len(state.sent) > 0 and not self.made
         self.waited = None  # also where it was no replay
 
     def _remade(self, run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) -> Callable[[], None]:
         run()
         self.waited = None  # recording took most of it
         begun = [True]  # the first replay has happened
+        sizes = self.running.canvas.sizes
 
         def replay() -> None:
             if self.waited is not None:
@@ -70,10 +72,10 @@ class Watched(StaticEngine):
             if begun:
                 begun.clear()
             elif wanted is None or bool(wanted()):
+                self.made = True
+                self._resize(self.running, sizes)
                 assert isinstance(self.running, InPlace)
                 self._measured(self.running)
-            else:
-                self.vain += 1
 
         return replay
 

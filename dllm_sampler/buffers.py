@@ -40,6 +40,11 @@ class Step:
     after: dict[str, Any]
     makeup: int  # of the state after it, see `Buffers.settle`
 
+    @property
+    def sizes(self) -> Sizes:
+        """What it is large enough for."""
+        return self.after["canvas"].sizes
+
 
 class Buffers:
     """The home of every tensor of a state, by its path in the state, and what was recorded on them.
@@ -53,8 +58,9 @@ class Buffers:
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
         self.makeups: dict[Hashable, int] = {}
-        self.widest: Sizes | None = None  # of the latest step inside a block that had the most masks
-        self.tables: dict[Sizes, Tensor] = {}  # `layout.limits`, on the device: recordings read them
+        self.widest: dict[Hashable, Sizes] = {}  # by `layout.kind`: of the latest step that had the most masks
+        self.asked: Tensor | None = None  # [9] what recordings look at to know whether they are wanted
+        self.tables: dict[Sizes, Tensor] = {}  # `layout.limits`, on the device: recordings read them too
         self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
 
     @property
@@ -106,16 +112,29 @@ class Buffers:
         return self.makeups.setdefault(tuple(key), len(self.makeups))
 
     def remember(self, sizes: Sizes) -> None:
-        """Take note of what a step inside a block needed, if none had more masks: the next block may begin like it."""
-        if not sizes.opens and (self.widest is None or sizes.masks >= self.widest.masks):
-            self.widest = sizes
+        """Take note of what a step needed, if none of its kind had more masks: the next one may be like it."""
+        kind = layout.kind(sizes)
+        if kind not in self.widest or sizes.masks >= self.widest[kind].masks:
+            self.widest[kind] = sizes
 
-    def limits(self, numbers: Tensor, sizes: Sizes) -> Callable[[], Tensor]:
-        """What tells, `[] bool`, whether `numbers [9]`, as they then are, ask for a step of such sizes."""
+    def ask(self, numbers: Tensor) -> None:
+        """Show `numbers [9]` to the recordings that are sent next.
+
+        A copy: the first one that is wanted measures anew, and those behind it are not asked about the step after.
+        """
+        if self.asked is None:
+            self.asked = numbers.clone()
+        else:
+            self.asked.copy_(numbers)
+
+    def wanted(self, sizes: Sizes) -> Callable[[], Tensor]:
+        """What tells, `[] bool`, whether the numbers that were shown last ask for a step of such sizes."""
+        asked = self.asked
+        assert asked is not None
         if sizes not in self.tables:
-            self.tables[sizes] = torch.tensor(layout.limits(sizes), device=numbers.device)
+            self.tables[sizes] = torch.tensor(layout.limits(sizes), device=asked.device)
         least, most = self.tables[sizes]
-        return lambda: (numbers.clamp(least, most) == numbers).all()
+        return lambda: (asked.clamp(least, most) == asked).all()
 
     def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:

@@ -5,15 +5,16 @@ them, and what the host decides in a step (sizes, the flags that a cache keeps a
 the step is recorded. The first step of a key runs as always, which also warms up what a recording may not do: compile,
 allocate workspaces. The second is recorded; from then on it is replayed.
 
-What a step committed may decide how large the next one is. The host need not wait to know: it sends the recording that
-it takes for the right one, which looks at what the step before it measured and does nothing if it is not.
+What a step committed may decide how large the next one is. The host need not wait to know: it sends a recording of each
+kind of step that may come next, such as one inside a block and one that opens a block. Each looks at what the step
+before measured, and does nothing if it is not the right one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +105,7 @@ class InPlace(State):
     buffers: Buffers = field(kw_only=True)
     measured: Tensor | None = None  # `layout.measure` or `bookkeeping.ended`: part of the step and its recording
     late: Late | None = None  # what was measured after the step before
-    guess: Step | None = None  # the next step, or the last one, that was sent before `late` was read
-    before: dict[str, Any] | None = None  # the state's objects without that step, should it do nothing; None: the same
+    sent: Sequence[Step] = ()  # to be sent, then sent, before `late` is read: one of them at most does something
     makeup: tuple[list[object], int] | None = None  # what a step left at home, and `Buffers.settle`'s number of it
 
     def settle(self) -> int:
@@ -113,6 +113,11 @@ class InPlace(State):
         if self.makeup is None or any(one is not other for one, other in zip(self.makeup[0], _held(self), strict=True)):
             return self.buffers.settle(self)
         return self.makeup[1]
+
+    def become(self, step: Step) -> None:
+        """Take over the objects that a replay of `step` leaves; their numbers are where it put them."""
+        restored(self, step.after)
+        self.makeup = _held(self), step.makeup
 
 
 def _held(state: State) -> list[object]:
@@ -193,21 +198,28 @@ class StaticEngine(Engine):
         if not isinstance(state, InPlace):
             return super().step(state)
         buffers = state.buffers
-        state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
+        if state.sent:
+            assert state.measured is not None
+            state.settle()  # the host may have ended rows
+            buffers.ask(state.measured)
+            for step in state.sent:
+                step.replay()
+            return  # `_check` finds which it was
+        state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas, state.canvas.sizes))
         numbers, state.measured = self._seen(state), None
         key = state.settle(), state.canvas.sizes, self._question(state), numbers is not None
         step = buffers.steps.get(key)
-        assert state.guess is None or state.guess is step
         if step is None and key in buffers.steps and self.record is not None:
             step = buffers.steps[key] = self._recorded(state, self.record, numbers)
         if step is None:
             makeup = self._measured(state)
             buffers.steps.setdefault(key, None)
+            state.makeup = _held(state), makeup
         else:
+            if numbers is not None:
+                buffers.ask(numbers)
             step.replay()
-            restored(state, step.after)
-            makeup = step.makeup
-        state.makeup = _held(state), makeup
+            state.become(step)
 
     def _measured(self, state: InPlace) -> int:
         """A step, what the host will want to know of it, and all of that at home; see `Buffers.settle`."""
@@ -232,14 +244,15 @@ class StaticEngine(Engine):
 
     def _seen(self, state: InPlace) -> Tensor | None:
         """What the step before measured, if the next one's recording can see in it that it is the right one."""
-        measured, chooses = state.measured, self.chooses or state.guess is not None
-        known = measured is not None and len(measured) == layout.SIZES and not state.canvas.sizes.opens
-        return measured if chooses and known else None
+        measured = state.measured
+        return measured if self.chooses and measured is not None and len(measured) == layout.SIZES else None
 
     def _recorded(self, state: InPlace, record: Record, numbers: Tensor | None) -> Step | None:
         """numbers: what the step before measured, if the recording is to look at it."""
-        wanted = None if numbers is None else state.buffers.limits(numbers, state.canvas.sizes)
-        if wanted is not None:
+        wanted = None
+        if numbers is not None:
+            state.buffers.ask(numbers)
+            wanted = state.buffers.wanted(state.canvas.sizes)
             wanted()  # loads its kernels, which a recording may not do
         before = copied(state)
         state.buffers.complete = True
@@ -263,9 +276,9 @@ class StaticEngine(Engine):
             state.buffers.complete = False
             restored(state, before)
 
-    def _rounded(self, canvas: Canvas) -> Sizes:
+    def _rounded(self, canvas: Canvas, sizes: Sizes) -> Sizes:
         """Sizes that are large enough and fewer: a recording is good for one."""
-        sizes, most = canvas.sizes, self.plugins.blocks.lookahead(canvas.length - canvas.origin)
+        most = self.plugins.blocks.lookahead(canvas.length - canvas.origin)
 
         def up(size: int) -> int:  # eight sizes from one power of two to the next: no more than an eighth in vain
             step = (1 << max(3, size.bit_length() - 1)) // 8
@@ -282,10 +295,10 @@ class StaticEngine(Engine):
     def poll(self, state: State, step: int, last: bool = False) -> None:
         """See `Engine.poll`. The host reads how the step *before* ended, so the device has work meanwhile.
 
-        Where the next sizes are known, the price is one forward more, in which all rows rest; where they are not, the
-        step that was sent may have been the wrong one, and is made anew.
+        Where the next sizes are known, the price is one forward more, in which all rows rest; where they are not, all
+        that was sent may have been wrong, and the right step is sent then.
         """
-        if isinstance(state, InPlace) and state.guess is not None:
+        if isinstance(state, InPlace) and state.sent:
             self._check(state)
             if state.finished:
                 return None
@@ -296,11 +309,9 @@ class StaticEngine(Engine):
             known = layout.widest(state.canvas, self.plugins.blocks)
         if known is None or last:
             if last or not self._guess(state):
-                state.late, guessed = None, state.canvas.sizes
+                state.late, expected = None, self._expected(state)
                 measured = self._look(state, known)
-                state.buffers.remember(state.canvas.sizes)
-                if self._seen(state) is not None and not guessed.opens and layout.fit(measured, guessed):
-                    self._resize(state, guessed)  # so that there is a recording when it is guessed again
+                self._learn(state, measured, expected)
             return None
         self._resize(state, known)
         if state.measured is not None:
@@ -309,39 +320,51 @@ class StaticEngine(Engine):
                 self.refuse(state)
         return None
 
-    def _guess(self, state: InPlace) -> bool:
-        """Choose the next step without knowing how the last one ended, if such a step is recorded."""
+    def _expected(self, state: InPlace) -> list[Sizes]:
+        """Sizes that a step sent ahead may have: one of them fits at most, as no two are of one `layout.kind`."""
         if not self.chooses:
+            return []
+        now, known = state.canvas.sizes, state.buffers.widest
+        likely = (known | {layout.kind(now): now}).values()
+        return [self._rounded(state.canvas, replace(one, branches=now.branches)) for one in likely]
+
+    def _guess(self, state: InPlace) -> bool:
+        """Choose what to send without knowing how the last step ended, if such steps are recorded."""
+        numbers = self._seen(state)
+        if numbers is None:
             return False
-        if state.canvas.sizes.opens and state.buffers.widest is not None:
-            self._resize(state, state.buffers.widest)
-        state.canvas = replace(state.canvas, sizes=self._rounded(state.canvas))
-        numbers, makeup = self._seen(state), state.settle()
-        step = state.buffers.steps.get((makeup, state.canvas.sizes, "sizes", True))
-        if step is None or numbers is None:
-            return False
-        state.guess, state.late = step, Late(numbers)
-        state.before = None if step.makeup == makeup else copied(state)
-        return True
+        makeup, steps = state.settle(), state.buffers.steps
+        found = [steps.get((makeup, sizes, "sizes", True)) for sizes in self._expected(state)]
+        state.sent = [step for step in found if step is not None]
+        if state.sent:
+            state.late = Late(numbers)
+        return bool(state.sent)
 
     def _check(self, state: InPlace) -> None:
-        """Read what the last step was sent without, and make the right one if it was not."""
+        """Read what the last step was sent without: which it was. If it was none, make it."""
         assert state.late is not None
-        measured, before = state.late.read(), state.before
-        state.late = state.guess = state.before = None
-        right = layout.fit(measured, state.canvas.sizes)
-        if not right and before is not None:
-            restored(state, before)
-            state.makeup = None  # not that of the step before, which did nothing
+        measured, sent = state.late.read(), state.sent
+        state.late, state.sent = None, ()
+        made = next((step for step in sent if layout.fit(measured, step.sizes)), None)
+        expected = self._expected(state) if made is None else []
+        if made is not None:
+            state.become(made)
         found = self._read(state, measured)
         if found.bad:
             self.refuse(state)
         if found.sizes is None:
             return
         self._resize(state, found.sizes)
-        state.buffers.remember(found.sizes)
-        if not right:
+        self._learn(state, measured, expected)
+        if made is None:
             self.step(state)
+
+    def _learn(self, state: InPlace, measured: list[int], expected: list[Sizes]) -> None:
+        """Remember how large the next step must be; it is as was expected if that is enough, and so is recorded."""
+        state.buffers.remember(state.canvas.sizes)
+        fits = [sizes for sizes in expected if len(measured) == layout.SIZES and layout.fit(measured, sizes)]
+        if fits:
+            self._resize(state, fits[0])
 
     @property
     def _glances(self) -> bool:

@@ -152,13 +152,20 @@ SIZES = 9  # numbers that `measure` says of the next step's sizes
 ANY = 2**40  # more than any number of a row
 
 
+def kind(sizes: Sizes) -> tuple[bool, bool]:
+    """What a step opens and computes. No step is of two kinds: what is right for one is wrong for the others."""
+    return sizes.opens, sizes.whole
+
+
 def limits(sizes: Sizes) -> tuple[list[int], list[int]]:
-    """Least and most that `measure` may say before a step of such sizes, which opens no block."""
+    """Least and most that `measure` may say before a step of such sizes, and of this `kind`."""
     computed = ANY if sizes.whole else sizes.computed
-    part = (0, 0) if sizes.whole else (1, ANY)
     reach = ANY if sizes.reach is None else sizes.reach
-    least = [1, 0, -ANY, -ANY, -ANY, -ANY, -ANY, -ANY, part[0]]
-    return least, [1, 0, sizes.masks, sizes.block, -1, ANY, reach, computed, part[1]]
+    youngest = (0, 0) if sizes.opens else (-ANY, -1)  # below 0
+    part = (0, 0) if sizes.whole else (1, ANY)
+    least = [1, 0, -ANY, -ANY, youngest[0], -ANY, -ANY, -ANY, part[0]]
+    most = [1, 0, sizes.masks, sizes.block, youngest[1], 0 if sizes.all_open else ANY, reach, computed, part[1]]
+    return least, most
 
 
 def fit(measured: list[int], sizes: Sizes) -> bool:

@@ -10,7 +10,6 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, ModelSpec
 from dllm_sampler.readout import Law
-from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 
@@ -92,22 +91,28 @@ class Klass(FixedSteps):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
+        edit, opened = super().tell(canvas, query, readout, opened)
+        share = edit.choice
+        assert share is not None and share.among is not None and share.count is not None
         now = Law.of(readout)
         # Masks only become fewer: every one that counts was asked in the last forward too.
         at = query.positions.contiguous()
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
-        row = last + torch.arange(0, asked.numel(), asked.shape[1], device=last.device)[:, None]
+        row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
         if not self.compat:
             past = past.masked_fill((canvas.age == 0)[:, None, None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
-        ready = canvas.eligible(query.positions) & (sure > self.threshold) & (past < self.divergence).all(-1)
+        ready = share.among & (sure > self.threshold) & (past < self.divergence).all(-1)
         if self.compat:
             ready = ready & (canvas.age >= self.history - 1)[:, None]
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
-        edit, opened = super().tell(canvas, query, readout, opened)
-        follow = ready.any(1) & (self.compat | (canvas.age + 1 < block_steps(canvas, self.steps)))  # the last takes all
-        edit = replace(edit, commit=torch.where(follow[:, None], chosen, edit.commit), hold=None)
+        follow = ready.any(1)
+        if not self.compat:
+            follow = follow & (canvas.age + 1 < opened[1])  # the last takes all
+        among = torch.where(follow[:, None], chosen, share.among)
+        count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
+        edit = Edit(edit.ids, replace(share, among=among, count=count), leave=edit.leave)
         return edit, (opened, at, now, past)

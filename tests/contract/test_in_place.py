@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -80,7 +81,14 @@ def taped(run: Callable[[], None], wanted: Callable[[], Tensor] | None = None) -
 class Taped(StaticEngine):
     """Takes back what a recording did, since recording a graph does nothing either."""
 
-    replays = idle = waits = 0
+    replays = vain = waits = 0  # vain: steps that were sent of which none was right
+
+    def step(self, state: State) -> None:
+        before = type(self).replays
+        super().step(state)
+        made = type(self).replays - before
+        assert made <= 1
+        type(self).vain += isinstance(state, InPlace) and len(state.sent) > made == 0
 
     def _look(self, state: State, known: Sizes | None) -> list[int]:
         type(self).waits += 1
@@ -97,9 +105,7 @@ class Taped(StaticEngine):
         play = step.replay
 
         def replay() -> None:
-            does: Any = play()
-            type(self).replays += does
-            type(self).idle += not does
+            type(self).replays += cast(Any, play())
 
         step.replay = replay
         return step
@@ -121,7 +127,7 @@ class Engines:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
     """Samplers step on a tape."""
     found = Engines()
-    Taped.replays = Taped.idle = Taped.waits = 0
+    Taped.replays = Taped.vain = Taped.waits = 0
     monkeypatch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1: found.of(self, plugins))
     return found
 
@@ -185,7 +191,7 @@ PLAIN: list[dict[str, Any]] = [{"cache": "dual"}, {"cache": "prefix"}]  # caches
 
 @pytest.mark.parametrize("plugins", [*GUESSED, *(pytest.param(one, marks=pytest.mark.slow) for one in PLAIN)], ids=str)
 def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dict[str, Any], engines: Engines) -> None:
-    """The host waits once a block or so; what it sent in vain does nothing."""
+    """The host waits seldom; what it sent in vain does nothing."""
     plugins = {"scheduler": {"name": "threshold", "threshold": 0.6}, "blocks": {"name": "fixed", "length": 9}} | plugins
     it = toys.sampler(plugins.pop("toy", "gqa"), **plugins)
     engines.of(it, it.plugins)
@@ -197,11 +203,11 @@ def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dic
             plain = Engine(it.denoiser, it.plugins, 1)
             patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1, plain=plain: plain)
             expected = it.generate(prompts, max_new_tokens=18, seed=seed)
-        Taped.replays = Taped.idle = Taped.waits = 0
+        Taped.replays = Taped.vain = Taped.waits = 0
         same(it.generate(prompts, max_new_tokens=18, seed=seed), expected)
-        found.append([int(expected.nfe.max()), Taped.idle, Taped.waits])
-    forwards, idle, waits = torch.tensor(found[-3:]).sum(0)
-    assert idle <= forwards and 2 * waits <= forwards
+        found.append([int(expected.nfe.max()), Taped.vain, Taped.waits])
+    forwards, vain, waits = torch.tensor(found[-3:]).sum(0)
+    assert 2 * (vain + waits) <= forwards + 3 * 2  # the last of a generation is in vain
 
 
 @pytest.mark.parametrize("plugins", PLUGINS, ids=str)
@@ -320,8 +326,8 @@ def test_generations_that_overlap(engines: Engines) -> None:
     alone = [it.generate(toys.PROMPTS[i], max_new_tokens=12, seed=i) for i in (0, 0)]
     streams = [it.stream(toys.PROMPTS[0], max_new_tokens=12, seed=seed) for seed in (0, 0)]
     last: list[Commits | None] = [None, None]
-    for pair in zip(*streams, strict=True):
-        last = list(pair)
+    for pair in zip_longest(*streams):  # a generation that finds recordings learns a step later that it is over
+        last = [new or old for new, old in zip(pair, last, strict=True)]
     for one, expected in zip(last, alone, strict=True):
         assert one is not None and one.result is not None
         same(one.result, expected)
@@ -580,7 +586,7 @@ def test_a_step_in_place_computes_few_columns_in_vain() -> None:
     found = []
     for computed in range(1, 1025):
         sizes = replace(canvas.sizes, computed=computed, whole=False)
-        found.append(engine._rounded(replace(canvas, sizes=sizes)).computed)
+        found.append(engine._rounded(canvas, sizes).computed)
         assert computed <= found[-1] <= computed * 9 / 8
         assert found[-1] == computed or computed not in (*range(1, 17), 24, 32, 48, 64, 96, 128, 256)
     assert len(set(found)) == 16 + 6 * 8

@@ -19,7 +19,7 @@ DEARER = {
     "entropy_renoise": 65,  # a sort of entropies, and what it takes back
     "eoser": 36,  # the scheduler inside, and a factor
     "freedave": 95,  # the scheduler inside, walked along the drafts
-    "klass": 73,  # distributions of the last step, and the fixed schedule
+    "klass": 62,  # distributions of the last step, and the fixed schedule
     "learn2pd": 56,  # a network
     "pc": 34,  # the fixed schedule, weighted by place and by frequency
     "random_order": 74,  # the order of every column, ahead of time
@@ -35,7 +35,7 @@ STEPS = {
     ("threshold", "dual", "prefix"): 114,
     ("fixed", "dual", "prefix"): 112,
     ("fixed", "dual", "none"): 100,
-    ("klass", "dual", "prefix"): 167,
+    ("klass", "dual", "prefix"): 160,
 }
 
 
@@ -46,7 +46,7 @@ LAUNCHES = {
     ("threshold", "dual", "none"): 24,
     ("fixed", "dual", "prefix"): 41,
     ("fixed", "dual", "none"): 33,
-    ("klass", "dual", "prefix"): 76,
+    ("klass", "dual", "prefix"): 71,
 }
 
 

@@ -187,19 +187,24 @@ small = st.integers(0, 40)
 def test_the_device_and_the_host_agree_on_what_fits(
     numbers: list[int], goes_on: bool, bad: bool, more: int, less: str
 ) -> None:
-    """The sizes that were read fit, and larger ones, not smaller ones."""
+    """The sizes that were read fit, and larger ones, not smaller ones, nor a step of another kind."""
     masks, block, youngest, oldest, reach, computed, part = numbers
     measured = [int(goes_on), int(bad), masks, block, -youngest, oldest, reach, computed, part]
     found = layout.read(cast(Any, SimpleNamespace(length=40)), measured, True).sizes
     if found is None:
         return
     buffers = Buffers(())
+    buffers.ask(torch.zeros(layout.SIZES, dtype=torch.int64))
     wide = replace(found, masks=found.masks + more, block=found.block + more, computed=found.computed + more)
     narrow = replace(found, **{less: getattr(found, less) - 1})
-    for sizes in (found, wide, narrow):
+    buffers.ask(torch.tensor(measured))
+    others = [replace(wide, opens=not found.opens, all_open=False), replace(wide, whole=not found.whole)]
+    some = replace(wide, all_open=False)
+    for sizes in (found, wide, some, narrow, *others):
         fits = layout.fit(measured, sizes)
-        assert bool(buffers.limits(torch.tensor(measured), sizes)()) == fits
-        if sizes is not narrow:
-            assert fits == (youngest > 0 and not bad)
-        elif less != "computed" or part:
+        assert bool(buffers.wanted(sizes)()) == fits
+        if sizes in others or (sizes is narrow and (less != "computed" or part)):
             assert not fits
+        elif sizes is not narrow:
+            assert fits == (not bad)
+    assert not layout.fit(measured, replace(found, opens=True, all_open=True)) or found.all_open
