@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
-from transformers import PreTrainedModel
 
 from dllm_sampler.blocks import FullBlock
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.models import autoregressive
 from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.leftright import LeftToRight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Arguments(BaseModel):
@@ -70,6 +71,8 @@ def apd(line: Line, checkpoints: Checkpoints) -> Setup:
 
 def _watched(path: str, spec: ModelSpec, read: list[int]) -> PreTrainedModel:
     """The causal LM in a folder, which takes down how many tokens each of its passes reads."""
+    from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
+
     model = autoregressive.load(path, spec).model
 
     def note(module: Any, args: Any, given: dict[str, Any]) -> None:

@@ -281,12 +281,19 @@ def _turns(group: str, choices: list[Settings]) -> Iterator[Any]:
 CASES = cases()
 
 
-def thinned(chosen: Iterable[Case]) -> list[Any]:
-    """The cases; slow are those of which every plug-in, as it is set, and the toy were met before."""
+def thinned(chosen: Iterable[Case], settings: bool = False) -> list[Any]:
+    """The cases; slow are those of which every plug-in and the toy were met before.
+
+    settings: a plug-in with other settings is another one; else only a published one with its quirks is.
+    """
     met: set[tuple[str, str]] = set()
     found = []
     for case in chosen:
-        own = {("toy", case.toy), *((group, label(chosen)) for group, chosen in case.plugins.items())}
+        plugins = {
+            group: label(one) if settings else f"{one['name']} {one.get('compat')}"
+            for group, one in case.plugins.items()
+        }
+        own = {("toy", case.toy), *plugins.items()}
         found.append(pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow))
         met |= own
     return found

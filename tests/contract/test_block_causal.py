@@ -80,16 +80,18 @@ LOOK_BEHIND = {"prophet", "end_of_text"}  # stops that look at masks behind the 
 
 
 def with_stops() -> list[Any]:
-    """Every scheduler with every stop; slow are all but one stop of each, which take turns."""
+    """Every scheduler with every stop; slow are all but one setting of each under one stop, which take turns."""
     stops = [stop for stop in config.names("stop") if stop not in LOOK_BEHIND]
     return [
-        pytest.param(scheduler, stop, marks=() if (i + j) % len(stops) == 0 else pytest.mark.slow, id=f"{label}-{stop}")
-        for i, (label, scheduler) in enumerate((cases.label(one), one) for one in cases.settings("scheduler"))
+        pytest.param(*one.values, stop, marks=one.marks if (i + j) % len(stops) == 0 else pytest.mark.slow)
+        for i, one in enumerate(cases.one_each("scheduler"))
         for j, stop in enumerate(stops)
     ]
 
 
-@pytest.mark.parametrize(("scheduler", "stop"), with_stops())
+@pytest.mark.parametrize(
+    ("scheduler", "stop"), with_stops(), ids=lambda one: one if isinstance(one, str) else cases.label(one)
+)
 def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
     if not cases.legal(kind="causal", scheduler=scheduler, cache="block_causal"):
         with pytest.raises(UserError, match="use "):

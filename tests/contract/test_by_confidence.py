@@ -10,7 +10,7 @@ from dllm_sampler.canvas import Edit, Readout
 from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.around import Around
 from tests import toys
-from tests.contract.cases import Settings, label, settings
+from tests.contract.cases import Settings, label, one_each
 
 SCORES: list[Settings] = [{"name": "fixed", "score": "random"}, {"name": "certainty", "score": "margin"}]
 
@@ -24,7 +24,7 @@ class Scrambled(Around):
         return self.inner.tell(canvas, query, replace(readout, confidence=readout.confidence * factor), carry)
 
 
-@pytest.mark.parametrize("scheduler", [*settings("scheduler"), *SCORES], ids=label)
+@pytest.mark.parametrize("scheduler", [*one_each("scheduler"), *SCORES], ids=label)
 def test_a_factor_on_confidences_is_felt_where_it_is_said_to_be(scheduler: Settings) -> None:
     try:
         alone = toys.sampler(scheduler=scheduler, temperature=1.0)

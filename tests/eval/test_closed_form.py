@@ -147,7 +147,7 @@ def test_the_sampler_gives_what_it_must(operation: str) -> None:
     chosen = [cell for cell in scored() if cell.operation == operation]
     assert chosen
     for cell in chosen:
-        found = closed_form.run(cell, 1500, seed=1)
+        found = closed_form.run(cell, 1000, seed=1)
         assert abs(found.z) < closed_form.FAR, (cell, found)
         assert abs(found.z_nfe or 0) < closed_form.FAR, (cell, found)
 

@@ -29,7 +29,7 @@ def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int, 
     [
         (torch.float32, 130, 140, 20, True),  # three tiles in two groups, the last with room for another
         (torch.bfloat16, 130, 520, 70, False),  # two tiles, three parts
-        (torch.bfloat16, 66, 130, 20, True),
+        pytest.param(torch.bfloat16, 66, 130, 20, True, marks=pytest.mark.slow),
     ],
 )
 def test_many_rows(

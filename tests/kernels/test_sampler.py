@@ -104,7 +104,7 @@ APART = {"choose", "eligible", "vouch", "write"}  # what `commit` does at once
         ("llada", "dual", 0.8),
         slow("gqa", "prefix", None),
         ("dream", "dual", None),
-        ("qwen3", "dkv", None),
+        slow("qwen3", "dkv", None),
         ("causal", "block_causal", 0.8),
         slow("llada", "none", None),
         slow("dream", "none", None),

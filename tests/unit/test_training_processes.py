@@ -63,7 +63,8 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
     spawn(worker, (str(tmp_path / "store"),), nprocs=2)
 
 
-@pytest.mark.parametrize("name", ["cjgrpo", pytest.param("distill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cjgrpo", "distill"])
 def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
     small = {
         "cjgrpo": ["prompts=2", "group=2", "rewards={partly: 1}", "tasks={shuffle: 1}", "new_tokens=10"],
