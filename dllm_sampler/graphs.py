@@ -286,6 +286,7 @@ class StaticEngine(Engine):
 
         return replace(
             sizes,
+            all_open=sizes.all_open and self.plugins.scheduler.drafts,  # nobody else asks
             masks=min(most, 1 << max(0, sizes.masks - 1).bit_length()),
             block=min(most, 1 << max(0, sizes.block - 1).bit_length()),
             computed=sizes.computed if sizes.whole else up(sizes.computed),

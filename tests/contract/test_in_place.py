@@ -174,28 +174,33 @@ PLUGINS: list[dict[str, Any]] = [
 ]
 
 
-GUESSED: list[dict[str, Any]] = [
-    {"cache": "dual", "stop": "truncate"},
-    {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
-    {"cache": "dual", "scheduler": "slowfast", "temperature": 0.8},
-    {"cache": "dkv"},
-    {"cache": {"name": "periodic_dual", "every": 3}},
-    {"cache": {"name": "dllm", "response_every": 3}},
-    {"cache": "vicinity", "scheduler": "localleap"},
-    {"cache": "block_causal", "toy": "causal"},
-    {"cache": "dual", "toy": "cfg"},
-    {"cache": "dual", "blocks": "adablock"},
+# Each with how often, in three generations, the host waits or none of what it sent is right (at the end none is).
+GUESSED: list[tuple[dict[str, Any], int]] = [
+    ({"cache": "dual", "stop": "truncate"}, 8),
+    ({"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}}, 14),
+    ({"cache": "dual", "scheduler": "slowfast", "temperature": 0.8}, 8),
+    ({"cache": "dkv"}, 9),
+    ({"cache": {"name": "periodic_dual", "every": 3}}, 6),
+    ({"cache": {"name": "dllm", "response_every": 3}}, 6),
+    ({"cache": "vicinity", "scheduler": "localleap"}, 4),
+    ({"cache": "block_causal", "toy": "causal"}, 7),
+    ({"cache": "dual", "toy": "cfg"}, 6),
+    ({"cache": "dual", "blocks": "adablock"}, 6),
 ]
-PLAIN: list[dict[str, Any]] = [{"cache": "dual"}, {"cache": "prefix"}]  # caches that others above have, with more
+PLAIN: list[tuple[dict[str, Any], int]] = [({"cache": "dual"}, 7), ({"cache": "prefix"}, 7)]  # others above have more
 
 
-@pytest.mark.parametrize("plugins", [*GUESSED, *(pytest.param(one, marks=pytest.mark.slow) for one in PLAIN)], ids=str)
-def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dict[str, Any], engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("plugins", "missed"), [*GUESSED, *(pytest.param(*one, marks=pytest.mark.slow) for one in PLAIN)], ids=str
+)
+def test_steps_that_are_sent_before_it_is_known_that_they_are_right(
+    plugins: dict[str, Any], missed: int, engines: Engines
+) -> None:
     """The host waits seldom; what it sent in vain does nothing."""
     plugins = {"scheduler": {"name": "threshold", "threshold": 0.6}, "blocks": {"name": "fixed", "length": 9}} | plugins
     it = toys.sampler(plugins.pop("toy", "gqa"), **plugins)
     engines.of(it, it.plugins)
-    found: list[list[int]] = []
+    found: list[int] = []
     # dllm counts forwards on the host: for each count there is a recording, which is met less often.
     for seed in (0, 1) * (4 if "dllm" in str(plugins) else 2) + (2,):
         prompts = [[5, 11, 3, seed], [16]]
@@ -205,9 +210,8 @@ def test_steps_that_are_sent_before_it_is_known_that_they_are_right(plugins: dic
             expected = it.generate(prompts, max_new_tokens=18, seed=seed)
         Taped.replays = Taped.vain = Taped.waits = 0
         same(it.generate(prompts, max_new_tokens=18, seed=seed), expected)
-        found.append([int(expected.nfe.max()), Taped.vain, Taped.waits])
-    forwards, vain, waits = torch.tensor(found[-3:]).sum(0)
-    assert 2 * (vain + waits) <= forwards + 3 * 2  # the last of a generation is in vain
+        found.append(Taped.vain + Taped.waits)
+    assert sum(found[-3:]) <= missed
 
 
 @pytest.mark.parametrize("plugins", PLUGINS, ids=str)
@@ -326,8 +330,12 @@ def test_generations_that_overlap(engines: Engines) -> None:
     alone = [it.generate(toys.PROMPTS[i], max_new_tokens=12, seed=i) for i in (0, 0)]
     streams = [it.stream(toys.PROMPTS[0], max_new_tokens=12, seed=seed) for seed in (0, 0)]
     last: list[Commits | None] = [None, None]
-    for pair in zip_longest(*streams):  # a generation that finds recordings learns a step later that it is over
+    lengths = [0, 0]
+    for pair in zip_longest(*streams):
         last = [new or old for new, old in zip(pair, last, strict=True)]
+        lengths = [length + (new is not None) for length, new in zip(lengths, pair, strict=True)]
+    # That which finds recordings learns a step later that it is over.
+    assert lengths[0] - 1 <= lengths[1] <= lengths[0]
     for one, expected in zip(last, alone, strict=True):
         assert one is not None and one.result is not None
         same(one.result, expected)
@@ -339,6 +347,38 @@ def test_stop_strings_and_progress(engines: Engines) -> None:
     it = toys.sampler("llada", cache="none")
     found = it.generate(toys.PROMPTS[:2], max_new_tokens=12, progress=lambda step, done, all: seen.append(done))
     assert seen == sorted(seen) and seen[-1] == 24 and bool(found.complete.all())
+
+
+class Letters:
+    """A tokenizer for which a token is a letter."""
+
+    pad_token_id = None
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(ord("a") + one) for one in ids)
+
+    def batch_decode(self, rows: list[list[int]], **_: object) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+def test_a_row_that_a_string_ends_while_steps_are_sent_ahead(engines: Engines) -> None:
+    """The host ends it between two steps, the second of which is on its way to being sent."""
+    rule = {"name": "threshold", "threshold": 0.6}
+    it = toys.sampler("gqa", cache="dual", scheduler=rule, blocks={"name": "fixed", "length": 9}, stop="none")
+    it.tokenizer = cast(Any, Letters())
+    engines.of(it, it.plugins)
+    full = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(3)][-1]
+    assert full.texts is not None
+    shorter = 0
+    for place in range(9):
+        stop = full.texts[0][place : place + 2]
+        with pytest.MonkeyPatch.context() as patch:
+            plain = Engine(it.denoiser, it.plugins, 1)
+            patch.setattr(Sampler, "_engine", lambda self, plugins, _samples=1, plain=plain: plain)
+            expected = it.generate(toys.PROMPTS[:2], max_new_tokens=18, stop_strings=stop)
+        same(it.generate(toys.PROMPTS[:2], max_new_tokens=18, stop_strings=stop), expected)
+        shorter += int(expected.nfe[0] < full.nfe[0])
+    assert shorter > 3
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])

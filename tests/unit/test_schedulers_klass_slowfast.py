@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, UserError
 from dllm_sampler.blocks import FixedBlocks, FullBlock
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Stop
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -206,6 +206,24 @@ class TestKlass:
         script = Script([[0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.3, 0.3]])
         scheduler = Klass(2, threshold=0.5, history=1, take="surest")
         assert script.play(scheduler)[0] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    def test_the_last_step_is_that_of_the_block_as_it_was_opened(self) -> None:
+        """Of six; the half that a stop leaves would have had three, and is not over in the third."""
+        scheduler = Klass(6, threshold=0.0, divergence=INF, history=1, take="surest")
+        result = sampler(scheduler, blocks=FullBlock(), stop=Halving()).generate([[5, 11, 3]], max_new_tokens=TOKENS)
+        steps = result.trace.generated[0].tolist()
+        assert [steps.count(step) for step in range(4)] == [3, 1, 1, 1]
+
+
+@dataclass(frozen=True)
+class Halving(Stop):
+    """Cuts the canvas to a half in the second forward."""
+
+    cuts: ClassVar[bool] = True
+
+    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        half = canvas.origin + (canvas.length - canvas.origin) // 2
+        return replace(edit, end=torch.where(canvas.step == 1, half, canvas.end))
 
 
 @dataclass(frozen=True)
