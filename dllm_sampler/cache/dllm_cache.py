@@ -119,6 +119,8 @@ class IntervalCache(Cache):
             stored = self.slots.values[index][:, split:length]
             precise = torch.promote_types(values.dtype, torch.float32)
             likeness = F.cosine_similarity(values.flatten(2).to(precise), stored.flatten(2).to(precise), dim=-1)
+            # Which of the rows that did not change is the least changed, rounding should not say.
+            likeness = likeness.masked_fill((values == stored).flatten(2).all(-1), 2.0)
             likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
             stored.copy_(values)  # as published: those of all rows, though keys only of the chosen ones
             turn = select.rank(-likeness, torch.ones_like(plan.seen))

@@ -101,6 +101,19 @@ def test_a_share_of_the_response_is_computed_in_between() -> None:
     assert int(result.trace.rows[0]) == 23 + 5 * 14
 
 
+@pytest.mark.parametrize("kind", ["gqa", "llada"])
+def test_rows_that_did_not_change_are_alike(kind: str) -> None:
+    """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing there."""
+    rule = {"name": "fixed", "steps": 30, "score": "entropy", "compat": True}
+    cache = {"name": "dllm", "prompt_every": 4, "response_every": 3}
+    it = toys.sampler(kind, cache=cache, blocks="ascending", scheduler=rule)
+    batch = it.generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS).trace
+    for row, prompt in enumerate(toys.PROMPTS):
+        alone = it.generate(prompt, max_new_tokens=18, seed=toys.SEEDS[row]).trace
+        assert torch.equal(alone.generated[0], batch.generated[row])
+        assert torch.allclose(alone.logprob[0, -18:], batch.logprob[row, -18:], rtol=0, atol=1e-12)
+
+
 def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
     canvas = toys.canvas(torch.ones(1, 8, dtype=torch.bool), origin=2)
     spec = toys.denoiser().spec
