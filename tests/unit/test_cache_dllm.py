@@ -103,7 +103,7 @@ def test_a_share_of_the_response_is_computed_in_between() -> None:
 
 @pytest.mark.parametrize("kind", ["gqa", "llada"])
 def test_rows_that_did_not_change_are_alike(kind: str) -> None:
-    """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing there."""
+    """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
     rule = {"name": "fixed", "steps": 30, "score": "entropy", "compat": True}
     cache = {"name": "dllm", "prompt_every": 4, "response_every": 3}
     it = toys.sampler(kind, cache=cache, blocks="ascending", scheduler=rule)
