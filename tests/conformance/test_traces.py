@@ -125,7 +125,13 @@ def test_every_published_trace_passes(capsys: pytest.CaptureFixture[str], tmp_pa
     assert list(tmp_path.iterdir()) == [tmp_path / "verdicts.json"], "no partial file is left behind"
 
 
-@pytest.mark.parametrize("file", sorted(FURTHER.glob("*.jsonl")), ids=lambda file: file.stem)
+FILES = [
+    pytest.param(file, id=file.stem, marks=pytest.mark.slow if at % 2 else ())
+    for at, file in enumerate(sorted(FURTHER.glob("*.jsonl")))
+]
+
+
+@pytest.mark.parametrize("file", FILES)
 def test_further_runs_of_published_code(file: Path, tmp_path: Path):
     """Settings that the traces have not: made with the code named in each line's `source`, on the same checkpoints."""
     linked(tmp_path, file)

@@ -281,18 +281,12 @@ def _turns(group: str, choices: list[Settings]) -> Iterator[Any]:
 CASES = cases()
 
 
-def thinned(chosen: Iterable[Case], settings: bool = False) -> list[Any]:
-    """The cases; slow are those of which every plug-in and the toy were met before.
-
-    settings: a plug-in with other settings is another one; else only a published one with its quirks is.
-    """
+def thinned(chosen: Iterable[Case]) -> list[Any]:
+    """The cases; slow are those of which the toy and every plug-in, with its quirks or without, were met before."""
     met: set[tuple[str, str]] = set()
     found = []
     for case in chosen:
-        plugins = {
-            group: label(one) if settings else f"{one['name']} {one.get('compat')}"
-            for group, one in case.plugins.items()
-        }
+        plugins = {group: f"{one['name']} {one.get('compat')}" for group, one in case.plugins.items()}
         own = {("toy", case.toy), *plugins.items()}
         found.append(pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow))
         met |= own

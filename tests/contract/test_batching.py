@@ -23,7 +23,7 @@ def assert_same_row(batch: Result, row: int, alone: Result) -> None:
     torch.testing.assert_close(*sure, atol=1e-6, rtol=1e-6)  # kept in float32
 
 
-@pytest.mark.parametrize("case", thinned(CASES, settings=True))
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_a_row_in_a_batch_is_the_row_alone(case: Case) -> None:
     batch = case.stream()[-1].result
     assert batch is not None

@@ -28,7 +28,9 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-@pytest.mark.parametrize(("name", "n"), LISTS)
+@pytest.mark.parametrize(
+    ("name", "n"), [pytest.param(*one, marks=pytest.mark.slow if one[1] > 4 else ()) for one in LISTS]
+)
 def test_enumeration(name: str, n: int) -> None:
     cells, valid = TABLES[name][str(n)], closed_form.outcomes(LAWS[name](n))
     assert (len(valid), len(valid[0])) == (cells["valid_outputs"], cells["N"])

@@ -87,7 +87,13 @@ def test_one_branch_is_the_scheduler_inside() -> None:
             assert torch.equal(drafted.trace.rows, alone.trace.rows)
 
 
-@pytest.mark.parametrize("guide", [{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}])
+@pytest.mark.parametrize(
+    "guide",
+    [
+        pytest.param({"name": "temperature", "value": 0.5}, marks=pytest.mark.slow),
+        {"name": "top_k", "k": 3, "measured": True},
+    ],
+)
 def test_sampling_is_exact_too(guide: Settings) -> None:
     for base in ({"name": "fixed"}, {"name": "threshold", "threshold": 0.6}, {"name": "fixed", "score": "random"}):
         options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}

@@ -182,7 +182,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in read]
 
 
-@pytest.mark.parametrize("name", ["cjgrpo", "grpo"])
+@pytest.mark.parametrize("name", ["cjgrpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the third step, with the reference moved on and a line of a lost step in the log."""
     changes = {"steps": 3, "beta": 0.04, "reference_every": 1, "learning_rate": 1e-3, "transitions": 2}
