@@ -5,11 +5,11 @@
 
 Under a cache that stores, what a threshold committed decides how large the next step is. The host either waits until it
 knows (`waiting`), or sends a recording of each kind of step that may be next, which do nothing where they are not right
-(`ahead`: `capture.chooses`, on NVIDIA GPUs): then it waits only where none is recorded, and where none was right, `in
-vain`. Generations of an untrained model, batch 1, counted once the first ones have recorded their steps; the counts do
-not hang on how fast the machine is. `microseconds` are from the end of such a wait to the next replay, on the host's
-clock: median, lowest and highest tenth. Launching a graph, the transfer, and what a step in vain costs come on top on a
-GPU.
+(`ahead`: `capture.chooses`, on NVIDIA GPUs): then it waits only where none is recorded, after the last step that is
+allowed, and where none was right, `in vain`. Generations of an untrained model, batch 1, counted once the first ones
+have recorded their steps; the counts do not hang on how fast the machine is. `microseconds` are from the end of such a
+wait to the next replay, on the host's clock: median, lowest and highest tenth. Launching a graph, the transfer, and
+what a step in vain costs come on top on a GPU.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Sizes:
     computed: int  # for no live row does the cache compute more columns
     whole: bool  # for every live row it computes all there are
     opens: bool = True  # some live row may open a block
-    all_open: bool = True  # every live row opens one
+    all_open: bool = True  # every live row opens one; in place (`graphs.py`) only drafting schedulers are told
     branches: int | None = None  # a drafting scheduler tries no more than so many; None: as many as it likes
     reach: int | None = None  # no live row sees a column from here on; None: each may see all
 

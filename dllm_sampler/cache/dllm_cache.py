@@ -119,9 +119,11 @@ class IntervalCache(Cache):
             values = parts.values(hidden[:, split:]).transpose(1, 2)  # [B, G, Hkv, Dh]
             stored = self.slots.values[index][:, split:length]
             precise = torch.promote_types(values.dtype, torch.float32)
-            likeness = F.cosine_similarity(values.flatten(2).to(precise), stored.flatten(2).to(precise), dim=-1)
-            # Which of the rows that did not change is the least changed, rounding should not say.
-            likeness = likeness.masked_fill((values == stored).flatten(2).all(-1), 2.0)
+            now, then = values.flatten(2).to(precise), stored.flatten(2).to(precise)
+            likeness = F.cosine_similarity(now, then, dim=-1)
+            # Which of the rows that did not change is the least changed, rounding should not say; a cosine is so exact.
+            still = (now - then).norm(dim=-1) <= torch.finfo(precise).eps ** 0.5 * then.norm(dim=-1)
+            likeness = likeness.masked_fill(still, 2.0)
             likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
             stored.copy_(values)  # as published: those of all rows, though keys only of the chosen ones
             turn = select.rank(-likeness, torch.ones_like(plan.seen))

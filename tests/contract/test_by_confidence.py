@@ -12,7 +12,10 @@ from dllm_sampler.schedulers.around import Around
 from tests import toys
 from tests.contract.cases import Settings, label, one_each
 
-SCORES: list[Settings] = [{"name": "fixed", "score": "random"}, {"name": "certainty", "score": "margin"}]
+SCORES: list[Settings] = [
+    *({"name": "fixed", "score": score} for score in ("confidence", "random")),
+    {"name": "certainty", "score": "margin"},
+]
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,6 @@ def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(loads) == 1
 
 
-@pytest.mark.slow
 def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     output = tmp_path / "a,b=c d"
