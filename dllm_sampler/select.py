@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from dllm_sampler import launches
-
-WIDEST = 512  # positions up to which a kernel compares all pairs; a sort is faster with more
-
-
-def known(score: Tensor) -> bool:
-    """Whether the kernels that choose know such scores."""
-    return score.dim() == 2 and score.shape[1] <= WIDEST and score.dtype in (torch.float32, torch.float64)
-
-
-def _choice(score: Tensor) -> Callable[..., Tensor] | None:
-    """The kernel, where it knows such scores."""
-    return launches.kernel("choose") if known(score) else None
 
 
 def numbers(size: int, device: torch.device) -> Tensor:
@@ -53,6 +38,22 @@ def columns(chosen: Tensor, width: int) -> Tensor:
     return column.new_full((batch, width + 2), size - 1).scatter_(1, place, column)[:, 1 : width + 1]
 
 
+def members(chosen: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The members of a flat set in a static size, and the place of each element among them.
+
+    Args:
+        chosen: `[N] bool`.
+        size: T; members beyond it are lost, and fillers are N.
+
+    Returns:
+        `[T] int64` sorted members; `[N] int64` for each member its place, from 0 (of no meaning elsewhere).
+    """
+    count = chosen.cumsum(0)
+    place = (count * chosen).clamp(max=size + 1)
+    found = count.new_full((size + 2,), len(chosen)).scatter_(0, place, numbers(len(chosen), chosen.device))
+    return found[1 : size + 1], count - 1
+
+
 def rank(score: Tensor, eligible: Tensor) -> Tensor:
     """`[B, Q]` place of each eligible position by descending score (0 is best); the others come last."""
     # An eligible score of -inf still comes before every ineligible position.
@@ -64,17 +65,11 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
 
 def top(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     """`[B, Q] bool` the `count [B]` best eligible positions by score `[B, Q]`; all of them where there are fewer."""
-    kernel = _choice(score)
-    if kernel is not None:
-        return kernel(score, eligible, count=count)
     return (rank(score, eligible) < count[:, None]) & eligible
 
 
 def at_least_one(chosen: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
     """`[B, Q] bool` the eligible among `chosen`, and the best eligible position in any case."""
-    kernel = _choice(score)
-    if kernel is not None:
-        return kernel(score, eligible, wanted=chosen)
     best = score.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
     leader = eligible & (score >= best)
     return eligible & (chosen | (leader & (leader.cumsum(1) == 1)))

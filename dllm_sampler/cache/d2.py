@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Cache, put, written
+from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
@@ -40,6 +40,7 @@ class D2Cache(Cache):
         gap: distance of chosen columns up to which those in between are computed too; 0: none.
     """
 
+    pads: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 
     masks: int = 32
@@ -108,17 +109,17 @@ class D2Cache(Cache):
         ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
         return among & ((ordered <= self.rollout) | (place == 0))
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
-        query = super().narrow(canvas, query)
+        query = super().narrow(canvas, query, answered)
         if query.exact:
             return query
-        sizes = canvas.sizes
-        width = canvas.length - canvas.origin if sizes.whole else min(sizes.computed, canvas.length - canvas.origin)
-        return query.join(canvas, canvas.masked & self.answered(canvas), max(width, query.positions.shape[1]))
+        masks = canvas.masked if answered is None else canvas.masked & answered
+        return query.join(canvas, masks, max(canvas.length - canvas.origin, query.positions.shape[1]))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""
+        assert isinstance(plan, PaddedPlan)
         q, k, v = parts.qkv(hidden, rope)
         k, v, mask = self.store(index, k, v, plan)
         hidden = hidden + parts.attend(q, k, v, mask)

@@ -22,5 +22,5 @@ class DualCache(WindowCache):
     compat: bool = False
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.span`."""
+        """See `WindowCache.span`."""
         return self.first(canvas), canvas.stop

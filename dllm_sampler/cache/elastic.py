@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Cache, put, visible, written
+from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Request, visible
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticPlan(Plan):
+class ElasticPlan(PaddedPlan):
     """What the layers must know besides. Padded positions are the empty slot L."""
 
     chosen: Tensor  # [B, L+1] bool: the planned positions as a set
@@ -54,6 +55,7 @@ class ElasticCache(Cache):
         compat: compare head by head as the published code does: for each key the cosine over heads, averaged over keys.
     """
 
+    pads: ClassVar[bool] = True
     syncs: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 
@@ -113,14 +115,15 @@ class ElasticCache(Cache):
         """See `Cache.computes`."""
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
         """See `Cache.narrow`: the window alone, in its own width."""
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
 
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
-        plan, seen = super().plan(canvas, query), visible(canvas, query)
+        plan, seen = super().plan(canvas, wanted), visible(canvas, wanted.query)
+        assert isinstance(plan, PaddedPlan)
         noise = canvas.length - canvas.origin
         width = min(self.window, noise) if self.block_caching else noise
         chosen = torch.ones_like(seen) if plan.contiguous else self.computes(canvas) & seen

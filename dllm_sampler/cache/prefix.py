@@ -28,5 +28,5 @@ class PrefixCache(WindowCache):
     compat: bool = False
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.span`."""
+        """See `WindowCache.span`."""
         return self.first(canvas), canvas.end

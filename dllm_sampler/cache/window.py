@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import Cache
@@ -23,28 +22,15 @@ class WindowCache(Cache):
         """See `Cache.steady`."""
         return True
 
-    @property
-    def settles(self) -> bool:
-        """See `Cache.settles`."""
-        return True
-
-    @property
-    def covers(self) -> bool:
-        """See `Cache.covers`."""
-        return not (self.spec.shift and self.compat)
-
     def first(self, canvas: Canvas) -> Tensor:
         """`[B]` where the window begins: with the block, or the row that predicts its first position."""
         return canvas.start - 1 if self.spec.shift and not self.compat else canvas.start
+
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """`[B]` first column and `[B]` end of what a forward computes inside a block."""
+        raise NotImplementedError
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         (first, end), column = self.span(canvas), canvas.columns()
         return self.due(canvas)[:, None] | ((column >= first[:, None]) & (column < end[:, None]))
-
-    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
-        """See `Cache.count`."""
-        if limit is not None:
-            return super().count(canvas, limit)
-        first, end = self.span(canvas)
-        return torch.where(self.due(canvas), canvas.end - canvas.begin, end - first)

@@ -29,7 +29,7 @@ def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, quer
     """What runs the layers of a forward under `plan` (forked, for candidates) on kernels; None: their modules must."""
     cache = plan.cache
     default = type(cache).layer is Cache.layer and type(cache).store is Cache.store
-    if kernels is None or not default or plan.visible is None or query.blind:
+    if kernels is None or not default or plan.pack is None or query.blind:
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype

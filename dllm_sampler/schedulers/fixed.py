@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Outlook, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
 
@@ -86,16 +86,6 @@ class FixedSteps(Scheduler):
         hold, leave = (~last, last) if self.compat else (None, None)
         choice = Choice(canvas, query.positions, score, count=count, among=eligible)
         return Edit(readout.token[:, 0], choice, hold=hold, leave=leave), (masks, steps)
-
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
-        """See `Scheduler.outlook`."""
-        opens, left = canvas.age == 0, canvas.noise_left()
-        rest = torch.where(opens, block_steps(canvas, self.steps), carry[1]) - canvas.age
-        if self.compat:
-            return Outlook(rest.clamp(min=1), torch.zeros_like(left))
-        # An even share of what was there at first is an even share of what is left; Dream's may be one less.
-        least = left // rest.clamp(min=1) if self.schedule == "uniform" else torch.ones_like(left)
-        return Outlook(torch.minimum(left, rest).clamp(min=1), least.clamp(min=1))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B, Q]` what ranks the masks, higher first."""

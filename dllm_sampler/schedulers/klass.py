@@ -82,10 +82,10 @@ class Klass(FixedSteps):
         law, zero = Law(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
         return super().init(canvas), nowhere, law, zero.repeat(1, 1, self.history)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The block's masks; under `compat` all of them."""
         if not self.compat:
-            return super().ask(canvas, width, carry)
+            return super().ask(canvas, carry)
         return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, ModelSpec, Outlook, Scheduler
+from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
 from dllm_sampler.schedulers.checks import check_count
 
 
@@ -50,9 +49,9 @@ class Leftmost(Scheduler):
         """A mask that is passed over would break the order."""
         return True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, beyond which nothing is seen."""
-        limit, masks = canvas.ahead(self.horizon), canvas.masked & canvas.in_block()
+        limit, masks, width = canvas.ahead(self.horizon), canvas.masked & canvas.in_block(), canvas.width
         if limit is not None:
             masks = masks & (canvas.columns() < limit[:, None])
             width = min(width, self.horizon or width)
@@ -94,10 +93,3 @@ class LeftToRight(Leftmost):
         draft = self.draft(canvas, query)
         commit = draft & (draft.cumsum(1) <= self.tokens_per_step)
         return self.edit(canvas, readout.token[:, 0], commit), carry
-
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
-        """See `Scheduler.outlook`; published, an end token ends the row."""
-        if self.compat:
-            return None
-        lasts = (canvas.noise_left() + self.tokens_per_step - 1) // self.tokens_per_step
-        return Outlook(lasts.clamp(min=1), torch.full_like(lasts, self.tokens_per_step))

@@ -34,10 +34,10 @@ class RunningConfidence(Remasking):
         """Under `compat` earlier blocks are written again."""
         return self.compat
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The block; under `compat` everything up to its end."""
         if not self.compat:
-            return super().ask(canvas, width, carry)
+            return super().ask(canvas, carry)
         columns = canvas.columns()[:, canvas.origin : -1].expand(len(canvas.ids), -1)
         return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))
 

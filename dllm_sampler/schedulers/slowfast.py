@@ -53,11 +53,12 @@ class SlowFast(Threshold):
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero, zero, zero[:, None].double().repeat(1, self.window)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Masks of the block, or of the window in a fast phase."""
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
-        query = Query.at(canvas, select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), width))
+        masks = canvas.masked & canvas.in_block() & (canvas.columns() < end)
+        query = Query.at(canvas, select.columns(masks, canvas.width))
         return replace(query, limit=torch.where(fast > 0, edge, canvas.end)) if self.truncate else query
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

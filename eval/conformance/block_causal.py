@@ -16,6 +16,7 @@ from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupporte
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import Noise, ReplayNoise
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Guide, block_over
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
@@ -95,12 +96,12 @@ class EarlyStop(PrefixStop):
     It looks for the first end token from the prompt's first token on: one in the prompt has no mask before it.
     """
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        before, edit = edit.finish, super().__call__(canvas, query, readout, edit)
+        before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
         assert edit.finish is not None
         committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
-        looks = committed | block_over(canvas.apply(query.positions, edit), edit)
+        looks = committed | block_over(after, edit)
         asked = (canvas.ids[:, : canvas.origin] == self.eos).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
@@ -113,9 +114,9 @@ class Greedy(ReplayNoise):
     seed: int = 0
     layout: Literal["dream", "llada", "sdar"] = "sdar"
 
-    def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return torch.zeros(*positions.shape, vocab, device=positions.device)
+        return torch.zeros(len(answers.place), vocab, device=answers.place.device)
 
 
 def sdar(line: Line, checkpoints: Checkpoints) -> Setup:

@@ -68,9 +68,8 @@ class AllEnd(BlockStop):
 
     drafting: bool = False
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after = canvas.apply(query.positions, edit)
         columns = canvas.columns()
         first = canvas.start if canvas.grid is None else canvas.on_grid(canvas.start)
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
@@ -104,19 +103,20 @@ class Noted(FreeDave):
 
     events: Events = field(default_factory=Events)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The first forward behind a forced commit drafts no full block."""
-        query = super().ask(canvas, width, carry)
+        query = super().ask(canvas, carry)
         open_ = (query.ids[0] == self.mask_id).any(1)  # [K] of one row, fuller from one candidate to the next
-        if not self.events.forced or int(canvas.age[0]) != 1 or bool(open_.all()):
+        live = torch.ones_like(open_) if query.live is None else query.live[0]
+        if not self.events.forced or int(canvas.age[0]) != 1 or not bool((live & ~open_).any()):
             return query
-        kept = max(1, int(open_.sum()))
-        step, live = query.step, query.live
+        kept = max(1, int((live & open_).sum()))
+        step = query.step
         return replace(
             query,
             ids=query.ids[:, :kept],
             step=None if step is None else step[:, :kept],
-            live=None if live is None else live.clamp(max=kept),
+            live=None if query.live is None else query.live[:, :kept],
         )
 
     def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
@@ -149,7 +149,7 @@ class PublishedEager(ForcedFirst):
         """Tokens and confidences held, `[L+1]`; whether they are those of the forward that opened the block."""
         return canvas.ids[0], torch.zeros(canvas.length + 1), True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The window, under each draft."""
         start, stop = int(canvas.start[0]), int(canvas.stop[0])
         size = min(stop + -(-self.draft // self.block) * self.block, canvas.length) - start

@@ -103,7 +103,7 @@ class AnyBlock(FixedSteps):
         """It commits outside the block."""
         return True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
 
