@@ -63,7 +63,6 @@ class PeriodicPrefix(_Periodic, PrefixCache):
 
     Args:
         every: narrow forwards from one refresh to the next; None: refresh when a block opens only.
-        compat: as in `PrefixCache`.
     """
 
 
@@ -75,5 +74,4 @@ class PeriodicDual(_Periodic, DualCache):
 
     Args:
         every: narrow forwards from one refresh to the next; None: refresh when a block opens only.
-        compat: as in `DualCache`.
     """

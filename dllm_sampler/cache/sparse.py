@@ -43,7 +43,6 @@ class SparseCache(DualCache):
         keep: share of the keys outside the block that stay, rounded down; 1 is the dual cache.
         kernel: neighbours pooled, an odd number; 1: none.
         delay: whole forwards after the one that opens the block; the last one sorts.
-        compat: as in `PrefixCache`.
     """
 
     keep: float = 0.5
@@ -84,7 +83,7 @@ class SparseCache(DualCache):
     def plan(self, canvas: Canvas, query: Query) -> Plan:
         """See `Cache.plan`."""
         plan, sizes = super().plan(canvas, query), canvas.sizes
-        back = int(self.spec.shift and not self.compat)
+        back = self.back
         # Whoever sorts computes the prompt too, so that a forward as narrow as the widest block holds no such row.
         narrow = not sizes.whole and sizes.computed <= sizes.block + back <= canvas.length - canvas.origin
         seen, at = visible(canvas, query), plan.positions

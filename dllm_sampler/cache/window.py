@@ -1,5 +1,6 @@
 """What Fast-dLLM's caches share: a block opens with a whole row, then one run of columns is recomputed."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +11,11 @@ from dllm_sampler.canvas import Canvas
 
 
 @dataclass
-class WindowCache(Cache):
+class WindowCache(Cache, ABC):
     """Forwards compute the columns of `span`, which is left to the subclass, or where they are `due`, the whole row.
 
     A refresh is due when a block opens, and then only.
     """
-
-    compat: bool
 
     @property
     def steady(self) -> bool:
@@ -31,11 +30,20 @@ class WindowCache(Cache):
     @property
     def covers(self) -> bool:
         """See `Cache.covers`."""
-        return not (self.spec.shift and self.compat)
+        return True
+
+    @abstractmethod
+    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Cache.span`."""
+
+    @property
+    def back(self) -> int:
+        """How many columns before the block the window begins: under a shift, the row that predicts the first one."""
+        return int(self.spec.shift)
 
     def first(self, canvas: Canvas) -> Tensor:
-        """`[B]` where the window begins: with the block, or the row that predicts its first position."""
-        return canvas.start - 1 if self.spec.shift and not self.compat else canvas.start
+        """`[B]` where the window begins."""
+        return canvas.start - self.back if self.back else canvas.start
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""

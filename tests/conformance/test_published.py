@@ -1,0 +1,99 @@
+"""Quirks of published code, by hand; that each loop as a whole is the published one is what the traces say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Canvas, Sampler, UserError, config
+from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedPrefixCache,
+    PublishedSparseCache,
+    PublishedWindow,
+)
+from dllm_sampler.protocols import Scheduler
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.threshold import Threshold
+from tests import toys
+from tests.scripted import NEVER, PROMPTS, TOKENS, Script, run, same, sampler
+from tests.turns import by_turns
+
+ALL: list[Scheduler] = [
+    ForcedFirst(Threshold(0.6)),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "kind"), by_turns(3, ALL, ["llada", "dream", "cfg"]))
+def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> None:
+    batch = run(scheduler, kind=kind)
+    assert batch.complete.all()
+    assert int(batch.nfe.max()) <= sampler(scheduler, kind).plugins.scheduler.bound(TOKENS)
+    for row, prompt in enumerate(PROMPTS):
+        alone = run(scheduler, [prompt], kind)
+        assert torch.equal(batch.tokens[row], alone.tokens[0])
+        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
+        assert batch.nfe[row] == alone.nfe[0]
+        assert batch.trace.rows[row] == alone.trace.rows[0]
+
+
+@pytest.mark.parametrize("scheduler", ALL, ids=repr)
+def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
+    assert same(run(scheduler, stop=NEVER), run(scheduler))
+
+
+def test_forced_first_commits_the_first_position_of_a_block_alone() -> None:
+    script = Script([[0.2, 0.9, 0.9, 0.2, 0.9, 0.9]])
+    blocks = {"name": "fixed", "length": 3}
+    assert script.play(ForcedFirst(Threshold(0.5)), blocks=blocks)[0] == [[0], [1, 2], [3], [4, 5]]
+    assert ForcedFirst(FixedSteps(score="margin")).needs == {"margin"}
+
+
+@pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])
+def test_a_window_without_its_first_prediction_is_refused(cache: Any) -> None:
+    """Under a logit shift, the published window predicts nothing for the block's first position."""
+    message = rf"cache={type(cache).__name__} .* scheduler=Threshold .* use ForcedFirst"
+    with pytest.raises(UserError, match=message):
+        toys.sampler("dream", cache=cache, scheduler=Threshold())
+    assert toys.sampler("dream", cache=cache, scheduler={"name": "eoser", "inner": ForcedFirst(Threshold())})
+    assert toys.sampler("llada", cache=cache)  # no shift, no difference
+
+
+@pytest.mark.parametrize(("cache", "first"), [(DualCache(), 2), (PublishedDualCache(), 3), (PublishedPrefixCache(), 3)])
+def test_the_window_begins_with_the_block(cache: Any, first: int) -> None:
+    spy = toys.Spy(toys.denoiser("dream"))
+    blocks = {"name": "fixed", "length": 6}
+    Sampler(spy, cache=cache, scheduler=ForcedFirst(Threshold(2.0)), blocks=blocks, stop="none").generate(
+        [[5, 11, 3]], max_new_tokens=6
+    )
+    assert [int(plan.positions[0, 0]) for _, _, plan in spy.calls] == [0, *[first] * 5]
+
+
+@dataclass
+class LateDual(PublishedWindow, DualCache):
+    """The published dual cache with one more whole forward per block."""
+
+    def due(self, canvas: Canvas) -> torch.Tensor:
+        return canvas.age <= 1
+
+
+def test_the_window_begins_with_the_block_in_a_sparse_cache_too() -> None:
+    def cached(cache: Any) -> Any:
+        rule = ForcedFirst(Threshold(0.7))
+        return toys.sampler("dream", cache=cache, scheduler=rule).generate(toys.PROMPTS, max_new_tokens=TOKENS)
+
+    late = cached(LateDual())
+    sparse = cached(PublishedSparseCache(keep=1.0))
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(sparse.trace, name), getattr(late.trace, name))
+
+
+def test_a_quirk_is_no_option() -> None:
+    for group, name in (("cache", "dual"),):
+        with pytest.raises(UserError, match=rf"^unknown field of {group}={name} 'compat'"):
+            config.build(group, {"name": name, "compat": True})
