@@ -12,20 +12,28 @@ from dllm_sampler import Canvas, Sampler, UserError, config
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.eval.conformance.published import (
     ForcedFirst,
+    PublishedCredit,
+    PublishedDInferThreshold,
     PublishedDualCache,
     PublishedPrefixCache,
     PublishedSparseCache,
     PublishedWindow,
+    Unrolled,
 )
 from dllm_sampler.protocols import Scheduler
+from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
-from tests import toys
+from tests import played, toys
 from tests.scripted import NEVER, PROMPTS, TOKENS, Script, run, same, sampler
 from tests.turns import by_turns
 
 ALL: list[Scheduler] = [
     ForcedFirst(Threshold(0.6)),
+    Unrolled(Threshold(0.6), tpf=2, maximum=3),
+    Unrolled(Threshold(0.6), tpf=2, maximum=3, cached=True, every=2),
+    PublishedDInferThreshold(0.6),
+    PublishedCredit(0.6),
 ]
 
 
@@ -52,6 +60,46 @@ def test_forced_first_commits_the_first_position_of_a_block_alone() -> None:
     blocks = {"name": "fixed", "length": 3}
     assert script.play(ForcedFirst(Threshold(0.5)), blocks=blocks)[0] == [[0], [1, 2], [3], [4, 5]]
     assert ForcedFirst(FixedSteps(score="margin")).needs == {"margin"}
+
+
+def test_unrolling_wastes_forwards() -> None:
+    model = played.constant([0.9 - 0.01 * i for i in range(8)])
+    # Eight masks and two tokens expected per forward: four forwards, three of them for nothing.
+    assert played.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=4), 8) == [list(range(8)), [], [], []]
+    assert played.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=3), 8) == [list(range(8)), [], []]
+    assert played.play(model, Unrolled(Threshold(2.0), tpf=2, maximum=3), 8) == [[i] for i in range(8)]
+    assert played.play(model, Unrolled(Threshold(0.8), tpf=8, maximum=4), 8) == [list(range(8))]
+
+
+def test_unrolling_changes_no_token() -> None:
+    """Every wasted forward aside, the same tokens at the same forwards of their block."""
+    plain, unrolled = run(Threshold(0.6)), run(Unrolled(Threshold(0.6), tpf=1, maximum=4))
+    assert torch.equal(plain.trace.ids, unrolled.trace.ids)
+    assert (unrolled.nfe > plain.nfe).any()
+    for row in range(len(PROMPTS)):
+        assert [step for step in unrolled.trace.steps(row) if step] == plain.trace.steps(row)
+    assert same(run(Unrolled(Threshold(0.6), maximum=1)), run(Threshold(0.6)))
+
+
+@pytest.mark.parametrize("name", ["tpf", "maximum"])
+def test_unrolling_by_nothing_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"scheduler\.{name} must be a whole number of at least 1, not 0"):
+        Unrolled(Threshold(), **{name: 0})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("rule", [PublishedDInferThreshold(0.9), PublishedCredit(0.9)])
+def test_dinfer_passes_over_mask_candidates(rule: Scheduler) -> None:
+    """Position 1 wants the mask token until its neighbour is there."""
+    table = played.constant([0.8, 0.7], [1, 2])
+
+    def says(canvas: Canvas) -> torch.Tensor:
+        logits = table.says(canvas).clone()
+        logits[:, 2, 7] = torch.where(canvas.masked[:, 1], 5.0, -5.0)
+        return logits
+
+    assert played.play(played.Script(says), rule, 2, compat=True) == [[0], [1]]
+    # Counted as the best one, it would keep all else from being committed.
+    assert played.play(played.Script(says), DInferThreshold(0.9), 2, compat=True, max_steps=3) == [[], [], []]
 
 
 @pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])

@@ -8,7 +8,9 @@ it is, hand the object over:
     Sampler(denoiser, scheduler=ForcedFirst(Threshold(0.9)), cache=PublishedDualCache(), compat=True)
 """
 
+from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
+from dllm_sampler.eval.conformance.published.unrolled import Unrolled
 from dllm_sampler.eval.conformance.published.window import (
     PublishedDualCache,
     PublishedPrefixCache,
@@ -18,8 +20,11 @@ from dllm_sampler.eval.conformance.published.window import (
 
 __all__ = [
     "ForcedFirst",
+    "PublishedCredit",
+    "PublishedDInferThreshold",
     "PublishedDualCache",
     "PublishedPrefixCache",
     "PublishedSparseCache",
     "PublishedWindow",
+    "Unrolled",
 ]
