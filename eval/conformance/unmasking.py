@@ -13,7 +13,7 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import CACHES, Loop, setup
-from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache
+from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedLocalLeap
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
@@ -23,7 +23,6 @@ from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.pc import PositionCalibrated
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import Prophet
@@ -166,7 +165,7 @@ def localleap(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.threshold is not None:
         scheduler = Threshold(args.threshold)
         if args.relaxed_threshold is not None:
-            scheduler = LocalLeap(args.threshold, args.relaxed_threshold, args.radius, compat=True)
+            scheduler = PublishedLocalLeap(args.threshold, args.relaxed_threshold, args.radius)
     denoiser = _denoiser(line, checkpoints, args, args.eos_id)
     made = setup(line, args, denoiser, scheduler, stop="block" if args.early_stop else "none")
     return replace(made, fill=denoiser.spec.eos_id if args.early_stop else None)

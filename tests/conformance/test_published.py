@@ -15,18 +15,24 @@ from dllm_sampler.eval.conformance.published import (
     PublishedCredit,
     PublishedDInferThreshold,
     PublishedDualCache,
+    PublishedLocalLeap,
     PublishedPrefixCache,
+    PublishedSlowFast,
     PublishedSparseCache,
     PublishedWindow,
+    PublishedWino,
     Unrolled,
 )
 from dllm_sampler.protocols import Scheduler
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.wino import Wino
 from tests import played, toys
 from tests.scripted import NEVER, PROMPTS, TOKENS, Script, run, same, sampler
 from tests.turns import by_turns
+from tests.unit.test_schedulers import committed
 
 ALL: list[Scheduler] = [
     ForcedFirst(Threshold(0.6)),
@@ -34,6 +40,9 @@ ALL: list[Scheduler] = [
     Unrolled(Threshold(0.6), tpf=2, maximum=3, cached=True, every=2),
     PublishedDInferThreshold(0.6),
     PublishedCredit(0.6),
+    PublishedWino(0.3),
+    PublishedSlowFast(0.6, slow=3, sigma=3.0),
+    PublishedLocalLeap(0.6, 0.3),
 ]
 
 
@@ -102,6 +111,31 @@ def test_dinfer_passes_over_mask_candidates(rule: Scheduler) -> None:
     assert played.play(played.Script(says), DInferThreshold(0.9), 2, compat=True, max_steps=3) == [[], [], []]
 
 
+def test_wino_is_bounded_by_the_step_before() -> None:
+    script = Script(
+        says=[[0.9, 0.8, 0.7, 0.2, 0.3, 0.1], [0.5, 0.5, 0.5, 0.6, 0.55, 0.1], [0.9, 0.9, 0.9, 0.9, 0.9, 0.6]],
+        shadows=[[0.0] * 6, [0.95, 0.6, 0.7, 0.0, 0.0, 0.0], [0.95, 0.0, 0.7, 0.99, 0.99, 0.0]],
+    )
+    # Forward 2 commits two and doubts two. The clean bound of 2 - 1 spares one, that of the step before, 3 - 1, none.
+    assert script.play(Wino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
+    assert script.play(PublishedWino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 2, 5]], [[], [1, 2], []])
+
+
+def test_localleap_near_an_anchor_asks_for_the_relaxed_threshold_alone() -> None:
+    row = [0.6, 0.8, 0.95, 0.2, 0.8, 0.97]
+    for bar, clean, published in [(0.75, [1, 2, 4, 5], [1, 2, 4, 5]), (0.96, [2, 5], [5])]:
+        assert committed(LocalLeap(0.9, bar, 1), row) == [clean]
+        assert committed(PublishedLocalLeap(0.9, bar, 1), row) == [published]
+
+
+def test_slow_forwards_are_made_for_nothing() -> None:
+    """Three are three, and the first stable edge is kept."""
+    script = Script([[0.5, 0.95, 0.16, 0.35, 0.2, 0.1, 0.25, 0.1]])
+    found = script.play(PublishedSlowFast(slow=3))[0]
+    assert found == [[1], [0], [3], [2], [6], [4], [5], [7], [], []]
+    assert script.limits == [9] * 10
+
+
 @pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])
 def test_a_window_without_its_first_prediction_is_refused(cache: Any) -> None:
     """Under a logit shift, the published window predicts nothing for the block's first position."""
@@ -142,6 +176,6 @@ def test_the_window_begins_with_the_block_in_a_sparse_cache_too() -> None:
 
 
 def test_a_quirk_is_no_option() -> None:
-    for group, name in (("cache", "dual"),):
+    for group, name in (("cache", "dual"), ("scheduler", "wino")):
         with pytest.raises(UserError, match=rf"^unknown field of {group}={name} 'compat'"):
             config.build(group, {"name": name, "compat": True})

@@ -10,6 +10,8 @@ it is, hand the object over:
 
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
+from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
+from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
 from dllm_sampler.eval.conformance.published.unrolled import Unrolled
 from dllm_sampler.eval.conformance.published.window import (
     PublishedDualCache,
@@ -17,14 +19,18 @@ from dllm_sampler.eval.conformance.published.window import (
     PublishedSparseCache,
     PublishedWindow,
 )
+from dllm_sampler.eval.conformance.published.wino import PublishedWino
 
 __all__ = [
     "ForcedFirst",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDualCache",
+    "PublishedLocalLeap",
     "PublishedPrefixCache",
+    "PublishedSlowFast",
     "PublishedSparseCache",
     "PublishedWindow",
+    "PublishedWino",
     "Unrolled",
 ]
