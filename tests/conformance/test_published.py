@@ -11,11 +11,13 @@ import torch
 from dllm_sampler import Canvas, Sampler, UserError, config
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.eval.conformance.published import (
+    EndsAnywhere,
     ForcedFirst,
     PublishedCredit,
     PublishedDInferThreshold,
     PublishedDualCache,
     PublishedLocalLeap,
+    PublishedParallelDecoding,
     PublishedPrefixCache,
     PublishedSlowFast,
     PublishedSparseCache,
@@ -24,8 +26,10 @@ from dllm_sampler.eval.conformance.published import (
     Unrolled,
 )
 from dllm_sampler.protocols import Scheduler
+from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.leftright import LeftToRight
 from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
@@ -33,6 +37,7 @@ from tests import played, toys
 from tests.scripted import NEVER, PROMPTS, TOKENS, Script, run, same, sampler
 from tests.turns import by_turns
 from tests.unit.test_schedulers import committed
+from tests.unit.test_schedulers_apd import paired, table
 
 ALL: list[Scheduler] = [
     ForcedFirst(Threshold(0.6)),
@@ -43,6 +48,7 @@ ALL: list[Scheduler] = [
     PublishedWino(0.3),
     PublishedSlowFast(0.6, slow=3, sigma=3.0),
     PublishedLocalLeap(0.6, 0.3),
+    PublishedParallelDecoding(verifier=toys.verifier()),
 ]
 
 
@@ -134,6 +140,41 @@ def test_slow_forwards_are_made_for_nothing() -> None:
     found = script.play(PublishedSlowFast(slow=3))[0]
     assert found == [[1], [0], [3], [2], [6], [4], [5], [7], [], []]
     assert script.limits == [9] * 10
+
+
+def test_apd_judges_by_the_best_token() -> None:
+    """At a temperature the draft is random and the published target is not."""
+    denoiser, judge = paired(*[table([{1: 0.3, 6: 0.0}] * 40)] * 2)  # 6 ends a text
+    clean, published = (
+        kind(verifier=judge, mixture_weight=0.5) for kind in (ParallelDecoding, PublishedParallelDecoding)
+    )
+    assert len(played.play(denoiser, clean, 40, temperature=1.0)) == 1
+    assert len(played.play(denoiser, published, 40, temperature=1.0)) > 10
+
+
+def test_apd_tempers_twice() -> None:
+    given: dict[str, Any] = {"verifier": toys.verifier(), "max_lookahead": None, "mixture_weight": 1.0}
+    sampled = toys.sampler(scheduler=PublishedParallelDecoding(**given), temperature=0.5, top_p=0.9)
+    assert [type(guide).__name__ for guide in sampled.plugins.guides] == ["Temperature", "TopP", "Temperature"]
+    # argmax(z / T + T G) is argmax(z / T^2 + G)
+    twice, drafts = (
+        toys.sampler("dream", scheduler=kind(**given), temperature=heat, blocks="full").generate(
+            toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS
+        )
+        for kind, heat in ((PublishedParallelDecoding, 0.5), (ParallelDecoding, 0.25))
+    )
+    first = twice.trace.generated == 0
+    assert first.any() and torch.equal(twice.tokens[first], drafts.tokens[first])
+
+
+@pytest.mark.parametrize("rule", [PublishedParallelDecoding(verifier=toys.verifier()), LeftToRight()])
+def test_apd_ends_at_an_end_token_anywhere(rule: Scheduler) -> None:
+    prompts = [[toys.EOS, 3, 5], [4, 4, 2]]
+    *_, last = toys.sampler("dream", scheduler=rule, blocks="full", stop=EndsAnywhere()).stream(
+        prompts, max_new_tokens=TOKENS
+    )
+    assert last.nfe[0] == 1 and last.masked[0].any()
+    assert toys.sampler("dream", scheduler=rule).generate(prompts[:1], max_new_tokens=TOKENS).complete.all()
 
 
 @pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])

@@ -8,6 +8,7 @@ it is, hand the object over:
     Sampler(denoiser, scheduler=ForcedFirst(Threshold(0.9)), cache=PublishedDualCache(), compat=True)
 """
 
+from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
@@ -22,11 +23,13 @@ from dllm_sampler.eval.conformance.published.window import (
 from dllm_sampler.eval.conformance.published.wino import PublishedWino
 
 __all__ = [
+    "EndsAnywhere",
     "ForcedFirst",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDualCache",
     "PublishedLocalLeap",
+    "PublishedParallelDecoding",
     "PublishedPrefixCache",
     "PublishedSlowFast",
     "PublishedSparseCache",
