@@ -1,8 +1,8 @@
 """A forward whose layers run on Triton kernels in place of their own modules: the same sums, fewer passes over memory.
 
 Per layer: norm, one projection of queries, keys and values, their rotation with the writing of the slots, attention
-over the slots, the sum and norm before the feed-forward, the gated product. A cache that drives layers by itself, on the
-padded form, drives the modules.
+over the slots, the sum and norm before the feed-forward, the gated product. A cache that drives layers by itself, on
+the padded form, drives the modules.
 """
 
 from __future__ import annotations

@@ -9,18 +9,16 @@ from pydantic import BaseModel, ConfigDict
 
 from dllm_sampler.blocks import FixedBlocks, FullBlock
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedPrefixCache
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import ReplayNoise
 from dllm_sampler.protocols import Blocks, Guide, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -93,7 +91,7 @@ def fast_dllm(line: Line, checkpoints: Checkpoints) -> Setup:
         raise Unsupported("no order of draws is published for a cached loop")
     # Whatever other algorithm is named, the published loop ranks by entropy.
     inner = Threshold(args.threshold) if args.alg == THRESHOLD else _timesteps(args, "entropy")
-    cache = DualCache(compat=True) if args.dual_cache else PrefixCache(compat=True)
+    cache = PublishedDualCache() if args.dual_cache else PublishedPrefixCache()
     blocks = FixedBlocks(args.block_length)
     # Blocks of one position still make an inner forward, because the loop looks for masks only afterwards.
     return _setup(line, checkpoints, args, ForcedFirst(inner), blocks, cache, wasted_block=1)

@@ -13,6 +13,7 @@ from dllm_sampler.eval.conformance import llada
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.dream import SCORES
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
+from dllm_sampler.eval.conformance.published import PublishedSlowFast
 from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Denoiser, Scheduler
@@ -21,7 +22,6 @@ from dllm_sampler.schedulers.ccd import Coherent
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.remdm import Remdm
-from dllm_sampler.schedulers.slowfast import SlowFast
 
 
 class CoherentArguments(BaseModel):
@@ -76,13 +76,12 @@ def ccd(line: Line, checkpoints: Checkpoints) -> Setup:
 def slowfast(line: Line, checkpoints: Checkpoints) -> Setup:
     """SlowFast's loop without its cache."""
     args = line.arguments(SlowFastArguments)
-    scheduler = SlowFast(
+    scheduler = PublishedSlowFast(
         args.high_confidence_threshold,
         args.cycle_len_confidence_threshold,
         args.k_exploration_steps,
         args.cycle_length_stability_window,
         args.cycle_length_stability_std_dev_threshold,
-        compat=True,
     )
     return _setup(line, checkpoints, args, scheduler)
 

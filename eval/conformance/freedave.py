@@ -12,17 +12,15 @@ from torch import Tensor
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
+from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedPrefixCache
 from dllm_sampler.protocols import Carry, Scheduler, block_over
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
@@ -264,7 +262,7 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
         scheduler=scheduler,
         blocks=FixedBlocks(args.block),
         stop=AllEnd(drafting=args.draft_steps is not None) if args.early_exit else NoStop(),
-        cache=DualCache(compat=True) if args.dual_cache else PrefixCache(compat=True),
+        cache=PublishedDualCache() if args.dual_cache else PublishedPrefixCache(),
         compat=True,
     )
     # The static loop looks for masks after the second forward of a block only.

@@ -13,12 +13,12 @@ from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupporte
 from dllm_sampler.eval.conformance.dream import SCORES
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import Loop, setup
+from dllm_sampler.eval.conformance.published import PublishedWino
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Carry, Denoiser
 from dllm_sampler.schedulers.budget import block_steps, uniform_share
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.klass import Klass, Take
-from dllm_sampler.schedulers.wino import Wino
 
 TAKES: dict[str, Take] = {"all": "all", "max_conf": "surest", "min_kl": "steadiest"}
 
@@ -71,7 +71,7 @@ def klass(line: Line, checkpoints: Checkpoints) -> Setup:
 def wino(line: Line, checkpoints: Checkpoints) -> Setup:
     """WINO's loop, which draws for its shadow rows too."""
     args = line.arguments(WinoArguments)
-    scheduler = Wino(args.threshold, args.threshold_back, compat=True)
+    scheduler = PublishedWino(args.threshold, args.threshold_back)
     return setup(line, args, _denoiser(line, checkpoints, args), scheduler, beyond=args.block_length)
 
 

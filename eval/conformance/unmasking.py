@@ -8,12 +8,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dllm_sampler.blocks import AdaBlock, AscendingBlocks, FullBlock
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import CACHES, Loop, setup
+from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedLocalLeap
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
@@ -23,8 +23,6 @@ from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
-from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.pc import PositionCalibrated
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import Prophet
@@ -167,7 +165,7 @@ def localleap(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.threshold is not None:
         scheduler = Threshold(args.threshold)
         if args.relaxed_threshold is not None:
-            scheduler = LocalLeap(args.threshold, args.relaxed_threshold, args.radius, compat=True)
+            scheduler = PublishedLocalLeap(args.threshold, args.relaxed_threshold, args.radius)
     denoiser = _denoiser(line, checkpoints, args, args.eos_id)
     made = setup(line, args, denoiser, scheduler, stop="block" if args.early_stop else "none")
     return replace(made, fill=denoiser.spec.eos_id if args.early_stop else None)
@@ -255,7 +253,7 @@ def adablock_dream(line: Line, checkpoints: Checkpoints) -> Setup:
         scheduler=ForcedFirst(scheduler) if args.dual_cache else scheduler,
         blocks=AdaBlock(DREAM_DELIMITERS, args.delimiter_threshold, args.block_length),
         stop="none",
-        cache=DualCache(compat=True) if args.dual_cache else NoCache(),
+        cache=PublishedDualCache() if args.dual_cache else NoCache(),
         compat=True,
     )
     return Setup(sampler, args.max_new_tokens)

@@ -82,12 +82,10 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.slowfast": [
         {"threshold": 0.7},
         {"threshold": 0.6, "glimpse": 0.2, "slow": 2, "truncate": False},
-        {"threshold": 0.6, "slow": 3, "sigma": 3.0, "compat": True},
     ],
     "scheduler.wino": [
         {"threshold": 0.4, "back": 0.5, "least": 2},
         {"threshold": 0.2, "back": 0.9},
-        {"threshold": 0.3, "back": 0.7, "compat": True},
     ],
     "scheduler.dynamic": [{"threshold": 0.6}, {"threshold": 0.7, "steps": 3}, {"score": "position", "steps": 4}],
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],

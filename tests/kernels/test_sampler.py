@@ -14,6 +14,7 @@ import torch
 
 from dllm_sampler import Sampler, config, launches, layout
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval.conformance.published import ForcedFirst, Unrolled
 from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import Backend
@@ -24,9 +25,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.unrolled import Unrolled
 from tests import toys
 
 CPU = torch.device("cpu")

@@ -13,7 +13,6 @@ from dllm_sampler.schedulers.budget import timestep, timestep_odds, timestep_sha
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
@@ -71,10 +70,8 @@ def test_localleap():
     row = [0.6, 0.8, 0.95, 0.2, 0.8, 0.97]
     assert committed(LocalLeap(0.9, 0.75, 1), row) == [[1, 2, 4, 5]]
     assert committed(LocalLeap(0.9, 0.75, 0), row) == committed(Threshold(0.9), row)
-    assert committed(LocalLeap(0.9, 0.75, 1, compat=True), row) == [[1, 2, 4, 5]]
-    # Stricter near an anchor than elsewhere: it says nothing, or takes back.
+    # Stricter near an anchor than elsewhere: it says nothing.
     assert committed(LocalLeap(0.9, 0.96, 1), row) == [[2, 5]]
-    assert committed(LocalLeap(0.9, 0.96, 1, compat=True), row) == [[5]]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -180,15 +177,6 @@ def test_origin_opens_at_the_rate_of_the_process():
         assert share == pytest.approx(p, abs=4 * (p * (1 - p) / (many * 20)) ** 0.5 + 1e-9)
         assert (query.positions.diff(dim=1) >= 0).all()
         assert query.exact
-
-
-def test_forced_first_commits_the_first_position_of_a_block_alone():
-    scheduler = ForcedFirst(Threshold(0.5))
-    edit, _ = told(scheduler, [[0.1, 0.9, 0.9]])
-    assert edit.commit.tolist() == [[True, False, False]]
-    edit, _ = told(scheduler, [[0.1, 0.9, 0.9]], age=1)
-    assert edit.commit.tolist() == [[False, True, True]]
-    assert ForcedFirst(FixedSteps(score="margin")).needs == {"margin"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.unrolled import Unrolled
 from dllm_sampler.stops import EndOfText
 from tests.played import BLOCK, MASK, PROMPTS, TOKENS, Script, constant, play, run, same, toy
 
@@ -239,8 +238,6 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (Credit, {"alpha": -1.0}, "scheduler.alpha"),
     (Credit, {"decay": 1.1}, "scheduler.decay"),
     (Credit, {"memory": 0}, "scheduler.memory"),
-    (Unrolled, {"inner": Threshold(), "tpf": 0}, "scheduler.tpf"),
-    (Unrolled, {"inner": Threshold(), "maximum": 0}, "scheduler.maximum"),
     (CertaintyPrior, {"sigma": 0.0}, "scheduler.sigma"),
     (CertaintyPrior, {"score": "entropy"}, "scheduler.score"),
     (Coherent, {"warmup": 0}, "scheduler.warmup"),

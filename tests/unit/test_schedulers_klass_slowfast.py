@@ -44,9 +44,7 @@ ALL: list[Scheduler] = [
     Klass(9, threshold=0.2, divergence=0.5, take="steadiest"),
     Klass(9, threshold=0.2, divergence=0.5, compat=True),
     Wino(0.3, least=2, most=4),
-    Wino(0.3, compat=True),
     SlowFast(0.6, slow=3),
-    SlowFast(0.6, slow=3, sigma=3.0, compat=True),
     RunningConfidence(9),
     RunningConfidence(9, compat=True),
     Remdm(9, revisions=2, tokens=2),
@@ -252,10 +250,6 @@ class TestSlowFast:
         script.limits.clear()
         assert script.play(SlowFast(truncate=False))[0] == [[1], [0], [3], [2], [6], [4], [5], [7]]
         assert script.limits == [None] * 8
-        script.limits.clear()
-        # As published three slow forwards are three, the last ones for nothing, and the first stable edge is kept.
-        assert script.play(SlowFast(slow=3, compat=True))[0] == [[1], [0], [3], [2], [6], [4], [5], [7], [], []]
-        assert script.limits == [9] * 10
         assert script.play(Threshold())[0] == [[1], [0], [3], [6], [4], [2], [5], [7]]
 
     def test_unstable_estimates_are_averaged(self) -> None:
@@ -273,12 +267,11 @@ class TestSlowFast:
         assert same(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
         assert same(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
 
-    @pytest.mark.parametrize("compat", [False, True])
     @pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(BLOCK)])
-    def test_borders_move_on_and_leave_no_mask_behind(self, blocks: Any, compat: bool) -> None:
+    def test_borders_move_on_and_leave_no_mask_behind(self, blocks: Any) -> None:
         windows = set()
         for prompt in PROMPTS:
-            watched = Watched(0.7, glimpse=0.9, slow=2, compat=compat)
+            watched = Watched(0.7, glimpse=0.9, slow=2)
             history(watched, prompt, blocks=blocks)
             lefts = [left for left, _ in watched.seen]
             assert lefts == sorted(lefts)

@@ -1,0 +1,222 @@
+"""Quirks of published code, by hand; that each loop as a whole is the published one is what the traces say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Canvas, Sampler, UserError, config
+from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.eval.conformance.published import (
+    EndsAnywhere,
+    ForcedFirst,
+    PublishedCredit,
+    PublishedDInferThreshold,
+    PublishedDualCache,
+    PublishedLocalLeap,
+    PublishedParallelDecoding,
+    PublishedPrefixCache,
+    PublishedSlowFast,
+    PublishedSparseCache,
+    PublishedWindow,
+    PublishedWino,
+    Unrolled,
+)
+from dllm_sampler.protocols import Scheduler
+from dllm_sampler.schedulers.apd import ParallelDecoding
+from dllm_sampler.schedulers.dinfer import DInferThreshold
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.leftright import LeftToRight
+from dllm_sampler.schedulers.localleap import LocalLeap
+from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.wino import Wino
+from tests import played, toys
+from tests.scripted import NEVER, PROMPTS, TOKENS, Script, run, same, sampler
+from tests.turns import by_turns
+from tests.unit.test_schedulers import committed
+from tests.unit.test_schedulers_apd import paired, table
+
+ALL: list[Scheduler] = [
+    ForcedFirst(Threshold(0.6)),
+    Unrolled(Threshold(0.6), tpf=2, maximum=3),
+    Unrolled(Threshold(0.6), tpf=2, maximum=3, cached=True, every=2),
+    PublishedDInferThreshold(0.6),
+    PublishedCredit(0.6),
+    PublishedWino(0.3),
+    PublishedSlowFast(0.6, slow=3, sigma=3.0),
+    PublishedLocalLeap(0.6, 0.3),
+    PublishedParallelDecoding(verifier=toys.verifier()),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "kind"), by_turns(3, ALL, ["llada", "dream", "cfg"]))
+def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> None:
+    batch = run(scheduler, kind=kind)
+    assert batch.complete.all()
+    assert int(batch.nfe.max()) <= sampler(scheduler, kind).plugins.scheduler.bound(TOKENS)
+    for row, prompt in enumerate(PROMPTS):
+        alone = run(scheduler, [prompt], kind)
+        assert torch.equal(batch.tokens[row], alone.tokens[0])
+        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
+        assert batch.nfe[row] == alone.nfe[0]
+        assert batch.trace.rows[row] == alone.trace.rows[0]
+
+
+@pytest.mark.parametrize("scheduler", ALL, ids=repr)
+def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
+    assert same(run(scheduler, stop=NEVER), run(scheduler))
+
+
+def test_forced_first_commits_the_first_position_of_a_block_alone() -> None:
+    script = Script([[0.2, 0.9, 0.9, 0.2, 0.9, 0.9]])
+    blocks = {"name": "fixed", "length": 3}
+    assert script.play(ForcedFirst(Threshold(0.5)), blocks=blocks)[0] == [[0], [1, 2], [3], [4, 5]]
+    assert ForcedFirst(FixedSteps(score="margin")).needs == {"margin"}
+
+
+def test_unrolling_wastes_forwards() -> None:
+    model = played.constant([0.9 - 0.01 * i for i in range(8)])
+    # Eight masks and two tokens expected per forward: four forwards, three of them for nothing.
+    assert played.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=4), 8) == [list(range(8)), [], [], []]
+    assert played.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=3), 8) == [list(range(8)), [], []]
+    assert played.play(model, Unrolled(Threshold(2.0), tpf=2, maximum=3), 8) == [[i] for i in range(8)]
+    assert played.play(model, Unrolled(Threshold(0.8), tpf=8, maximum=4), 8) == [list(range(8))]
+
+
+def test_unrolling_changes_no_token() -> None:
+    """Every wasted forward aside, the same tokens at the same forwards of their block."""
+    plain, unrolled = run(Threshold(0.6)), run(Unrolled(Threshold(0.6), tpf=1, maximum=4))
+    assert torch.equal(plain.trace.ids, unrolled.trace.ids)
+    assert (unrolled.nfe > plain.nfe).any()
+    for row in range(len(PROMPTS)):
+        assert [step for step in unrolled.trace.steps(row) if step] == plain.trace.steps(row)
+    assert same(run(Unrolled(Threshold(0.6), maximum=1)), run(Threshold(0.6)))
+
+
+@pytest.mark.parametrize("name", ["tpf", "maximum"])
+def test_unrolling_by_nothing_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=rf"scheduler\.{name} must be a whole number of at least 1, not 0"):
+        Unrolled(Threshold(), **{name: 0})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("rule", [PublishedDInferThreshold(0.9), PublishedCredit(0.9)])
+def test_dinfer_passes_over_mask_candidates(rule: Scheduler) -> None:
+    """Position 1 wants the mask token until its neighbour is there."""
+    table = played.constant([0.8, 0.7], [1, 2])
+
+    def says(canvas: Canvas) -> torch.Tensor:
+        logits = table.says(canvas).clone()
+        logits[:, 2, 7] = torch.where(canvas.masked[:, 1], 5.0, -5.0)
+        return logits
+
+    assert played.play(played.Script(says), rule, 2, compat=True) == [[0], [1]]
+    # Counted as the best one, it would keep all else from being committed.
+    assert played.play(played.Script(says), DInferThreshold(0.9), 2, compat=True, max_steps=3) == [[], [], []]
+
+
+def test_wino_is_bounded_by_the_step_before() -> None:
+    script = Script(
+        says=[[0.9, 0.8, 0.7, 0.2, 0.3, 0.1], [0.5, 0.5, 0.5, 0.6, 0.55, 0.1], [0.9, 0.9, 0.9, 0.9, 0.9, 0.6]],
+        shadows=[[0.0] * 6, [0.95, 0.6, 0.7, 0.0, 0.0, 0.0], [0.95, 0.0, 0.7, 0.99, 0.99, 0.0]],
+    )
+    # Forward 2 commits two and doubts two. The clean bound of 2 - 1 spares one, that of the step before, 3 - 1, none.
+    assert script.play(Wino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
+    assert script.play(PublishedWino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 2, 5]], [[], [1, 2], []])
+
+
+def test_localleap_near_an_anchor_asks_for_the_relaxed_threshold_alone() -> None:
+    row = [0.6, 0.8, 0.95, 0.2, 0.8, 0.97]
+    for bar, clean, published in [(0.75, [1, 2, 4, 5], [1, 2, 4, 5]), (0.96, [2, 5], [5])]:
+        assert committed(LocalLeap(0.9, bar, 1), row) == [clean]
+        assert committed(PublishedLocalLeap(0.9, bar, 1), row) == [published]
+
+
+def test_slow_forwards_are_made_for_nothing() -> None:
+    """Three are three, and the first stable edge is kept."""
+    script = Script([[0.5, 0.95, 0.16, 0.35, 0.2, 0.1, 0.25, 0.1]])
+    found = script.play(PublishedSlowFast(slow=3))[0]
+    assert found == [[1], [0], [3], [2], [6], [4], [5], [7], [], []]
+    assert script.limits == [9] * 10
+
+
+def test_apd_judges_by_the_best_token() -> None:
+    """At a temperature the draft is random and the published target is not."""
+    denoiser, judge = paired(*[table([{1: 0.3, 6: 0.0}] * 40)] * 2)  # 6 ends a text
+    clean, published = (
+        kind(verifier=judge, mixture_weight=0.5) for kind in (ParallelDecoding, PublishedParallelDecoding)
+    )
+    assert len(played.play(denoiser, clean, 40, temperature=1.0)) == 1
+    assert len(played.play(denoiser, published, 40, temperature=1.0)) > 10
+
+
+def test_apd_tempers_twice() -> None:
+    given: dict[str, Any] = {"verifier": toys.verifier(), "max_lookahead": None, "mixture_weight": 1.0}
+    sampled = toys.sampler(scheduler=PublishedParallelDecoding(**given), temperature=0.5, top_p=0.9)
+    assert [type(guide).__name__ for guide in sampled.plugins.guides] == ["Temperature", "TopP", "Temperature"]
+    # argmax(z / T + T G) is argmax(z / T^2 + G)
+    twice, drafts = (
+        toys.sampler("dream", scheduler=kind(**given), temperature=heat, blocks="full").generate(
+            toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS
+        )
+        for kind, heat in ((PublishedParallelDecoding, 0.5), (ParallelDecoding, 0.25))
+    )
+    first = twice.trace.generated == 0
+    assert first.any() and torch.equal(twice.tokens[first], drafts.tokens[first])
+
+
+@pytest.mark.parametrize("rule", [PublishedParallelDecoding(verifier=toys.verifier()), LeftToRight()])
+def test_apd_ends_at_an_end_token_anywhere(rule: Scheduler) -> None:
+    prompts = [[toys.EOS, 3, 5], [4, 4, 2]]
+    *_, last = toys.sampler("dream", scheduler=rule, blocks="full", stop=EndsAnywhere()).stream(
+        prompts, max_new_tokens=TOKENS
+    )
+    assert last.nfe[0] == 1 and last.masked[0].any()
+    assert toys.sampler("dream", scheduler=rule).generate(prompts[:1], max_new_tokens=TOKENS).complete.all()
+
+
+@pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])
+def test_a_window_without_its_first_prediction_is_refused(cache: Any) -> None:
+    """Under a logit shift, the published window predicts nothing for the block's first position."""
+    message = rf"cache={type(cache).__name__} .* scheduler=Threshold .* use ForcedFirst"
+    with pytest.raises(UserError, match=message):
+        toys.sampler("dream", cache=cache, scheduler=Threshold())
+    assert toys.sampler("dream", cache=cache, scheduler={"name": "eoser", "inner": ForcedFirst(Threshold())})
+    assert toys.sampler("llada", cache=cache)  # no shift, no difference
+
+
+@pytest.mark.parametrize(("cache", "first"), [(DualCache(), 2), (PublishedDualCache(), 3), (PublishedPrefixCache(), 3)])
+def test_the_window_begins_with_the_block(cache: Any, first: int) -> None:
+    spy = toys.Spy(toys.denoiser("dream"))
+    blocks = {"name": "fixed", "length": 6}
+    Sampler(spy, cache=cache, scheduler=ForcedFirst(Threshold(2.0)), blocks=blocks, stop="none").generate(
+        [[5, 11, 3]], max_new_tokens=6
+    )
+    assert [int(plan.positions[0, 0]) for _, _, plan in spy.calls] == [0, *[first] * 5]
+
+
+@dataclass
+class LateDual(PublishedWindow, DualCache):
+    """The published dual cache with one more whole forward per block."""
+
+    def due(self, canvas: Canvas) -> torch.Tensor:
+        return canvas.age <= 1
+
+
+def test_the_window_begins_with_the_block_in_a_sparse_cache_too() -> None:
+    def cached(cache: Any) -> Any:
+        rule = ForcedFirst(Threshold(0.7))
+        return toys.sampler("dream", cache=cache, scheduler=rule).generate(toys.PROMPTS, max_new_tokens=TOKENS)
+
+    late = cached(LateDual())
+    sparse = cached(PublishedSparseCache(keep=1.0))
+    for name in ("ids", "step_map", "nfe", "rows"):
+        assert torch.equal(getattr(sparse.trace, name), getattr(late.trace, name))
+
+
+def test_a_quirk_is_no_option() -> None:
+    for group, name in (("cache", "dual"), ("scheduler", "wino")):
+        with pytest.raises(UserError, match=rf"^unknown field of {group}={name} 'compat'"):
+            config.build(group, {"name": name, "compat": True})
