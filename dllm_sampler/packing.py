@@ -128,11 +128,12 @@ class Answers:
     whole: bool  # every place is answered, in order
 
     @staticmethod
-    def of(wanted: Request, size: int) -> Answers:
-        """The answers of a request; size: R."""
+    def of(wanted: Request, sizes: Sizes) -> Answers:
+        """The answers of a request."""
         flat = wanted.asked.flatten()
-        # As many answers as places: then each place has one.
-        return Answers(select.members(flat, size)[0], wanted.query, size == len(flat))
+        # As many answers as places: then each place has one, unless the size was rounded up.
+        whole = sizes.answers == len(flat) and sizes.rows is not None
+        return Answers(select.members(flat, sizes.answers)[0], wanted.query, whole)
 
     @staticmethod
     def every(query: Query) -> Answers:

@@ -116,7 +116,7 @@ class Cache:
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
-        answers = Answers.of(wanted, canvas.sizes.answers)
+        answers = Answers.of(wanted, canvas.sizes)
         sees, computed = extent(canvas, wanted.query), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
