@@ -101,7 +101,7 @@ class Engine:
         wanted = packing.trimmed(state.wanted, canvas.sizes)
         query, plan = wanted.query, state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, query, plan)
-        rule = (self.denoiser.spec, p.guides, self.needs, p.compat)
+        rule = (state.cache.spec, p.guides, self.needs, p.compat)
         seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, *rule, self.kernels)
         self._part(Engine._tell)(state, canvas, query, seen, spent)
         self._part(Engine.ask)(state)
@@ -147,7 +147,7 @@ class Engine:
 
     def ask(self, state: State) -> None:
         """What the model is to compute next, and how large that is."""
-        p, spec, cache = self.plugins, self.denoiser.spec, state.cache
+        p, spec, cache = self.plugins, state.cache.spec, state.cache
         if spec.mask_id is None:
             state.canvas = state.canvas.renoised(spec.vocab_size)
         canvas = state.canvas
@@ -155,18 +155,20 @@ class Engine:
         ahead = p.scheduler.ahead(canvas, state.carry)
         if ahead is not None:
             cache.expect(ahead, query.positions.shape[1])
-        computed = cache.computes(canvas)
-        answered = None if computed is None else packing.answerable(canvas, computed & canvas.seen(), spec)
-        query = cache.narrow(canvas, query, answered)
+        chosen = cache.computes(canvas)
+        computed = packing.computable(canvas, query, chosen)
+        answered = packing.answerable(canvas, computed, spec)
+        if chosen is not None or spec.encoder:
+            query = cache.narrow(canvas, query, answered)
         watched = p.stop.positions(canvas)
         if watched is not None:
-            query = query.join(canvas, watched if answered is None else watched & answered, canvas.length)
-        state.wanted = packing.request(canvas, replace(query, previous=state.previous), computed, spec)
+            query = query.join(canvas, watched & answered, canvas.length)
+        state.wanted = packing.request(replace(query, previous=state.previous), computed, answered)
         state.measured = packing.measure(canvas, state.wanted, state.bad)
 
     def _tell(self, state: State, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:
         """What becomes of the model's answer."""
-        p, spec = self.plugins, self.denoiser.spec
+        p, spec = self.plugins, state.cache.spec
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))

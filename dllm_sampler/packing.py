@@ -46,11 +46,14 @@ class Request(NamedTuple):
         return count + self.shadows(canvas).sum(1) if self.query.blind else count
 
 
-def request(canvas: Canvas, query: Query, computed: Tensor | None, spec: ModelSpec) -> Request:
-    """The request for `query` when a cache computes the columns `computed [B, L+1]`; None: all of them."""
+def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
+    """`[B, L+1] bool` columns of live rows that a forward computes, of those `chosen [B, L+1]`; None: of all."""
     seen = visible(canvas, query) & ~canvas.done[:, None]
-    computed = seen if computed is None else computed & seen
-    answered = answerable(canvas, computed, spec)
+    return seen if chosen is None else chosen & seen
+
+
+def request(query: Query, computed: Tensor, answered: Tensor) -> Request:
+    """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
     asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
     live = query.live
     asked = asked.expand(query.ids.shape) if live is None else asked & live[..., None]
@@ -259,7 +262,7 @@ class Pack:
         rows = canvas.ids[:, None].expand(-1, query.ids.shape[1], -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
         if not query.blind:
-            return rows.flatten()[self.place]
+            return rows.flatten().index_select(0, self.place)
         assert self.segment is not None and mask_id is not None
         shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]
         return shadowed.masked_fill(self.segment == 1, mask_id)

@@ -109,13 +109,14 @@ class D2Cache(Cache):
         ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
         return among & ((ordered <= self.rollout) | (place == 0))
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
         query = super().narrow(canvas, query, answered)
         if query.exact:
             return query
-        masks = canvas.masked if answered is None else canvas.masked & answered
-        return query.join(canvas, masks, max(canvas.length - canvas.origin, query.positions.shape[1]))
+        return query.join(
+            canvas, canvas.masked & answered, max(canvas.length - canvas.origin, query.positions.shape[1])
+        )
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""

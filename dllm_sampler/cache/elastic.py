@@ -115,7 +115,7 @@ class ElasticCache(Cache):
         """See `Cache.computes`."""
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`: the window alone, in its own width."""
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
@@ -231,7 +231,7 @@ class ElasticCache(Cache):
         layers = self.spec.num_layers
         reused = self.refresh_from.clamp(min=0)
         total = plan.computed * reused + plan.columns * (layers - reused)
-        return (total + layers - 1) // layers
+        return ((total + layers - 1) // layers) * plan.live
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`: what the step wrote is stale until the next forward, which computes it."""
