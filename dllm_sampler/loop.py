@@ -122,7 +122,8 @@ class Engine:
         state.finished = found.finished
         state.canvas = replace(state.canvas, sizes=found.sizes)
         branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
-        state.canvas = replace(state.canvas, branches=branches)
+        if branches != state.canvas.branches:
+            state.canvas = replace(state.canvas, branches=branches)
         if found.bad:
             self.refuse(state)
 
@@ -163,7 +164,9 @@ class Engine:
         watched = p.stop.positions(canvas)
         if watched is not None:
             query = query.join(canvas, watched & answered, canvas.length)
-        state.wanted = packing.request(replace(query, previous=state.previous), computed, answered)
+        if state.previous is not None:
+            query = replace(query, previous=state.previous)
+        state.wanted = packing.request(query, computed, answered)
         state.measured = packing.measure(canvas, state.wanted, state.bad)
 
     def _tell(self, state: State, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:
@@ -187,11 +190,8 @@ class Engine:
         state.cache.observe(canvas, query, edit, seen)
         state.recorder.note(canvas, after, query, edit, seen)
         closed = p.blocks.close(canvas, after, edit)
-        state.canvas = replace(
-            after.advance(closed, canvas.width, edit.finish),
-            nfe=canvas.nfe + spent.nfe,
-            rows=canvas.rows + spent.rows,
-        )
+        counts = {"nfe": canvas.nfe + spent.nfe, "rows": canvas.rows + spent.rows}
+        state.canvas = after.advance(closed, canvas.width, edit.finish, **counts)
         if seen.logits is not None and spec.self_conditioning:
             state.previous = seen.logits[:, 0].to(spec.dtype)
 
