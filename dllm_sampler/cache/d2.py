@@ -27,11 +27,13 @@ class D2Cache(Cache):
     attention (mean over heads, a row that is not computed looks at itself) mixed with the identity. Gaps between
     chosen columns are closed where these lie at most `gap` apart.
 
-    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. Three slips of the
-    published code are not repeated: its stored confidences are those of the first forward for good, masks that were
-    not computed can be committed from empty logits, and the block by whose length it rounds is what is left of it. It
-    also fills the rows of a batch up to the same number of columns, by score; here a row computes in a batch what it
-    computes alone. At the end of a block it prefers the masks of the block that is full, here those of the next one.
+    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it: a schedule's share
+    is cut to what is predicted. Four slips of the published code are not repeated: its stored confidences are those of
+    the first forward for good, masks that were not computed can be committed from empty logits, the block by whose
+    length it rounds is what is left of it, and on Dream the prompt's last row, which the rollout may have chosen, is
+    computed only where the first mask is. It also fills the rows of a batch up to the same number of columns, by score;
+    here a row computes in a batch what it computes alone. At the end of a block it prefers the masks of the block that
+    is full, here those of the next one.
 
     Args:
         masks: how many masks are computed.

@@ -37,7 +37,8 @@ class ElasticCache(Cache):
     tokens committed by the last step, and the tracked tokens: those that each layer's window looked at most in the
     last forward. Layer by layer it compares the attention of the tracked tokens, averaged over heads, with what their
     stored queries and the stored keys give; where the cosine similarity falls below `gamma`, all deeper layers compute
-    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed.
+    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed: a
+    schedule's share is cut to it, and a block takes a forward per window of its masks at least.
 
     Published with `blocks=full`, which the window replaces; inside shorter blocks it ends where the block does. Masks
     behind a committed end of text come last, as if the published code had dropped them. Each row of a batch decides

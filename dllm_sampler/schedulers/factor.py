@@ -38,6 +38,6 @@ class Factor(Scheduler):
         passes = (sure >= 1 - self.factor / (place + 2).double()) & eligible
         count = passes.sum(1).clamp(min=1)
         if self.compat:
-            left = eligible.sum(1)
+            left = canvas.noise_left()
             count = torch.where(count == left - 1, left, count)
         return Edit(readout.token[:, 0], eligible & (place < count[:, None])), carry

@@ -22,7 +22,9 @@ class FixedSteps(Scheduler):
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
     `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Steps are shared among
     blocks in proportion to their length. By default each step commits at least one position, none is spent on a
-    finished block, and a block's last step commits all that is left.
+    finished block, and a block's last step commits all that is left. Under a cache that predicts a part of the masks
+    (Elastic-Cache, d2Cache) a share is one of all masks too; what of it is not predicted waits, at most until the
+    last step: from then on each forward commits all that is predicted.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
@@ -57,6 +59,11 @@ class FixedSteps(Scheduler):
         return self.score == "confidence"
 
     @property
+    def exact(self) -> bool:
+        """Under `compat`: a block is left after its steps, with the masks in it that no step was told of."""
+        return self.compat
+
+    @property
     def needs(self) -> frozenset[str]:
         """The score's statistic."""
         return score_needs(self.score)
@@ -67,15 +74,15 @@ class FixedSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        eligible, opens = canvas.eligible(query.positions), canvas.age == 0
-        left = eligible.sum(1)  # [B] every mask of the block is asked
+        # Counted on the canvas: a cache may choose which masks are asked, and the query of a row that is done has room
+        # for a part of them.
+        opens, left = canvas.age == 0, canvas.noise_left()
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
         if self.schedule == "uniform":
             count = uniform_share(masks, steps, canvas.age)
         else:
-            # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
-            held = canvas.noise_left().float().mean().expand_as(left) if self.compat else left
+            held = left.float().mean().expand_as(left) if self.compat else left
             count = timestep_share(held, steps, canvas.age, self.eps)
         last = canvas.age + 1 >= steps
         if not self.compat:
@@ -84,7 +91,7 @@ class FixedSteps(Scheduler):
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
         hold, leave = (~last, last) if self.compat else (None, None)
-        choice = Choice(canvas, query.positions, score, count=count, among=eligible)
+        choice = Choice(canvas, query.positions, score, count=count)
         return Edit(readout.token[:, 0], choice, hold=hold, leave=leave), (masks, steps)
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:

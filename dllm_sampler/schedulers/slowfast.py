@@ -77,9 +77,10 @@ class SlowFast(Threshold):
         edge = torch.where(over & (edge == 0), mean.long(), edge)
         fast = torch.where(running, fast + 1, fast.masked_fill(over, 0))
 
-        # Every mask before the edge was asked, in either phase.
-        open_ = (eligible ^ commit) & (query.positions < edge[:, None])
-        full = (fast >= 0) & ~open_.any(1)
+        # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
+        filled = (commit & (query.positions < edge[:, None])).sum(1)
+        open_ = replace(canvas, stop=edge).noise_left() > filled
+        full = (fast >= 0) & ~(open_ & eligible.any(1))
         left = torch.where(full, edge, left)
         return Edit(readout.token[:, 0], commit), self._fresh(full, left, edge, slow, fast, seen)
 

@@ -11,21 +11,21 @@ from dllm_sampler import config
 
 # Above twice threshold's count, each with the count that it has; whoever lowers one lowers it here.
 DEARER = {
-    "budgeted": 34,  # a budget that goes from step to step, over a sort
-    "ccd": 62,  # a line of positions, and the one before it
+    "budgeted": 38,  # a budget that goes from step to step, over a sort
+    "ccd": 63,  # a line of positions, and the one before it
     "ccd_marginal": 84,  # distributions of the last steps
-    "certainty": 37,  # the fixed schedule and every position's neighbourhood
+    "certainty": 41,  # the fixed schedule and every position's neighbourhood
     "credit": 58,  # remembered tokens of every position
     "entropy_renoise": 65,  # a sort of entropies, and what it takes back
-    "eoser": 36,  # the scheduler inside, and a factor
-    "freedave": 95,  # the scheduler inside, walked along the drafts
-    "klass": 62,  # distributions of the last step, and the fixed schedule
+    "eoser": 39,  # the scheduler inside, and a factor
+    "freedave": 92,  # the scheduler inside, walked along the drafts
+    "klass": 78,  # distributions of the last step, and the fixed schedule
     "learn2pd": 56,  # a network
-    "pc": 34,  # the fixed schedule, weighted by place and by frequency
+    "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 74,  # the order of every column, ahead of time
     "remdm": 49,  # two choices, the second of which looks at the first
-    "slowfast": 74,  # two phases
-    "ssd": 95,  # as freedave
+    "slowfast": 81,  # two phases
+    "ssd": 92,  # as freedave
 }
 
 
@@ -33,9 +33,9 @@ DEARER = {
 STEPS = {
     ("threshold", "none", "prefix"): 93,
     ("threshold", "dual", "prefix"): 114,
-    ("fixed", "dual", "prefix"): 112,
-    ("fixed", "dual", "none"): 100,
-    ("klass", "dual", "prefix"): 160,
+    ("fixed", "dual", "prefix"): 111,
+    ("fixed", "dual", "none"): 99,
+    ("klass", "dual", "prefix"): 176,
 }
 
 
@@ -44,9 +44,9 @@ LAUNCHES = {
     ("threshold", "none", "prefix"): 22,
     ("threshold", "dual", "prefix"): 31,
     ("threshold", "dual", "none"): 24,
-    ("fixed", "dual", "prefix"): 41,
-    ("fixed", "dual", "none"): 33,
-    ("klass", "dual", "prefix"): 71,
+    ("fixed", "dual", "prefix"): 40,
+    ("fixed", "dual", "none"): 32,
+    ("klass", "dual", "prefix"): 79,
 }
 
 
