@@ -21,6 +21,7 @@ from dllm_sampler.eval.conformance.published import (
     PublishedDualCache,
     PublishedElasticCache,
     PublishedEndOfText,
+    PublishedFreeDave,
     PublishedLocalLeap,
     PublishedOrigin,
     PublishedParallelDecoding,
@@ -36,6 +37,7 @@ from dllm_sampler.protocols import Scheduler
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.leftright import LeftToRight
 from dllm_sampler.schedulers.localleap import LocalLeap
@@ -63,6 +65,7 @@ ALL: list[Scheduler] = [
     PublishedLocalLeap(0.6, 0.3),
     PublishedParallelDecoding(verifier=toys.verifier()),
     PublishedRunningConfidence(9),
+    PublishedFreeDave(Threshold(0.6), match="subset"),
 ]
 
 
@@ -79,7 +82,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> N
         assert batch.trace.rows[row] == alone.trace.rows[0]
 
 
-@pytest.mark.parametrize("scheduler", ALL, ids=repr)
+@pytest.mark.parametrize("scheduler", [rule for rule in ALL if not rule.drafts], ids=repr)
 def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
     assert same(run(scheduler, stop=NEVER), run(scheduler))
 
@@ -189,6 +192,18 @@ def test_apd_ends_at_an_end_token_anywhere(rule: Scheduler) -> None:
     )
     assert last.nfe[0] == 1 and last.masked[0].any()
     assert toys.sampler("dream", scheduler=rule).generate(prompts[:1], max_new_tokens=TOKENS).complete.all()
+
+
+def test_freedave_writes_a_certain_step_with_the_forward_that_verifies_it() -> None:
+    """The same tokens, one per step inside; the forward that opens a block writes nothing yet."""
+    inner = FixedSteps()
+    alone, clean, published = (run(rule) for rule in (inner, FreeDave(inner), PublishedFreeDave(inner)))
+    assert torch.equal(alone.tokens, published.tokens)
+    assert (published.nfe < alone.nfe).all()
+    for row in range(len(PROMPTS)):
+        assert len(clean.trace.steps(row)[0]) == 1 and not published.trace.steps(row)[0]
+    with pytest.raises(UserError, match=r"scheduler\.eager is exact"):
+        PublishedFreeDave(inner, eager=True)
 
 
 class TestRunningConfidence:

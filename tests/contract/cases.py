@@ -63,7 +63,6 @@ SETTINGS: dict[str, list[Settings]] = {
         {},
         {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5, "layout": "tree"},
         {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset"},
-        {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset", "compat": True},
         {"inner": {"name": "ccd", "warmup": 1}, "eager": True},
     ],
     "scheduler.ssd": [{"width": 3, "layout": "tree"}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],

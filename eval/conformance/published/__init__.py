@@ -12,6 +12,7 @@ from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedP
 from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
+from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
@@ -35,6 +36,7 @@ __all__ = [
     "PublishedDualCache",
     "PublishedElasticCache",
     "PublishedEndOfText",
+    "PublishedFreeDave",
     "PublishedLocalLeap",
     "PublishedOrigin",
     "PublishedParallelDecoding",
