@@ -53,7 +53,6 @@ class ElasticCache(Cache):
         track: tokens tracked per layer.
         block_caching: leave the masks behind the window as they were last computed.
         full_every: steps from one whole forward to the next (1: no reuse, exact); None: the first step only.
-        compat: compare head by head as the published code does: for each key the cosine over heads, averaged over keys.
     """
 
     pads: ClassVar[bool] = True
@@ -65,7 +64,6 @@ class ElasticCache(Cache):
     track: int = 1
     block_caching: bool = True
     full_every: int | None = None
-    compat: bool = False
     inputs: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
     queries: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, H, Dh]
     stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written since computed
@@ -212,12 +210,8 @@ class ElasticCache(Cache):
         """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are."""
         real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
         before, now = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (before, now))
-        if not self.compat:
-            alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
-            return (alike * real).sum(1) / real.sum(1)
-        alike = F.cosine_similarity(before, now, dim=1).double() * real[..., None]  # [B, T, S], 0 at unseen keys
-        seen = plan.known.new_ones(alike.shape[::2]) if plan.keys is None else plan.keys
-        return alike.sum((1, 2)) / (real.sum(1) * seen.sum(1))
+        alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
+        return (alike * real).sum(1) / real.sum(1)
 
     def most_attended(self, weights: Tensor, plan: ElasticPlan) -> Tensor:
         """`[B, L+1] bool` the decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""

@@ -19,6 +19,7 @@ from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.conformance import dream
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import PublishedDelayedCache
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Scheduler
@@ -98,7 +99,7 @@ def dkv_dream(line: Line, checkpoints: Checkpoints) -> Setup:
     mode = "decode" if args.cache_type == "decoded" else args.cache_type
     # Prefill never refreshes, and its lines leave the interval at 0.
     every = None if mode == "prefill" else args.cache_steps
-    cache = DelayedCache(every, mode, False, args.shift_type, compat=True) if args.use_cache else NoCache()
+    cache = PublishedDelayedCache(every, mode, False, args.shift_type) if args.use_cache else NoCache()
     return dream.steps(line, checkpoints, args, cache)
 
 

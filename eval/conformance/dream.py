@@ -12,14 +12,18 @@ from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedPrefixCache
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedOrigin,
+    PublishedPrefixCache,
+)
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import ReplayNoise
 from dllm_sampler.protocols import Blocks, Guide, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
 
 Score = Literal["confidence", "margin", "entropy"]
@@ -72,7 +76,7 @@ def steps(line: Line, checkpoints: Checkpoints, args: Arguments, cache: Cache) -
         Unsupported: an unknown `alg`.
     """
     if args.alg == "origin":
-        scheduler = Origin(args.steps, args.eps, compat=True)
+        scheduler = PublishedOrigin(args.steps, args.eps)
     elif args.alg in SCORES:
         scheduler = _timesteps(args, SCORES[args.alg])
     else:

@@ -13,14 +13,13 @@ from dllm_sampler.eval.conformance import llada
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.dream import SCORES
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
-from dllm_sampler.eval.conformance.published import PublishedSlowFast
+from dllm_sampler.eval.conformance.published import PublishedRunningConfidence, PublishedSlowFast
 from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.ccd import Coherent
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.remdm import Remdm
 
 
@@ -89,7 +88,7 @@ def slowfast(line: Line, checkpoints: Checkpoints) -> Setup:
 def rcr(line: Line, checkpoints: Checkpoints) -> Setup:
     """ParallelBench's RCR."""
     args = line.arguments(FixedArguments)
-    return _setup(line, checkpoints, args, RunningConfidence(args.steps, compat=True))
+    return _setup(line, checkpoints, args, PublishedRunningConfidence(args.steps))
 
 
 def remdm(line: Line, checkpoints: Checkpoints) -> Setup:

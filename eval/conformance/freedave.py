@@ -17,11 +17,15 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
-from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedPrefixCache
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedFreeDave,
+    PublishedPrefixCache,
+)
 from dllm_sampler.protocols import Carry, Scheduler, block_over
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.verifier import Layout
@@ -96,8 +100,8 @@ class Events:
 
 
 @dataclass(frozen=True)
-class Noted(FreeDave):
-    """The shipped drafting, with a note of what a forward's walk and its free last mask commit."""
+class Noted(PublishedFreeDave):
+    """The published drafting, with a note of what a forward's walk and its free last mask commit."""
 
     events: Events = field(default_factory=Events)
 
@@ -255,8 +259,7 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
         )
     elif args.draft_steps is not None:
         layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        rules = {"draft": args.draft_steps, "match": "subset", "compat": True}
-        scheduler = Noted(scheduler, layout=layout, events=events or Events(), **rules)
+        scheduler = Noted(scheduler, layout, draft=args.draft_steps, match="subset", events=events or Events())
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
@@ -301,7 +304,7 @@ def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
         )
     elif args.draft_steps is not None:
         layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        scheduler = Noted(scheduler, layout=layout, events=events, draft=args.draft_steps, compat=True)
+        scheduler = Noted(scheduler, layout=layout, events=events, draft=args.draft_steps)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,

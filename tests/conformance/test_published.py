@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from dllm_sampler import Canvas, Sampler, UserError, config
+from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.eval.conformance.published import (
     EndsAnywhere,
     ForcedFirst,
     PublishedCredit,
+    PublishedDelayedCache,
     PublishedDInferThreshold,
     PublishedDualCache,
+    PublishedElasticCache,
+    PublishedEndOfText,
+    PublishedFreeDave,
     PublishedLocalLeap,
+    PublishedOrigin,
     PublishedParallelDecoding,
     PublishedPrefixCache,
+    PublishedRunningConfidence,
     PublishedSlowFast,
     PublishedSparseCache,
     PublishedWindow,
@@ -29,13 +37,20 @@ from dllm_sampler.protocols import Scheduler
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.leftright import LeftToRight
 from dllm_sampler.schedulers.localleap import LocalLeap
+from dllm_sampler.schedulers.origin import Origin
+from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
+from dllm_sampler.stops import EndOfText
 from tests import played, toys
-from tests.scripted import NEVER, PROMPTS, TOKENS, Script, run, same, sampler
+from tests.scripted import BLOCK, NEVER, PROMPTS, TOKENS, Script, history, run, same, sampler
 from tests.turns import by_turns
+from tests.unit.test_cache_dkv import no_mask_misses_its_row
+from tests.unit.test_cache_elastic import Paper, decodes_as
 from tests.unit.test_schedulers import committed
 from tests.unit.test_schedulers_apd import paired, table
 
@@ -49,6 +64,8 @@ ALL: list[Scheduler] = [
     PublishedSlowFast(0.6, slow=3, sigma=3.0),
     PublishedLocalLeap(0.6, 0.3),
     PublishedParallelDecoding(verifier=toys.verifier()),
+    PublishedRunningConfidence(9),
+    PublishedFreeDave(Threshold(0.6), match="subset"),
 ]
 
 
@@ -65,7 +82,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> N
         assert batch.trace.rows[row] == alone.trace.rows[0]
 
 
-@pytest.mark.parametrize("scheduler", ALL, ids=repr)
+@pytest.mark.parametrize("scheduler", [rule for rule in ALL if not rule.drafts], ids=repr)
 def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
     assert same(run(scheduler, stop=NEVER), run(scheduler))
 
@@ -175,6 +192,80 @@ def test_apd_ends_at_an_end_token_anywhere(rule: Scheduler) -> None:
     )
     assert last.nfe[0] == 1 and last.masked[0].any()
     assert toys.sampler("dream", scheduler=rule).generate(prompts[:1], max_new_tokens=TOKENS).complete.all()
+
+
+def test_freedave_writes_a_certain_step_with_the_forward_that_verifies_it() -> None:
+    """The same tokens, one per step inside; the forward that opens a block writes nothing yet."""
+    inner = FixedSteps()
+    alone, clean, published = (run(rule) for rule in (inner, FreeDave(inner), PublishedFreeDave(inner)))
+    assert torch.equal(alone.tokens, published.tokens)
+    assert (published.nfe < alone.nfe).all()
+    for row in range(len(PROMPTS)):
+        assert len(clean.trace.steps(row)[0]) == 1 and not published.trace.steps(row)[0]
+    with pytest.raises(UserError, match=r"scheduler\.eager is exact"):
+        PublishedFreeDave(inner, eager=True)
+
+
+class TestRunningConfidence:
+    def test_it_goes_back_to_earlier_blocks(self) -> None:
+        script = Script([[0.2, 0.3, 0.0, 0.0], [0.9, 0.3, 0.0, 0.0], [0.0, 0.0, 0.8, 0.7], [0.6, 0.6, 0.6, 0.6]])
+        blocks = {"name": "fixed", "length": 2}
+        assert script.play(RunningConfidence(4), blocks=blocks) == ([[1], [0], [2], [3]], [[]] * 4)
+        # Of 0.9, 0.3, 0.8 and 0.7 the 0.3 goes back, although its block is closed.
+        found = script.play(PublishedRunningConfidence(4), blocks=blocks)
+        assert found == ([[1], [0], [2, 3], [1]], [[], [], [1], []])
+        fired = 0
+        for prompt in PROMPTS:
+            opened, taken = history(PublishedRunningConfidence(9), prompt)
+            assert len(opened) == 9
+            fired += sum(place // BLOCK < step // 3 for step, back in enumerate(taken) for place in back)
+        assert fired > 0
+
+    def test_it_writes_again_what_a_stop_would_keep(self) -> None:
+        full, cut = (run(PublishedRunningConfidence(9), stop=stop) for stop in ("none", "prefix"))
+        assert not torch.equal(cut.lengths, full.lengths)
+
+    @pytest.mark.parametrize("cache", ["prefix", "dual"])
+    def test_it_needs_every_row(self, cache: str) -> None:
+        with pytest.raises(UserError, match=r"scheduler=PublishedRunningConfidence .* use cache=none"):
+            sampler(PublishedRunningConfidence(), cache=cache)
+
+
+def test_origin_makes_steps_after_the_last_mask() -> None:
+    clean, published = (run(kind(40), PROMPTS[:1], blocks="full") for kind in (Origin, PublishedOrigin))
+    assert torch.equal(clean.trace.generated, published.trace.generated)
+    assert int(clean.nfe) < int(published.nfe) == 40
+
+
+def test_end_of_text_asks_who_committed(tmp_path: Path) -> None:
+    """Two end tokens that only the fallback committed: the clean rule cuts at the first, published code guesses."""
+    path = played.filter_file(tmp_path, (torch.zeros(4, 4), torch.full((4,), -50.0)))
+    model = played.constant([0.6, 0.5, 0.9, 0.3], [6, 1, 6, 3])
+    for stop, end in ((EndOfText("predicted", 0.0), 1), (PublishedEndOfText(), 3)):
+        rule = LearnedFilter(path, steps=2)
+        sampled = Sampler(model, scheduler=rule, blocks={"name": "fixed", "length": 4}, stop=stop)
+        assert int(sampled.generate([[0]], max_new_tokens=4).trace.end[0]) - 1 == end
+
+
+@pytest.mark.parametrize("mode", ["decode", "pd", "prefill"])
+@pytest.mark.parametrize("shift", ["un", "un_right"])
+def test_dkv_keeps_the_last_row_by_another_rule(shift: Any, mode: Any) -> None:
+    """Which never leaves a mask without the row that predicts it."""
+    published, clean = (
+        [bool(live.kept[0, seen.end[0] - 1]) for seen, live in no_mask_misses_its_row(kind(3, mode, shift=shift))]
+        for kind in (PublishedDelayedCache, DelayedCache)
+    )
+    assert published != clean
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_elastic_compares_over_heads(shift: bool) -> None:
+    class OverHeads(Paper):
+        def similarity(self, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+            return torch.cosine_similarity(before, now, dim=0).mean()
+
+    case: dict[str, Any] = {"gamma": 0.8, "window": 5}
+    decodes_as(OverHeads, PublishedElasticCache(**case), case, shift)
 
 
 @pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])

@@ -35,7 +35,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"steps": 10, "schedule": "timestep", "score": "entropy"},
         {"steps": 8, "schedule": "timestep", "alg_temp": 0.5},
     ],
-    "scheduler.origin": [{}, {"steps": 4}, {"steps": 9, "compat": True}],
+    "scheduler.origin": [{}, {"steps": 4}],
     "scheduler.apd": [
         {"verifier": toys.verifier(), "mixture_weight": 0.9, "max_lookahead": None},
         {"verifier": toys.verifier(), "mixture_weight": 0.8, "max_lookahead": 4},
@@ -63,7 +63,6 @@ SETTINGS: dict[str, list[Settings]] = {
         {},
         {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5, "layout": "tree"},
         {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset"},
-        {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset", "compat": True},
         {"inner": {"name": "ccd", "warmup": 1}, "eager": True},
     ],
     "scheduler.ssd": [{"width": 3, "layout": "tree"}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
@@ -77,7 +76,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.learn2pd": [{"filter": toys.FILTER, "threshold": 0.5}],
     "scheduler.localleap": [{"threshold": 0.7, "relaxed": 0.3, "radius": 2}],
     "scheduler.pc": [{}, {"steps": 7, "decay": 0.0}],
-    "scheduler.rcr": [{}, {"steps": 7}, {"steps": 9, "compat": True}],
+    "scheduler.rcr": [{}, {"steps": 7}],
     "scheduler.remdm": [{}, {"steps": 9, "revisions": 2, "tokens": 2}],
     "scheduler.slowfast": [
         {"threshold": 0.7},
@@ -98,7 +97,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"refresh_every": 3},
         {"refresh_every": 4, "per_block": False, "shift": "un_right"},
         {"mode": "pd", "refresh_every": 2},
-        {"mode": "prefill", "compat": True},
+        {"mode": "prefill"},
     ],
     "cache.dkv_greedy": [{"refresh_every": 3, "window": 1}, {"window": 0}],
     "cache.dllm": [{"prompt_every": 4, "response_every": 3, "guidance_every": 2}, {"response_every": 2, "ratio": 0.0}],
@@ -124,9 +123,9 @@ def settings(group: str) -> list[Settings]:
     ]
 
 
-def one_each(group: str, but: Settings | None = None) -> list[Any]:
-    """Every plug-in of a group under every one of its settings but this; slow are all but one of each."""
-    every, names = [one for one in settings(group) if one != but], config.names(group)
+def one_each(group: str) -> list[Any]:
+    """Every plug-in of a group under every one of its settings; slow are all but one of each."""
+    every, names = settings(group), config.names(group)
     sizes = {name: sum(one["name"] == name for one in every) for name in names}
     left = {name: number % sizes[name] for number, name in enumerate(names)}  # not the first one of all
     found = []

@@ -149,21 +149,8 @@ def test_max_steps_gives_up(case: Case) -> None:
 SCHEDULERS, CACHES = cases.settings("scheduler"), cases.settings("cache")
 
 
-# Published RCR takes back tokens of earlier blocks: what a stop has kept would have been written again.
-RESTLESS = {"name": "rcr", "steps": 9, "compat": True}
-
-
-def test_published_rcr_writes_again_what_a_stop_would_keep() -> None:
-    """Why it is left out of the next test."""
-    full, cut = (
-        toys.sampler("llada", scheduler=RESTLESS, stop=stop).generate(toys.PROMPTS, max_new_tokens=TOKENS)
-        for stop in ("none", "prefix")
-    )
-    assert not torch.equal(cut.lengths, full.lengths)
-
-
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheduler", cases.one_each("scheduler", but=RESTLESS))
+@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
 def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any], turn: int) -> None:
     """Each scheduler under two of its caches, which differ from one to the next."""
     caches = cases.legal_caches(scheduler)

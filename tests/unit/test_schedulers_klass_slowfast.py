@@ -46,7 +46,6 @@ ALL: list[Scheduler] = [
     Wino(0.3, least=2, most=4),
     SlowFast(0.6, slow=3),
     RunningConfidence(9),
-    RunningConfidence(9, compat=True),
     Remdm(9, revisions=2, tokens=2),
     Dilated(),
     Dilated(3, 0.6),
@@ -133,9 +132,7 @@ def test_bad_values(cls: Callable[..., Scheduler], values: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize(
-    "scheduler", [Wino(), Klass(compat=True), RunningConfidence(compat=True), Eoser(Wino())], ids=repr
-)
+@pytest.mark.parametrize("scheduler", [Wino(), Klass(compat=True), Eoser(Wino())], ids=repr)
 def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler, cache: str) -> None:
     message = rf"scheduler={type(scheduler).__name__} .* cache={cache.title()}Cache .* use cache=none"
     with pytest.raises(UserError, match=message):

@@ -218,16 +218,3 @@ def test_predicted_end_of_text_fires_on_the_whole_canvas() -> None:
     result = sampler.generate([[0]], max_new_tokens=8)
     assert first.masked[0].tolist() == [False, True, True, True, True, True, False, False]
     assert int(result.nfe[0]) == 4
-
-
-def test_compat_end_of_text_asks_who_committed(tmp_path: Path) -> None:
-    """An end token that only the fallback committed does not cut by itself, but it may be guessed."""
-    path = filter_file(tmp_path, (torch.zeros(4, 4), torch.full((4,), -50.0)))
-    model = constant([0.5, 0.9, 0.4, 0.3], [1, 6, 2, 3])
-    ends = []
-    for mode in ("resolved", "predicted"):
-        for compat in (False, True):
-            stop = EndOfText(mode, 0.0, compat)
-            sampler = Sampler(model, scheduler=LearnedFilter(path), blocks=FixedBlocks(4), stop=stop)
-            ends.append(int(sampler.generate([[0]], max_new_tokens=4).trace.end[0]) - 1)
-    assert ends == [2, 4, 2, 2]

@@ -131,22 +131,6 @@ class TestRunningConfidence:
             fired += sum(map(len, taken))
         assert fired > 0 or share == 4
 
-    def test_as_published_it_goes_back_to_earlier_blocks(self) -> None:
-        script = Script([[0.2, 0.3, 0.0, 0.0], [0.9, 0.3, 0.0, 0.0], [0.0, 0.0, 0.8, 0.7], [0.6, 0.6, 0.6, 0.6]])
-        blocks = FixedBlocks(2)
-        assert script.play(RunningConfidence(4), blocks=blocks) == ([[1], [0], [2], [3]], [[]] * 4)
-        # Of 0.9, 0.3, 0.8 and 0.7 the 0.3 goes back, although its block is closed.
-        assert script.play(RunningConfidence(4, compat=True), blocks=blocks) == (
-            [[1], [0], [2, 3], [1]],
-            [[], [], [1], []],
-        )
-        fired = 0
-        for prompt in PROMPTS:
-            opened, taken = history(RunningConfidence(9, compat=True), prompt)
-            assert len(opened) == 9
-            fired += sum(place // BLOCK < step // 3 for step, back in enumerate(taken) for place in back)
-        assert fired > 0
-
 
 class TestRemdm:
     def test_by_hand(self) -> None:

@@ -9,9 +9,14 @@ it is, hand the object over:
 """
 
 from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
+from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
+from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
+from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
+from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
+from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
 from dllm_sampler.eval.conformance.published.unrolled import Unrolled
 from dllm_sampler.eval.conformance.published.window import (
@@ -27,10 +32,16 @@ __all__ = [
     "ForcedFirst",
     "PublishedCredit",
     "PublishedDInferThreshold",
+    "PublishedDelayedCache",
     "PublishedDualCache",
+    "PublishedElasticCache",
+    "PublishedEndOfText",
+    "PublishedFreeDave",
     "PublishedLocalLeap",
+    "PublishedOrigin",
     "PublishedParallelDecoding",
     "PublishedPrefixCache",
+    "PublishedRunningConfidence",
     "PublishedSlowFast",
     "PublishedSparseCache",
     "PublishedWindow",
