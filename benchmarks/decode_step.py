@@ -6,8 +6,8 @@
 
 A row has `--slots` columns, the last `window` of which are one block under the dual cache: the first forward computes
 and stores every slot (`refresh`), each later one the window. A step is timed from its first launch until the host
-knows what came of it; figures are medians over steps and repeats, with the range. Each line is printed, and is in `--json`, as
-soon as it is measured; the sides of one batch and window follow one another. What fails is a line that says so, and a
+knows what came of it; figures are medians over steps and repeats, with the range. Each line is printed, and in
+`--json`, as soon as it is measured; the sides of one size follow one another. What fails is a line that says so, and a
 side that fell back to torch says that too.
 
 `floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
@@ -24,8 +24,8 @@ side that fell back to torch says that too.
 
 Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
 `torch.compile` made what is neither the model nor the readout (`compile=step`); `int8`, a graph of the model with
-8-bit weights (`model.quantize=int8`), against the floor of those. No other loop has such weights: `speed` and `official`
-are left out there.
+8-bit weights (`model.quantize=int8`), against the floor of those. No other loop has such weights: there is no `speed`
+and no `official` of that side.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Bench:
         # The rows asked about become fewer; the floor is that of half of them.
         window_row = Row("window", side, batch, window, floor=self.floor(batch, window, max(1, window // 2), side))
         refresh = Row("refresh", side, batch, window, floor=self.floor(batch, self.options.slots, window, side))
-        # By the step that ran eagerly, with what it reads, which a recording does not keep; the steps after it are alike.
+        # By the step that ran eagerly, for those after it too, with what it reads: a recording does not keep that.
         alone: dict[int, tuple[Callable[[], None], partial[None]]] = {}
         for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
             canvas = layout.canvas(
