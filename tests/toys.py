@@ -43,14 +43,14 @@ FILTER = _filter()
 
 
 def transformer(
-    seed: int = 2, kv_heads: int = 4, sharp: float = 1.0, dtype: torch.dtype = torch.float64
+    seed: int = 2, kv_heads: int = 4, sharp: float = 1.0, dtype: torch.dtype = torch.float64, layers: int = 2
 ) -> Transformer:
-    """Two random layers. Wide weights make the answers varied and the confidences anything from 0.1 to 1."""
+    """Random layers. Wide weights make the answers varied and the confidences anything from 0.1 to 1."""
     config = TransformerConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=2,
+        num_layers=layers,
         num_heads=4,
         num_kv_heads=kv_heads,
         head_dim=8,
@@ -133,7 +133,7 @@ class Spy:
 
     def __post_init__(self) -> None:
         self.calls: list[tuple[Canvas, Query, Plan]] = []
-        self.logits: list[Tensor] = []
+        self.logits: list[Tensor] = []  # [B, K, Q, V] of each call, 0 where nothing was answered
 
     @property
     def spec(self) -> ModelSpec:
@@ -146,13 +146,23 @@ class Spy:
     def head(self, hidden: Tensor) -> Tensor:
         logits = self.inner.head(hidden)
         logits[..., MASK] += self.raise_mask
-        self.logits.append(logits.clone())
+        self.logits.append(self.calls[-1][2].answers.spread(logits.clone()))
         return logits
 
     @property
     def computed(self) -> list[list[int]]:
         """Positions computed per forward and row; 0 for a finished row."""
-        return [(plan.computed * ~canvas.done).tolist() for canvas, _, plan in self.calls]
+        return [plan.computed.tolist() for _, _, plan in self.calls]
+
+
+def columns(plan: Plan) -> list[list[int]]:
+    """The columns that a forward computes, by row."""
+    assert plan.pack is not None
+    rows: list[list[int]] = [[] for _ in plan.computed]
+    real = plan.pack.column < plan.wanted.computed.shape[1] - 1  # no filler
+    for row, column in zip(plan.pack.row[real].tolist(), plan.pack.column[real].tolist(), strict=True):
+        rows[row].append(column)
+    return rows
 
 
 def canvas(masked: Tensor, **changes: Any) -> Canvas:
@@ -171,7 +181,10 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
         "done": zero > 0,
         "origin": 0,
         "padded": False,
-        "sizes": Sizes(length, length, length, True),
+        "sizes": Sizes(
+            length, length, batch * length, batch * length, length, whole=True, rows=((length, 0, length),) * batch
+        ),
         "noise": CounterNoise(),
+        "width": length,
     }
     return Canvas(**{**fields, **changes})

@@ -134,7 +134,7 @@ def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
         def values(self, hidden: Tensor) -> Tensor:
             return new.transpose(1, 2)
 
-    query = Query.masks(canvas, 8)
+    query = Query.masks(canvas)
     plan = cache.plan(canvas, query)
     chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     assert chosen is not None and chosen.tolist() == [[3, 5, 7]]

@@ -107,7 +107,7 @@ def test_an_open_choice_is_committed_as_a_made_one(situation, failing, forbidden
 
 def test_a_choice_is_made_once_and_by_who_reads_it():
     canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    query = Query.masks(canvas, 4)
+    query = Query.masks(canvas)
     for choice in choices(canvas, query.positions):
         edit, expected = Edit(query.positions, choice), choice.made()
         held = copy.deepcopy(edit)
@@ -124,7 +124,7 @@ def test_a_choice_is_made_once_and_by_who_reads_it():
 
 def test_one_rule_is_needed():
     canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    tables = canvas, Query.masks(canvas, 4).positions, torch.ones(2, 4)
+    tables = canvas, Query.masks(canvas).positions, torch.ones(2, 4)
     for rules in ({}, {"threshold": 0.5, "count": torch.ones(2)}, {"threshold": 0.0, "wanted": torch.ones(2, 4) > 0}):
         with pytest.raises(UserError, match="one rule"):
             Choice(*tables, **rules)
@@ -150,7 +150,7 @@ def test_one_rule_is_needed():
 def test_a_choice_that_does_not_fit_is_refused(given, said):
     """A kernel would read beyond its tables."""
     canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    tables = {"positions": Query.masks(canvas, 4).positions, "score": torch.ones(2, 4), "threshold": 0.5}
+    tables = {"positions": Query.masks(canvas).positions, "score": torch.ones(2, 4), "threshold": 0.5}
     with pytest.raises(UserError, match=f"a choice's {said}" if said[0] != "n" else said):
         Choice(canvas, **(tables | given))
 
@@ -181,7 +181,7 @@ def test_windows_and_queries():
     assert canvas.noise_left().tolist() == [3, 1]
     assert canvas.window(4).tolist() == [[1, 2, 3, 4], [4, 5, 6, 6]]
     assert canvas.window(4, back=1).tolist() == [[0, 1, 2, 3], [3, 4, 5, 6]]
-    masks, window = Query.masks(canvas, 3), Query.window(canvas, 4)
+    masks, window = Query.masks(canvas), Query.window(canvas)
     assert masks.positions.tolist() == [[1, 2, 4], [5, 6, 6]]
     assert canvas.eligible(masks.positions).tolist() == [[True, True, True], [True, False, False]]
     assert window.ids.tolist() == canvas.ids.gather(1, window.positions)[:, None].tolist()

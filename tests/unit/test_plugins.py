@@ -83,7 +83,7 @@ def test_an_unfinished_row_ends_before_its_first_hole() -> None:
 def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) -> None:
     rows, width = 512, 16
     canvas = toys.canvas(torch.ones(rows, width, dtype=torch.bool), row_seed=torch.arange(rows))
-    query = Query.masks(canvas, width)
+    query = Query.masks(canvas)
     spec = toys.denoiser().spec
     logits = torch.full((rows, 1, width, spec.vocab_size), -torch.inf, dtype=dtype)
     logits[..., 5:7] = 40.0

@@ -84,7 +84,7 @@ def test_what_is_not_finite_shows_in_the_confidence(bad):
 
 def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozenset[str] = frozenset()) -> Readout:
     canvas = toys.canvas(torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool))
-    query = Query.masks(canvas, logits.shape[2])
+    query = Query.masks(canvas)
     spec = toys.denoiser().spec
     bound = tuple(guide.bind(spec) for guide in guides)
     return readout.read(logits.clone(), logits, canvas, query, spec, bound, needs, allow_mask)
