@@ -38,6 +38,7 @@ class State:
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
     begun: float = 0.0  # when the host began the last step, in seconds of its clock
+    branches: int | None = None  # `Canvas.branches` when the next step was asked for
 
 
 class Engine:
@@ -120,9 +121,10 @@ class Engine:
             return
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
-        state.canvas = replace(state.canvas, sizes=found.sizes)
-        branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
-        state.canvas = replace(state.canvas, branches=branches)
+        coming = replace(state.canvas, sizes=found.sizes)
+        made = replace(state.canvas if step else coming, branches=state.branches)
+        branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
+        state.branches, state.canvas = coming.branches, replace(coming, branches=branches)
         if found.bad:
             self.refuse(state)
 

@@ -125,6 +125,7 @@ class Spy:
     def __init__(self, inner: Denoiser):
         self.inner = inner
         self.query: Query
+        self.plan: Plan
         self.logits: Tensor  # [B, K, Q, V]
 
     @property
@@ -134,13 +135,14 @@ class Spy:
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """See `Denoiser.__call__`."""
-        self.query = query
+        self.query, self.plan = query, plan
         return self.inner(canvas, query, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         """See `Denoiser.head`."""
-        self.logits = self.inner.head(hidden)
-        return self.logits
+        logits = self.inner.head(hidden)
+        self.logits = self.plan.answers.spread(logits.clone())  # the readout overwrites them
+        return logits
 
 
 def divergence(canvas: Canvas, without: Spy, served: Spy) -> tuple[float, int]:
@@ -180,13 +182,9 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
     for step in range(1, (setup.max_steps or chosen.scheduler.bound(setup.max_new_tokens)) + 1):
         before, repeats = state.canvas, (step - 1) % setup.every == 0 and plugins["cache"] != "none"
         if repeats:
-            sizes = replace(before.sizes, computed=before.length, whole=True)
-            plain = replace(
-                state,
-                canvas=replace(before, sizes=sizes),
-                cache=other.plugins.cache.init(before, spec),
-                recorder=Recorder(before),
-            )
+            plain = replace(state, cache=other.plugins.cache.init(before, spec), recorder=Recorder(before))
+            reference.ask(plain)
+            reference.poll(plain, 0)
             sums["seconds_without"] += timed(reference, plain, step)
         seconds = timed(engine, state, step)
         if repeats:

@@ -155,14 +155,18 @@ class Spy:
         return [plan.computed.tolist() for _, _, plan in self.calls]
 
 
-def columns(plan: Plan) -> list[list[int]]:
-    """The columns that a forward computes, by row."""
+def computed(plan: Plan) -> Tensor:
+    """`[B, L+1] bool` the columns that a pack holds, without the empty slot."""
     assert plan.pack is not None
-    rows: list[list[int]] = [[] for _ in plan.computed]
-    real = plan.pack.column < plan.wanted.computed.shape[1] - 1  # no filler
-    for row, column in zip(plan.pack.row[real].tolist(), plan.pack.column[real].tolist(), strict=True):
-        rows[row].append(column)
-    return rows
+    at = torch.zeros_like(plan.wanted.computed)
+    at[plan.pack.row, plan.pack.column] = True
+    at[:, -1] = False
+    return at
+
+
+def columns(plan: Plan) -> list[list[int]]:
+    """The same, by row."""
+    return [row.nonzero()[:, 0].tolist() for row in computed(plan)]
 
 
 def canvas(masked: Tensor, **changes: Any) -> Canvas:

@@ -12,7 +12,7 @@ from dllm_sampler import layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
-from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.none import NoCache, once
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
@@ -40,9 +40,11 @@ def canvas_of(model: Denoiser, prompts: list[list[int]] = PROMPTS) -> Canvas:
 
 def ask(model: Denoiser, canvas: Canvas, query: Query, cache: Cache | None = None) -> tuple[Tensor, Spent]:
     """Logits `[B, K, Q, V]` and what they cost."""
-    live = (cache or NoCache()).init(canvas, model.spec)
-    hidden, spent = model(canvas, query, live.plan(canvas, query))
-    return model.head(hidden), spent
+    canvas, plan = once(canvas, query, model.spec)
+    if cache is not None:
+        plan = cache.init(canvas, model.spec).plan(canvas, plan.wanted)
+    hidden, spent = model(canvas, query, plan)
+    return plan.answers.spread(model.head(hidden)), spent
 
 
 def test_each_row_of_a_padded_batch_answers_as_if_alone():
@@ -74,16 +76,14 @@ def test_hypotheses_and_cost_of_candidates():
     canvas = canvas_of(model)
     positions = torch.tensor([[5, 7], [6, LENGTH], [5, 8]])
     guesses = torch.randint(0, 37, (3, 2, 2))
-    query = Query(positions, guesses, live=torch.tensor([2, 1, 2]))
+    query = Query(positions, guesses, live=torch.tensor([[True, True], [True, False], [True, True]]))
     one = [replace(query, ids=guesses[:, [k]], live=None) for k in range(2)]
-    # A cache stores one hypothesis only, so several are tried without one, on rows of equal length.
     alone = torch.cat([ask(model, canvas, each)[0] for each in one], 1)
-    same = canvas_of(model, [[1, 2, 3, 4, 5]] * 3)
-    both, spent = ask(model, same, query)
-    expected = torch.cat([ask(model, same, each)[0] for each in one], 1)
-    close(both[[0, 2]], expected[[0, 2]])
-    close(both[1, :, 0], expected[1, :, 0])
-    assert spent.rows.tolist() == [18, 9, 18]
+    both, spent = ask(model, canvas, query)
+    close(both[[0, 2]], alone[[0, 2]])
+    close(both[1, 0, 0], alone[1, 0, 0])
+    assert (both[1, 1] == 0).all(), "a candidate that is not alive has no answer"
+    assert spent.rows.tolist() == [18, 6, 14]
     ids = torch.tensor([[1, 2, 3, 4, 5, guesses[0, 1, 0], 39, guesses[0, 1, 1], 39]])
     close(alone[0, 1], model.transformer(ids)[0, [5, 7]].detach())
 
