@@ -38,6 +38,7 @@ class State:
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     finished: bool = False
     begun: float = 0.0  # when the host began the last step, in seconds of its clock
+    branches: int | None = None  # `Canvas.branches` when the next step was asked for
 
 
 class Engine:
@@ -120,10 +121,12 @@ class Engine:
             return
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
-        state.canvas = replace(state.canvas, sizes=found.sizes)
-        branches = self.plugins.scheduler.pace(state.canvas, perf_counter() - state.begun)
-        if branches != state.canvas.branches:
-            state.canvas = replace(state.canvas, branches=branches)
+        before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
+        if self.plugins.scheduler.drafts:
+            # The next step has been asked for already: what the scheduler says now holds for the one after it.
+            made = replace(before if step else state.canvas, branches=state.branches)
+            branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
+            state.branches, state.canvas = before.branches, replace(state.canvas, branches=branches)
         if found.bad:
             self.refuse(state)
 

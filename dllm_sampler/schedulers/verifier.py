@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple, Self, get_args
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from dllm_sampler.protocols import Blocks, Carry, ModelSpec, block_over
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 
-Layout = Literal["batch", "tree"]
 Branch = tuple[int, int]  # the first so many guessed steps, and one later one besides (0: none)
 
 
@@ -61,8 +60,6 @@ class Verifier(Around):
 
     Args:
         inner: the scheduler whose decoding is sped up: one that asks for its block and takes nothing back.
-        layout: `batch`: candidates are rows of a larger batch, each with a copy of the cached keys; `tree`: they lie
-            side by side on the sequence axis, share the cached keys, and a mask keeps them apart. Equal results.
         eager: guess over the end of the block, into the next one, and open that without a forward of its own where
             the guess was right (one block ends per forward at most; a stop may then leave other tokens behind the
             end token). It needs blocks that are not sized on opening, and a cache that opening a block does not
@@ -71,7 +68,6 @@ class Verifier(Around):
 
     late: ClassVar[int] = 0  # steps that candidate 0 is ahead: made certain by one forward, written by the next
 
-    layout: Layout = "batch"
     eager: bool = False
     mask_id: int = field(init=False, default=-1)
     lookahead: int = field(init=False, default=0)  # columns of the next block that `eager` looks at
@@ -79,8 +75,6 @@ class Verifier(Around):
 
     def __post_init__(self) -> None:
         inner, name = type(self.inner).__name__, type(self).__name__
-        if self.layout not in get_args(Layout):
-            raise UserError(f"scheduler.layout must be batch or tree, not {self.layout!r}")
         if self.inner.drafts:
             raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
         if self.inner.revises or self.inner.blind or not self.inner.plain:

@@ -28,7 +28,9 @@ from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import EndOfText
-from tests.played import BLOCK, MASK, PROMPTS, TOKENS, Script, constant, play, run, same, toy
+from tests import toys
+from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
+from tests.toys import MASK
 
 # Certainty prior
 
@@ -110,8 +112,8 @@ def test_ccd_at_its_ends() -> None:
     baseline = full(FixedSteps(score="entropy"))
     assert same(full(Coherent(expand=0.0)), baseline)
     assert same(full(Coherent(warmup=TOKENS)), baseline)
-    sampler = Sampler(toy(), scheduler=Coherent(steps=4), blocks=FullBlock(), stop="none")
-    fixed = Sampler(toy(), scheduler=FixedSteps(4, "entropy"), blocks=FullBlock(), stop="none")
+    sampler = Sampler(toys.denoiser(), scheduler=Coherent(steps=4), blocks=FullBlock(), stop="none")
+    fixed = Sampler(toys.denoiser(), scheduler=FixedSteps(4, "entropy"), blocks=FullBlock(), stop="none")
     assert same(sampler.generate(PROMPTS, max_new_tokens=16), fixed.generate(PROMPTS, max_new_tokens=16))
 
 
@@ -120,7 +122,9 @@ def test_ccd_commits_its_share() -> None:
     result, baseline = full(Coherent(dynamic=False, warmup=2)), full(FixedSteps(score="entropy"))
     assert torch.equal(result.nfe, baseline.nfe)
     assert all(len(step) == 1 for row in range(len(PROMPTS)) for step in result.trace.steps(row))
-    two = Sampler(toy(), scheduler=Coherent(dynamic=False, steps=8, warmup=2), blocks=FullBlock(), stop="none")
+    two = Sampler(
+        toys.denoiser(), scheduler=Coherent(dynamic=False, steps=8, warmup=2), blocks=FullBlock(), stop="none"
+    )
     trace = two.generate(PROMPTS, max_new_tokens=16).trace
     assert all(len(step) == 2 for row in range(len(PROMPTS)) for step in trace.steps(row))
     assert not same(result, baseline)
@@ -229,7 +233,7 @@ def test_editing_ends(extra: int, forwards: int) -> None:
 
 def test_editing_fires_and_leaves_the_prompt() -> None:
     edits = 0
-    sampler = Sampler(toy(), scheduler=TokenEditing(0.6, 0.3), blocks=FixedBlocks(BLOCK), stop="none")
+    sampler = Sampler(toys.denoiser(), scheduler=TokenEditing(0.6, 0.3), blocks=FixedBlocks(BLOCK), stop="none")
     for prompt in PROMPTS:
         before, left = torch.full((TOKENS,), MASK), torch.ones(TOKENS, dtype=torch.bool)
         for commits in sampler.stream([prompt], max_new_tokens=TOKENS):
