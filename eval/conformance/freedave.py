@@ -28,7 +28,6 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.verifier import Layout
 from dllm_sampler.stops import BlockStop, NoStop
 
 
@@ -258,8 +257,7 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
             events=events or Events(),
         )
     elif args.draft_steps is not None:
-        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        scheduler = Noted(scheduler, layout, draft=args.draft_steps, match="subset", events=events or Events())
+        scheduler = Noted(scheduler, draft=args.draft_steps, match="subset", events=events or Events())
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
@@ -303,8 +301,7 @@ def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
             ),
         )
     elif args.draft_steps is not None:
-        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        scheduler = Noted(scheduler, layout=layout, events=events, draft=args.draft_steps)
+        scheduler = Noted(scheduler, events=events, draft=args.draft_steps)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
