@@ -76,7 +76,7 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
 
 COMMANDS = (
     "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "step_operations", "branches",
-    "recording",
+    "recording", "batching",
 )  # fmt: skip
 
 
@@ -105,6 +105,16 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("step_operations --stops non", "unknown stop 'non', did you mean 'none'"),
         ("branches --branches 2,4", "--branches 2,4: should begin with 1"),
         ("recording --models smoke --steps 64", "--steps 64 does not suit smoke"),
+        ("batching --caches dul", "unknown cache 'dul', did you mean 'dual'"),
+        ("batching --schedulers fixd", "unknown scheduler 'fixd', did you mean 'fixed'"),
+        ("batching --batches 4,8", "--batches 4,8: should begin with 1"),
+        ("batching --prompts 8", "--batches 1,4,8,16,32: no batch can be larger than --prompts 8"),
+        ("batching --shortest 9 --longest 8", "--longest 8: should be at least --shortest 9"),
+        ("batching --vocabulary 2", "--vocabulary 2: should be at least 3"),
+        ("batching --width 20 --heads 4", "--width 20: should be a multiple of twice --heads 4"),
+        ("batching --longest 4000", "--longest 4000: beside --tokens 128 the model has room for 3968"),
+        ("batching --threads 2", "add --clock wall"),
+        ("batching --caches dkv_greedy", "cache=GreedyCache must know before each forward"),
     ],
 )
 def test_mistakes_are_one_sentence(
