@@ -21,7 +21,7 @@ class FixedSteps(Scheduler):
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
     `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Steps are shared among
-    blocks in proportion to their length. By default each step commits at least one position, none is spent on a
+    blocks in proportion to their length. Each step commits at least one position, none is spent on a
     finished block, and a block's last step commits all that is left.
 
     Args:
@@ -31,8 +31,6 @@ class FixedSteps(Scheduler):
             the share 1 - s/t of what is left, t falling from 1 to `eps`.
         eps: where the timestep schedule ends.
         alg_temp: above 0, positions are drawn by softmax(score / alg_temp) instead of taken from the top.
-        compat: as published: steps with a budget of 0 and steps after the last mask still run, and the timestep
-            schedule uses the masks of a block averaged over the batch (which makes rows depend on each other).
     """
 
     steps: int | None = None
@@ -40,7 +38,6 @@ class FixedSteps(Scheduler):
     schedule: Schedule = "uniform"
     eps: float = 1e-3
     alg_temp: float = 0.0
-    compat: bool = False
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -71,28 +68,25 @@ class FixedSteps(Scheduler):
         left = eligible.sum(1)  # [B] every mask of the block is asked
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
-        if self.schedule == "uniform":
-            count = uniform_share(masks, steps, canvas.age)
-        else:
-            # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
-            held = canvas.noise_left().float().mean().expand_as(left) if self.compat else left
-            count = timestep_share(held, steps, canvas.age, self.eps)
-        last = canvas.age + 1 >= steps
-        if not self.compat:
-            count = torch.where(last, left, count.clamp(min=1))
+        count = self.share(canvas, masks, steps, left)
         score = self.rate(canvas, query, readout)
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
-        hold, leave = (~last, last) if self.compat else (None, None)
         choice = Choice(canvas, query.positions, score, count=count, among=eligible)
-        return Edit(readout.token[:, 0], choice, hold=hold, leave=leave), (masks, steps)
+        return Edit(readout.token[:, 0], choice), (masks, steps)
+
+    def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
+        """`[B]` positions that this step commits in a block of `masks [B]`, of which `left [B]` are left."""
+        if self.schedule == "uniform":
+            count = uniform_share(masks, steps, canvas.age)
+        else:
+            count = timestep_share(left, steps, canvas.age, self.eps)
+        return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))
 
     def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
         """See `Scheduler.outlook`."""
         opens, left = canvas.age == 0, canvas.noise_left()
         rest = torch.where(opens, block_steps(canvas, self.steps), carry[1]) - canvas.age
-        if self.compat:
-            return Outlook(rest.clamp(min=1), torch.zeros_like(left))
         # An even share of what was there at first is an even share of what is left; Dream's may be one less.
         least = left // rest.clamp(min=1) if self.schedule == "uniform" else torch.ones_like(left)
         return Outlook(torch.minimum(left, rest).clamp(min=1), least.clamp(min=1))
