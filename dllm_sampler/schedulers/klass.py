@@ -28,8 +28,6 @@ class Klass(FixedSteps):
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
-        compat: as published, history starts from zeros and is kept from block to block (every mask of the canvas is
-            asked in each forward), and a block is left after its steps even if masks remain in it.
         threshold: confidence to exceed (0.6 in the paper; the published function's default is 0.9).
         divergence: nats to stay below; 0: the fixed schedule; infinity: threshold decoding once there is a history.
         history: divergences looked at.
@@ -63,18 +61,8 @@ class Klass(FixedSteps):
 
     @property
     def precise(self) -> bool:
-        """Whether divergences are ranked, or have to be as published, and not only compared with a bound."""
-        return self.compat or self.take == "steadiest"
-
-    @property
-    def whole(self) -> bool:
-        """Under `compat` a later block's masks have a history."""
-        return self.compat
-
-    @property
-    def plain(self) -> bool:
-        """See `Scheduler.plain`."""
-        return not self.compat
+        """Whether divergences are ranked, and not only compared with a bound."""
+        return self.take == "steadiest"
 
     def init(self, canvas: Canvas) -> Carry:
         """The fixed schedule's state; the last query `[B, Q]`, what was predicted, the last moves `[B, Q, history]`."""
@@ -83,12 +71,6 @@ class Klass(FixedSteps):
         zero = torch.zeros_like(nowhere, dtype=self.model.dtype)[..., None]
         law, zero = Law(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
         return super().init(canvas), nowhere, law, zero.repeat(1, 1, self.history)
-
-    def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The block's masks; under `compat` all of them."""
-        if not self.compat:
-            return super().ask(canvas, carry)
-        return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -102,23 +84,16 @@ class Klass(FixedSteps):
         row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
-        if not self.compat:
-            # Masks only become fewer, but a cache that chooses among them may not have asked this one last time.
-            new = (asked.gather(1, last) != at) | (canvas.age == 0)[:, None]
-            past = past.masked_fill(new[..., None], torch.inf)
+        # Masks only become fewer, but a cache that chooses among them may not have asked this one last time.
+        new = (asked.gather(1, last) != at) | (canvas.age == 0)[:, None]
+        past = past.masked_fill(new[..., None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
         ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
-        if self.compat:
-            ready = ready & (canvas.age >= self.history - 1)[:, None]
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
-        if self.compat:
-            follow = ready.any(1)
-        else:
-            # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
-            free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])
-            follow = chosen.sum(1) >= share.count.masked_fill(free, 1)
+        # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
+        free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])
+        follow = chosen.sum(1) >= share.count.masked_fill(free, 1)
         among = torch.where(follow[:, None], chosen, eligible)
         count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
-        edit = Edit(edit.ids, replace(share, among=among, count=count), leave=edit.leave)
-        return edit, (opened, at, now, past)
+        return Edit(edit.ids, replace(share, among=among, count=count)), (opened, at, now, past)

@@ -15,6 +15,7 @@ from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import (
     ForcedFirst,
     PublishedDualCache,
+    PublishedFixedSteps,
     PublishedOrigin,
     PublishedPrefixCache,
 )
@@ -23,7 +24,6 @@ from dllm_sampler.noise import ReplayNoise
 from dllm_sampler.protocols import Blocks, Guide, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
-from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 
 Score = Literal["confidence", "margin", "entropy"]
@@ -101,8 +101,8 @@ def fast_dllm(line: Line, checkpoints: Checkpoints) -> Setup:
     return _setup(line, checkpoints, args, ForcedFirst(inner), blocks, cache, wasted_block=1)
 
 
-def _timesteps(args: Arguments, score: Score) -> FixedSteps:
-    return FixedSteps(args.steps, score, "timestep", args.eps, args.alg_temp or 0.0, compat=True)
+def _timesteps(args: Arguments, score: Score) -> PublishedFixedSteps:
+    return PublishedFixedSteps(args.steps, score, "timestep", args.eps, args.alg_temp or 0.0)
 
 
 def _setup(

@@ -13,13 +13,12 @@ from dllm_sampler.eval.conformance import llada
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.dream import SCORES
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
-from dllm_sampler.eval.conformance.published import PublishedRunningConfidence, PublishedSlowFast
+from dllm_sampler.eval.conformance.published import PublishedFixedSteps, PublishedRunningConfidence, PublishedSlowFast
 from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.ccd import Coherent
-from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.remdm import Remdm
 
 
@@ -105,7 +104,7 @@ def sparse(line: Line, checkpoints: Checkpoints) -> Setup:
     args = line.arguments(FixedArguments)
     denoiser = Measured(checkpoints.load(line.model, args.mask_id))
     cache = SparseCache(keep=args.keep_ratio, kernel=args.kernel_size or 1, delay=1)
-    made = llada.setup(line, args, denoiser, FixedSteps(args.steps, compat=True), cache=cache)
+    made = llada.setup(line, args, denoiser, PublishedFixedSteps(args.steps), cache=cache)
     return replace(made, measured=denoiser)
 
 

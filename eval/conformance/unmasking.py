@@ -13,7 +13,13 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import CACHES, Loop, setup
-from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedLocalLeap
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedFixedSteps,
+    PublishedLocalLeap,
+    PublishedPositionCalibrated,
+)
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
@@ -23,7 +29,6 @@ from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.pc import PositionCalibrated
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import Prophet
 
@@ -185,7 +190,7 @@ def eoser(line: Line, checkpoints: Checkpoints) -> Setup:
     """EOSER in fixed steps, as many in each block: what does not divide is dropped."""
     args = line.arguments(EoserArguments)
     blocks = max(1, args.gen_length // args.block_length)
-    inner = FixedSteps(max(1, args.steps // blocks) * blocks, compat=True)
+    inner = PublishedFixedSteps(max(1, args.steps // blocks) * blocks)
     scheduler = Eoser(inner, args.eos_min_gamma, args.eos_max_gamma, "step", args.steps)
     return setup(line, args, _greedy(line, checkpoints, args, args.eos_token_id), scheduler)
 
@@ -206,7 +211,7 @@ def calibrated(line: Line, checkpoints: Checkpoints) -> Setup:
     """PC-Sampler's loop."""
     args = line.arguments(CalibratedArguments)
     table = str(checkpoints.folder / "traces" / args.freq_table)
-    scheduler = PositionCalibrated(args.steps, compat=True, frequency=table, decay=args.lambd, alpha=args.alpha)
+    scheduler = PublishedPositionCalibrated(args.steps, frequency=table, decay=args.lambd, alpha=args.alpha)
     return setup(line, args, _denoiser(line, checkpoints, args), scheduler)
 
 
@@ -223,9 +228,7 @@ def prophet(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.answer_start_pos is not None and args.analyze_gap:
         start = args.answer_start_pos - len(line.prompts[0])
         stop = Prophet(start, args.answer_length, gaps.early, gaps.mid, gaps.late, args.steps)
-    return setup(
-        line, args, _denoiser(line, checkpoints, args), FixedSteps(args.steps, compat=True), stop=stop or "none"
-    )
+    return setup(line, args, _denoiser(line, checkpoints, args), PublishedFixedSteps(args.steps), stop=stop or "none")
 
 
 def adablock(line: Line, checkpoints: Checkpoints) -> Setup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +9,33 @@ import pytest
 import torch
 
 from dllm_sampler import Canvas, Sampler, UserError, config
-from dllm_sampler.cache.dkv import DelayedCache
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.eval.conformance.published import (
+    AnyBlock,
     EndsAnywhere,
     ForcedFirst,
     PublishedCredit,
-    PublishedDelayedCache,
     PublishedDInferThreshold,
-    PublishedDualCache,
-    PublishedElasticCache,
     PublishedEndOfText,
+    PublishedFactor,
+    PublishedFixedSteps,
     PublishedFreeDave,
+    PublishedKlass,
     PublishedLocalLeap,
     PublishedOrigin,
     PublishedParallelDecoding,
-    PublishedPrefixCache,
+    PublishedPositionCalibrated,
     PublishedRunningConfidence,
     PublishedSlowFast,
-    PublishedSparseCache,
-    PublishedWindow,
     PublishedWino,
     Unrolled,
 )
 from dllm_sampler.protocols import Scheduler
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.dinfer import DInferThreshold
+from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.klass import Klass
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.leftright import LeftToRight
 from dllm_sampler.schedulers.localleap import LocalLeap
@@ -47,10 +45,8 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops import EndOfText
 from tests import scripted, toys
-from tests.scripted import BLOCK, NEVER, PROMPTS, TOKENS, history, run, same, sampler, written
+from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same, sampler, written
 from tests.turns import by_turns
-from tests.unit.test_cache_dkv import no_mask_misses_its_row
-from tests.unit.test_cache_elastic import Paper, decodes_as
 from tests.unit.test_schedulers import committed
 from tests.unit.test_schedulers_apd import paired, table
 from tests.unit.test_schedulers_learn2pd import filter_file
@@ -67,6 +63,10 @@ ALL: list[Scheduler] = [
     PublishedParallelDecoding(verifier=toys.verifier()),
     PublishedRunningConfidence(9),
     PublishedFreeDave(Threshold(0.6), match="subset"),
+    PublishedFixedSteps(30, "margin"),
+    PublishedFactor(0.7),
+    PublishedKlass(9, threshold=0.2, divergence=0.5),
+    PublishedPositionCalibrated(9),
 ]
 
 
@@ -226,10 +226,53 @@ class TestRunningConfidence:
         full, cut = (run(PublishedRunningConfidence(9), stop=stop) for stop in ("none", "prefix"))
         assert not torch.equal(cut.lengths, full.lengths)
 
-    @pytest.mark.parametrize("cache", ["prefix", "dual"])
-    def test_it_needs_every_row(self, cache: str) -> None:
-        with pytest.raises(UserError, match=r"scheduler=PublishedRunningConfidence .* use cache=none"):
-            sampler(PublishedRunningConfidence(), cache=cache)
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("rule", [PublishedKlass(), PublishedRunningConfidence(), AnyBlock()])
+def test_what_works_on_all_blocks_needs_every_row(rule: Scheduler, cache: str) -> None:
+    with pytest.raises(UserError, match=rf"scheduler={type(rule).__name__} .* use cache=none"):
+        sampler(rule, cache=cache)
+
+
+def test_klass_keeps_its_history_from_block_to_block() -> None:
+    script, blocks = written([[0.9] * 8]), {"name": "fixed", "length": 4}
+    clean, published = (kind(threshold=0.5, history=1) for kind in (Klass, PublishedKlass))
+    assert script.history(clean, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
+    # Only the run's first forward has none.
+    assert script.history(published, blocks=blocks)[0] == [[0], [1, 2, 3], [4, 5, 6, 7]]
+    assert "probabilities" in published.needs
+
+
+def test_klass_leaves_a_block_after_its_steps() -> None:
+    """Two steps per block of six, in each of which one position is ready: four of each block are never written."""
+    rule = PublishedKlass(4, threshold=0.0, divergence=INF, history=1, take="surest")
+    result = sampler(rule).generate(PROMPTS[:1], max_new_tokens=2 * BLOCK)
+    assert result.trace.generated[0].tolist().count(-1) == 8 and int(result.nfe) == 4
+
+
+def test_fixed_schedules_make_every_step() -> None:
+    for steps, expected in ((6, [1, 1, 1, 1, 0, 0]), (4, [1, 1, 1, 1]), (3, [2, 1, 1])):
+        sampled = toys.sampler(scheduler=PublishedFixedSteps(steps), blocks="full")
+        trace = sampled.generate([3, 4, 5], max_new_tokens=4).trace
+        assert [len(step) for step in trace.steps()] == expected
+
+
+def test_a_timestep_schedule_counts_the_mean_of_a_batch() -> None:
+    """Rows with eight and two masks left, at half the time: of their own, or of five."""
+    canvas = toys.canvas(torch.tensor([[True] * 8, [True] * 2 + [False] * 6]))
+    masks, steps = torch.tensor([8, 8]), torch.tensor([2, 2])
+    rules = [kind(schedule="timestep") for kind in (FixedSteps, PublishedFixedSteps)]
+    counts = [rule.share(canvas, masks, steps, canvas.noise_left()).tolist() for rule in rules]
+    assert counts == [[3, 1], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("sure", "clean", "published"),
+    [([0.9, 0.8, 0.1], [0, 1], [0, 1, 2]), ([0.9, 0.2, 0.1], [0], [0]), ([0.9, 0.1], [0], [0, 1]), ([0.3], [0], [0])],
+)
+def test_factor_takes_the_last_mask_along(sure: list[float], clean: list[int], published: list[int]) -> None:
+    assert committed(Factor(1.0), sure) == [clean]
+    assert committed(PublishedFactor(1.0), sure) == [published]
 
 
 def test_origin_makes_steps_after_the_last_mask() -> None:
@@ -248,67 +291,8 @@ def test_end_of_text_asks_who_committed(tmp_path: Path) -> None:
         assert int(sampled.generate([[0]], max_new_tokens=4).trace.end[0]) - 1 == end
 
 
-@pytest.mark.parametrize("mode", ["decode", "pd", "prefill"])
-@pytest.mark.parametrize("shift", ["un", "un_right"])
-def test_dkv_keeps_the_last_row_by_another_rule(shift: Any, mode: Any) -> None:
-    """Which never leaves a mask without the row that predicts it."""
-    published, clean = (
-        [bool(live.kept[0, seen.end[0] - 1]) for seen, live in no_mask_misses_its_row(kind(3, mode, shift=shift))]
-        for kind in (PublishedDelayedCache, DelayedCache)
-    )
-    assert published != clean
-
-
-@pytest.mark.parametrize("shift", [False, True])
-def test_elastic_compares_over_heads(shift: bool) -> None:
-    class OverHeads(Paper):
-        def similarity(self, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-            return torch.cosine_similarity(before, now, dim=0).mean()
-
-    case: dict[str, Any] = {"gamma": 0.8, "window": 5}
-    decodes_as(OverHeads, PublishedElasticCache(**case), case, shift)
-
-
-@pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])
-def test_a_window_without_its_first_prediction_is_refused(cache: Any) -> None:
-    """Under a logit shift, the published window predicts nothing for the block's first position."""
-    message = rf"cache={type(cache).__name__} .* scheduler=Threshold .* use ForcedFirst"
-    with pytest.raises(UserError, match=message):
-        toys.sampler("dream", cache=cache, scheduler=Threshold())
-    assert toys.sampler("dream", cache=cache, scheduler={"name": "eoser", "inner": ForcedFirst(Threshold())})
-    assert toys.sampler("llada", cache=cache)  # no shift, no difference
-
-
-@pytest.mark.parametrize(("cache", "first"), [(DualCache(), 2), (PublishedDualCache(), 3), (PublishedPrefixCache(), 3)])
-def test_the_window_begins_with_the_block(cache: Any, first: int) -> None:
-    spy = toys.Spy(toys.denoiser("dream"))
-    blocks = {"name": "fixed", "length": 6}
-    Sampler(spy, cache=cache, scheduler=ForcedFirst(Threshold(2.0)), blocks=blocks, stop="none").generate(
-        [[5, 11, 3]], max_new_tokens=6
-    )
-    assert [int(plan.pack.column[0]) for _, _, plan in spy.calls] == [0, *[first] * 5]
-
-
-@dataclass
-class LateDual(PublishedWindow, DualCache):
-    """The published dual cache with one more whole forward per block."""
-
-    def due(self, canvas: Canvas) -> torch.Tensor:
-        return canvas.age <= 1
-
-
-def test_the_window_begins_with_the_block_in_a_sparse_cache_too() -> None:
-    def cached(cache: Any) -> Any:
-        rule = ForcedFirst(Threshold(0.7))
-        return toys.sampler("dream", cache=cache, scheduler=rule).generate(toys.PROMPTS, max_new_tokens=TOKENS)
-
-    late = cached(LateDual())
-    sparse = cached(PublishedSparseCache(keep=1.0))
-    for name in ("ids", "step_map", "nfe", "rows"):
-        assert torch.equal(getattr(sparse.trace, name), getattr(late.trace, name))
-
-
-def test_a_quirk_is_no_option() -> None:
-    for group, name in (("cache", "dual"), ("scheduler", "wino")):
+@pytest.mark.parametrize("group", ["scheduler", "blocks", "stop", "cache", "guide"])
+def test_a_quirk_is_no_option(group: str) -> None:
+    for name in config.names(group):
         with pytest.raises(UserError, match=rf"^unknown field of {group}={name} 'compat'"):
             config.build(group, {"name": name, "compat": True})

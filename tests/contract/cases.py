@@ -24,13 +24,13 @@ TOKENS = 17
 
 SETTINGS: dict[str, list[Settings]] = {
     "scheduler.threshold": [{}, {"threshold": 0.6}],
-    "scheduler.factor": [{}, {"factor": 0.7, "compat": True}],
+    "scheduler.factor": [{}, {"factor": 0.7}],
     "scheduler.budgeted": [{"threshold": 0.7}, {"threshold": 0.5, "steps": 3}],
     "scheduler.fixed": [
         {},
         {"steps": 7},
         {"steps": 8, "score": "margin"},
-        {"steps": 30, "score": "entropy", "compat": True},
+        {"steps": 30, "score": "entropy"},
         {"steps": 9, "score": "random"},
         {"steps": 10, "schedule": "timestep", "score": "entropy"},
         {"steps": 8, "schedule": "timestep", "alg_temp": 0.5},
@@ -70,7 +70,6 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.klass": [
         {"threshold": 0.3, "divergence": 1.0},
         {"steps": 8, "history": 1, "take": "steadiest"},
-        {"steps": 9, "threshold": 0.2, "divergence": 0.5, "compat": True},
     ],
     "scheduler.leftright": [{"tokens_per_step": 2}, {"tokens_per_step": 3, "max_lookahead": 5}],
     "scheduler.learn2pd": [{"filter": toys.FILTER, "threshold": 0.5}],
@@ -178,16 +177,6 @@ class Case:
         """Every step of all toy prompts as one batch."""
         return list(toys.sampler(self.toy, **self.plugins).stream(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS))
 
-    @property
-    def faithful(self) -> bool:
-        """Whether it is a published schedule with its quirks, which may pass over a step."""
-        return bool(self.scheduler.get("compat"))
-
-    @property
-    def leaves_masks(self) -> bool:
-        """Published KLASS leaves a block when its steps are over, whatever is still masked in it."""
-        return self.faithful and self.scheduler["name"] == "klass"
-
 
 def label(chosen: Settings) -> str:
     return "_".join(Path(value).stem if isinstance(value, str) else str(value) for value in chosen.values())
@@ -279,11 +268,11 @@ CASES = cases()
 
 
 def thinned(chosen: Iterable[Case]) -> list[Any]:
-    """The cases; slow are those of which the toy and every plug-in, with its quirks or without, were met before."""
+    """The cases; slow are those of which the toy and every plug-in were met before."""
     met: set[tuple[str, str]] = set()
     found = []
     for case in chosen:
-        plugins = {group: f"{one['name']} {one.get('compat')}" for group, one in case.plugins.items()}
+        plugins = {group: one["name"] for group, one in case.plugins.items()}
         own = {("toy", case.toy), *plugins.items()}
         found.append(pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow))
         met |= own

@@ -12,6 +12,7 @@ from dllm_sampler import Result, Sampler, UserError, layout
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.canvas import Query
 from dllm_sampler.eval.conformance.builder import Measured
+from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.transformer import SwiGLU
 from dllm_sampler.noise import CounterNoise
@@ -106,7 +107,7 @@ def test_a_share_of_the_response_is_computed_in_between() -> None:
 @pytest.mark.parametrize("every", [3, 8])
 def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
     """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
-    rule = {"name": "fixed", "steps": 40, "score": "entropy", "compat": True}
+    rule = PublishedFixedSteps(40, "entropy")
     cache = {"name": "dllm", "prompt_every": 2 * every, "response_every": every}
     it = toys.sampler(kind, cache=cache, blocks="ascending", scheduler=rule)
     batch = it.generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS).trace

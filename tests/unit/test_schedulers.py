@@ -78,9 +78,8 @@ def test_localleap():
 @given(
     st.lists(st.sampled_from([0.0, 0.1, 0.5, 2 / 3, 0.75, 0.8, 0.9, 0.99, 1.0]), min_size=1, max_size=8),
     st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 4.0]),
-    st.booleans(),
 )
-def test_factor_against_a_scan(sure, factor, compat):
+def test_factor_against_a_scan(sure, factor):
     ranked = sorted(range(len(sure)), key=lambda i: (-sure[i], i))
     count = 0
     for n, i in enumerate(ranked, 1):  # stop at the first rank that fails
@@ -88,9 +87,7 @@ def test_factor_against_a_scan(sure, factor, compat):
             break
         count = n
     count = max(count, 1)
-    if compat and count == len(sure) - 1:  # as published: the last one passes when only it fails
-        count += 1
-    assert committed(Factor(factor, compat), sure) == [sorted(ranked[:count])]
+    assert committed(Factor(factor), sure) == [sorted(ranked[:count])]
 
 
 def test_budgeted_threshold():
@@ -141,13 +138,6 @@ def test_steps_are_shared_among_blocks(steps, length, tokens, expected):
     sampler = toys.sampler(scheduler={"name": "fixed", "steps": steps}, blocks={"name": "fixed", "length": length})
     trace = sampler.generate([3, 4, 5], max_new_tokens=tokens).trace
     assert [len(step) for step in trace.steps()] == expected
-
-
-def test_published_schedules_waste_what_they_waste():
-    for steps, expected in ((6, [1, 1, 1, 1, 0, 0]), (4, [1, 1, 1, 1]), (3, [2, 1, 1])):
-        sampler = toys.sampler(scheduler={"name": "fixed", "steps": steps, "compat": True}, blocks="full")
-        trace = sampler.generate([3, 4, 5], max_new_tokens=4).trace
-        assert [len(step) for step in trace.steps()] == expected
 
 
 def test_order_by_chance_goes_by_the_score():

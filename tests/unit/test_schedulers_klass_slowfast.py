@@ -31,7 +31,6 @@ from tests.turns import by_turns
 ALL: list[Scheduler] = [
     Klass(threshold=0.2, divergence=0.5, history=1),
     Klass(9, threshold=0.2, divergence=0.5, take="steadiest"),
-    Klass(9, threshold=0.2, divergence=0.5, compat=True),
     Wino(0.3, least=2, most=4),
     SlowFast(0.6, slow=3),
     RunningConfidence(9),
@@ -121,7 +120,7 @@ def test_bad_values(cls: Callable[..., Scheduler], values: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("scheduler", [Wino(), Klass(compat=True), Eoser(Wino())], ids=repr)
+@pytest.mark.parametrize("scheduler", [Wino(), Eoser(Wino())], ids=repr)
 def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler, cache: str) -> None:
     message = rf"scheduler={type(scheduler).__name__} .* cache={cache.title()}Cache .* use cache=none"
     with pytest.raises(UserError, match=message):
@@ -183,8 +182,6 @@ class TestKlass:
         scheduler = Klass(threshold=0.5, history=1)
         blocks = FixedBlocks(4)
         assert script.history(scheduler, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
-        # As published it is that of the whole run, and only the run's first forward has none.
-        assert script.history(replace(scheduler, compat=True), blocks=blocks)[0] == [[0], [1, 2, 3], [4, 5, 6, 7]]
 
     def test_a_last_step_commits_all_that_is_left(self) -> None:
         script = written([[0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.3, 0.3]])

@@ -11,8 +11,15 @@ it is, hand the object over:
 from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
+from dllm_sampler.eval.conformance.published.fixed import (
+    AnyBlock,
+    PublishedFactor,
+    PublishedFixedSteps,
+    PublishedPositionCalibrated,
+)
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
 from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
+from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
@@ -28,18 +35,24 @@ from dllm_sampler.eval.conformance.published.window import (
 from dllm_sampler.eval.conformance.published.wino import PublishedWino
 
 __all__ = [
+    "AnyBlock",
     "EndsAnywhere",
     "ForcedFirst",
+    "MostUncertain",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDelayedCache",
     "PublishedDualCache",
     "PublishedElasticCache",
     "PublishedEndOfText",
+    "PublishedFactor",
+    "PublishedFixedSteps",
     "PublishedFreeDave",
+    "PublishedKlass",
     "PublishedLocalLeap",
     "PublishedOrigin",
     "PublishedParallelDecoding",
+    "PublishedPositionCalibrated",
     "PublishedPrefixCache",
     "PublishedRunningConfidence",
     "PublishedSlowFast",
