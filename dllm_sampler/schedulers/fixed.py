@@ -56,11 +56,6 @@ class FixedSteps(Scheduler):
         return self.score == "confidence"
 
     @property
-    def exact(self) -> bool:
-        """Under `compat`: a block is left after its steps, with the masks in it that no step was told of."""
-        return self.compat
-
-    @property
     def needs(self) -> frozenset[str]:
         """The score's statistic."""
         return score_needs(self.score)
