@@ -47,10 +47,10 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     length = canvas.length - canvas.origin
     ahead, weight = bell(sigma, length, positions.device)
     near = positions[..., None] + ahead  # [B, Q, N]
-    known = near == near.clamp(canvas.origin - length, canvas.origin + 2 * length - 1)  # what is farther is none
+    within = near == near.clamp(canvas.origin - length, canvas.origin + 2 * length - 1)  # what is not counts as masked
     near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
-    return (weight * (known > masked)).sum(-1)
+    return (weight * (within > masked)).sum(-1)
 
 
 @cache  # for good: a recorded step (`graphs.py`) reads these tensors where they are
