@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
+from dllm_sampler.eval.conformance.published import EarlyStop, StopAt
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import Noise, ReplayNoise
 from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Guide, block_over
+from dllm_sampler.protocols import Guide
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
-from dllm_sampler.stops import BlockStop, PrefixStop
 
 NEVER = 1.0  # no probability is above it
 
@@ -73,38 +73,6 @@ class Llada2Arguments(Sampling):
     threshold: float = 0.95
     eos_id: int | None = None
     mask_id: int | None = None
-
-
-@dataclass(frozen=True)
-class StopAt(BlockStop):
-    """`BlockStop` for any of several tokens."""
-
-    tokens: tuple[int, ...] = ()
-
-    def ends(self, after: Canvas) -> Tensor:
-        """See `BlockStop.ends`."""
-        found = torch.zeros_like(after.masked)
-        for token in self.tokens:
-            found |= after.ids == token
-        return found & ~after.masked & ~after.frozen & after.seen()
-
-
-@dataclass(frozen=True)
-class EarlyStop(PrefixStop):
-    """As `PrefixStop`, but the published loop looks only when a step commits an end token, and behind each block.
-
-    It looks for the first end token from the prompt's first token on: one in the prompt has no mask before it.
-    """
-
-    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
-        before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
-        assert edit.finish is not None
-        committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
-        looks = committed | block_over(after, edit)
-        asked = (canvas.ids[:, : canvas.origin] == self.eos).any(1)
-        finish = edit.finish & looks | asked & committed
-        return replace(edit, finish=finish if before is None else before | finish)
 
 
 @dataclass(frozen=True)

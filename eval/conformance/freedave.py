@@ -18,17 +18,18 @@ from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
 from dllm_sampler.eval.conformance.published import (
+    AllEnd,
     ForcedFirst,
     PublishedDualCache,
     PublishedFreeDave,
     PublishedPrefixCache,
 )
-from dllm_sampler.protocols import Carry, Scheduler, block_over
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops import BlockStop, NoStop
+from dllm_sampler.stops import NoStop
 
 
 class Arguments(BaseModel):
@@ -58,24 +59,6 @@ class Arguments(BaseModel):
     def block(self) -> int:
         """Length of blocks."""
         return self.block_length or self.max_gen_length
-
-
-@dataclass(frozen=True)
-class AllEnd(BlockStop):
-    """The published early exit: a block of nothing but end tokens, its part of the prompt included.
-
-    drafting: a loop that does not look where the forward that opens a block finds it full.
-    """
-
-    drafting: bool = False
-
-    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
-        columns = canvas.columns()
-        first = canvas.start if canvas.grid is None else canvas.on_grid(canvas.start)
-        outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
-        over = block_over(after, edit) & (outside | (after.ids == self.eos) & ~after.masked).all(1)
-        return replace(edit, finish=over & (canvas.age > 0) if self.drafting else over)
 
 
 @dataclass

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dllm_sampler.blocks import AdaBlock, AscendingBlocks, FullBlock
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import CACHES, Loop, setup
 from dllm_sampler.eval.conformance.published import (
+    AmongTop,
     ForcedFirst,
     PublishedDualCache,
     PublishedFixedSteps,
@@ -21,9 +21,8 @@ from dllm_sampler.eval.conformance.published import (
     PublishedPositionCalibrated,
 )
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Carry, Denoiser, Scheduler
+from dllm_sampler.protocols import Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.ascending import AscendingSteps
 from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
@@ -37,30 +36,6 @@ DREAM_DELIMITERS = (
     *(198, 271, 280, 319, 340, 382, 401, 532, 624, 630, 692, 698, 921, 1248, 1837, 1939, 2219, 2533, 3276, 3876),
     *(4894, 5267, 14750, 68327),
 )
-
-
-@dataclass(frozen=True)
-class AmongTop(Around):
-    """Confidence is the share of the likeliest tokens' mass: of those that reach `p` together, at most `k`. Guides
-    would show it to the blocks too, and AdaBlock's Dream path sizes them by plain probabilities.
-    """
-
-    k: int | None = 50
-    p: float = 1.0
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Probabilities besides."""
-        return super().needs | {"probabilities"}
-
-    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
-        assert readout.probabilities is not None
-        best = readout.probabilities.sort(-1, descending=True).values[..., : self.k]
-        if self.p < 1:
-            best = best.masked_fill(best.cumsum(-1) - best > self.p, 0)
-        confidence = (best[..., 0] / best.sum(-1)).double()  # float32, as published: what rounds to 1 is 1
-        return self.inner.tell(canvas, query, replace(readout, confidence=confidence), carry)
 
 
 class Arguments(Loop):

@@ -1,4 +1,4 @@
-"""What published code does beside its rule, to the letter: quirks that the plug-ins of the package leave out.
+"""What published code adds to its rule, to the letter: quirks that the plug-ins of the package leave out.
 
 Each class is the clean plug-in with the quirk on top, made for the replay of recorded runs. To have a published loop as
 it is, hand the object over:
@@ -8,6 +8,7 @@ it is, hand the object over:
     Sampler(denoiser, scheduler=ForcedFirst(Threshold(0.9)), cache=PublishedDualCache(), compat=True)
 """
 
+from dllm_sampler.eval.conformance.published.adablock import AmongTop
 from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
@@ -25,6 +26,7 @@ from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
+from dllm_sampler.eval.conformance.published.stops import AllEnd, EarlyStop, StopAt
 from dllm_sampler.eval.conformance.published.unrolled import Unrolled
 from dllm_sampler.eval.conformance.published.window import (
     PublishedDualCache,
@@ -35,7 +37,10 @@ from dllm_sampler.eval.conformance.published.window import (
 from dllm_sampler.eval.conformance.published.wino import PublishedWino
 
 __all__ = [
+    "AllEnd",
+    "AmongTop",
     "AnyBlock",
+    "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
     "MostUncertain",
@@ -59,5 +64,6 @@ __all__ = [
     "PublishedSparseCache",
     "PublishedWindow",
     "PublishedWino",
+    "StopAt",
     "Unrolled",
 ]

@@ -1,0 +1,69 @@
+"""When the loops of SDAR, LLaDA2 and FreeDave end a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import block_over
+from dllm_sampler.stops import BlockStop, PrefixStop
+
+
+@dataclass(frozen=True)
+class StopAt(BlockStop):
+    """`BlockStop` for any of several tokens.
+
+    Source: SDAR's loop, arXiv 2510.06303.
+    """
+
+    tokens: tuple[int, ...] = ()
+
+    def ends(self, after: Canvas) -> Tensor:
+        """See `BlockStop.ends`."""
+        found = torch.zeros_like(after.masked)
+        for token in self.tokens:
+            found |= after.ids == token
+        return found & ~after.masked & ~after.frozen & after.seen()
+
+
+@dataclass(frozen=True)
+class EarlyStop(PrefixStop):
+    """As `PrefixStop`, but the published loop looks only when a step commits an end token, and behind each block.
+
+    It looks for the first end token from the prompt's first token on: one in the prompt has no mask before it.
+    Source: LLaDA2's loop, arXiv 2512.15745.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
+        assert edit.finish is not None
+        committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
+        looks = committed | block_over(after, edit)
+        asked = (canvas.ids[:, : canvas.origin] == self.eos).any(1)
+        finish = edit.finish & looks | asked & committed
+        return replace(edit, finish=finish if before is None else before | finish)
+
+
+@dataclass(frozen=True)
+class AllEnd(BlockStop):
+    """A block of nothing but end tokens, its part of the prompt included, ends the row.
+
+    Source: the early exit of FreeDave's loops, arXiv 2510.00294.
+
+    Args:
+        drafting: a loop that does not look where the forward that opens a block finds it full.
+    """
+
+    drafting: bool = False
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        columns = canvas.columns()
+        first = canvas.start if canvas.grid is None else canvas.on_grid(canvas.start)
+        outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
+        over = block_over(after, edit) & (outside | (after.ids == self.eos) & ~after.masked).all(1)
+        return replace(edit, finish=over & (canvas.age > 0) if self.drafting else over)
