@@ -26,7 +26,6 @@ from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.verifier import Layout
 from dllm_sampler.stops import BlockStop, NoStop
 
 
@@ -45,7 +44,7 @@ class Arguments(BaseModel):
     dual_cache: bool = False
     confidence_threshold: float | None = None
     early_exit: bool = False
-    draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"
+    draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"  # two ways to the same numbers
     decoding_steps: Size | None = None
     mask_token_id: int | None = None
     eos_token_id: int | None = None
@@ -256,9 +255,8 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
             events=events or Events(),
         )
     elif args.draft_steps is not None:
-        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
         rules = {"draft": args.draft_steps, "match": "subset", "compat": True}
-        scheduler = Noted(scheduler, layout=layout, events=events or Events(), **rules)
+        scheduler = Noted(scheduler, events=events or Events(), **rules)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
@@ -302,8 +300,7 @@ def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
             ),
         )
     elif args.draft_steps is not None:
-        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        scheduler = Noted(scheduler, layout=layout, events=events, draft=args.draft_steps, compat=True)
+        scheduler = Noted(scheduler, events=events, draft=args.draft_steps, compat=True)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,

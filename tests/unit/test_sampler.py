@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
 from dllm_sampler.blocks import FixedBlocks

@@ -99,7 +99,9 @@ def test_ccd_commits_its_share() -> None:
     result, baseline = full(Coherent(dynamic=False, warmup=2)), full(FixedSteps(score="entropy"))
     assert torch.equal(result.nfe, baseline.nfe)
     assert all(len(step) == 1 for row in range(len(PROMPTS)) for step in result.trace.steps(row))
-    two = Sampler(toys.denoiser(), scheduler=Coherent(dynamic=False, steps=8, warmup=2), blocks=FullBlock(), stop="none")
+    two = Sampler(
+        toys.denoiser(), scheduler=Coherent(dynamic=False, steps=8, warmup=2), blocks=FullBlock(), stop="none"
+    )
     trace = two.generate(PROMPTS, max_new_tokens=16).trace
     assert all(len(step) == 2 for row in range(len(PROMPTS)) for step in trace.steps(row))
     assert not same(result, baseline)

@@ -94,7 +94,9 @@ def test_hierarchy_remasks_by_hand() -> None:
 
 def test_hierarchy_remasking_fires_and_ends() -> None:
     remasked = 0
-    sampler = Sampler(toys.denoiser(), scheduler=Hierarchical(0.2, 0.6, remask=0.5), blocks=FixedBlocks(BLOCK), stop="none")
+    sampler = Sampler(
+        toys.denoiser(), scheduler=Hierarchical(0.2, 0.6, remask=0.5), blocks=FixedBlocks(BLOCK), stop="none"
+    )
     for prompt in PROMPTS:
         before = torch.ones(TOKENS, dtype=torch.bool)
         for commits in sampler.stream([prompt], max_new_tokens=TOKENS):
@@ -174,7 +176,9 @@ def test_periodic_cache_at_its_ends(periodic: type, plain: str) -> None:
 def test_periodic_cache_by_hand() -> None:
     """One per step in blocks of six, a refresh before every second narrow forward, each an extra forward."""
     prompt, wide, narrow = PROMPTS[1], 7 + 12, 6
-    sampler = Sampler(toys.denoiser(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=2))
+    sampler = Sampler(
+        toys.denoiser(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=2)
+    )
     widths: list[int] = []
     for commits in sampler.stream([prompt], max_new_tokens=12):
         assert commits.result is None or int(commits.result.trace.nfe[0]) == 12

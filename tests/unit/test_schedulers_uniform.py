@@ -188,7 +188,14 @@ def test_a_step_reads_nothing() -> None:
         query = Query.window(seen)
         logits = torch.randn(18, toys.VOCAB, dtype=torch.float64)
         read = readout.read(
-            logits, logits, seen, Answers.every(query), sampler.denoiser.spec, plugins.guides, plugins.scheduler.needs, False
+            logits,
+            logits,
+            seen,
+            Answers.every(query),
+            sampler.denoiser.spec,
+            plugins.guides,
+            plugins.scheduler.needs,
+            False,
         )
         with no_host_reads():
             plugins.scheduler.tell(seen.renoised(toys.VOCAB), query, read, carry)
