@@ -118,13 +118,16 @@ class Engine:
         """
         if step % self.poll_every and not (last or self.plugins.cache.stores):
             state.canvas = replace(state.canvas, sizes=packing.largest(state.canvas, state.wanted))
+            state.branches = state.canvas.branches
             return
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
         coming = replace(state.canvas, sizes=found.sizes)
         made = replace(state.canvas if step else coming, branches=state.branches)
-        branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
-        state.branches, state.canvas = coming.branches, replace(coming, branches=branches)
+        state.branches = branches = coming.branches
+        if step or branches is None:
+            branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
+        state.canvas = replace(coming, branches=branches)
         if found.bad:
             self.refuse(state)
 
