@@ -166,50 +166,58 @@ def layers(
     from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
 
     plain = LayerKernels(
-        attention.attention_reference,
+        attention.packed_attention_reference,
         linear.linear_reference,
         norm.norm_reference,
-        rope.qkv_rope_reference,
+        rope.packed_qkv_rope_reference,
         swiglu.swiglu_reference,
     )
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    width = heads * head
-    hidden, delta, weight = normal(rows, window, width), normal(rows, window, width), normal(width)
-    fused, gate = normal(rows, window, (heads + 2 * kv_heads) * head), normal(rows, window, 6 * width)
-    angles = normal(rows, 1, window, head // 2, dtype=torch.float32)
+    width, entries = heads * head, rows * window
+    hidden, delta, weight = normal(entries, width), normal(entries, width), normal(width)
+    fused, gate = normal(entries, (heads + 2 * kv_heads) * head), normal(entries, 6 * width)
+    angles = normal(entries, head // 2, dtype=torch.float32)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    q, keys, values = normal(rows, window, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
-    k, v = (normal(rows, window, kv_heads, head) for _ in range(2))
-    at = torch.arange(slots - window, slots, device=device).expand(rows, -1).contiguous()
+    q, keys, values = normal(entries, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
+    k, v = (normal(entries, kv_heads, head) for _ in range(2))
+    bounds = torch.arange(rows + 1, device=device) * window
+    at = torch.arange(slots - window, slots, device=device).repeat(rows)
+    places = torch.arange(entries, device=device) // window * (slots + 1) + at
+    overwritten = torch.zeros(rows, slots + 1, dtype=torch.bool, device=device)
+    overwritten[:, slots - window : slots] = True
     begin, limit = (torch.full((rows,), end, device=device) for end in (slots // 4, slots // 4 * 3))
     numbers = torch.randint(-127, 128, (6 * width, width), device=device, dtype=torch.int8)
     scale = torch.rand(6 * width, device=device)
+
+    def attend(its: LayerKernels, *fresh: Tensor, **given: Any) -> Tensor:
+        own = fresh or (None, None)
+        return its.attention(q, *own, (keys, values), bounds, at, longest=window, **given)
+
     runs: dict[str, tuple[Callable[[LayerKernels], Any], int]] = {
-        "attention": (lambda its: its.attention(q, None, None, (keys, values), at), size(q, q, keys, values)),
+        "attention": (attend, size(q, q, keys, values)),
         "attention half in range": (
-            lambda its: its.attention(q, None, None, (keys, values), at, begin=begin, limit=limit),
+            lambda its: attend(its, begin=begin, limit=limit),
             size(q, q) + size(keys, values) // 2,
         ),
-        "attention fresh keys": (  # in place of the stored ones, which are written
-            lambda its: its.attention(q, k, v, (keys, values), at),
-            size(q, q, keys, values, k, v),
-        ),
-        "attention blocks of 32": (
-            lambda its: its.attention(q, None, None, (keys, values), at, grid=32),
+        "attention fresh keys": (  # in place of the stored ones
+            lambda its: attend(its, k, v, overwritten=overwritten),
             size(q, q, keys, values),
         ),
+        "attention blocks of 32": (lambda its: attend(its, grid=32), size(q, q, keys, values)),
         "norm": (lambda its: its.norm(hidden, weight, 1e-5, delta), 4 * size(hidden)),
         "qkv_rope": (
-            lambda its: its.qkv_rope(fused, cos, sin, heads, kv_heads, slots=(keys, values), positions=at, fresh=False),
+            lambda its: its.qkv_rope(
+                fused, cos, sin, heads, kv_heads, slots=(keys, values), places=places, fresh=False
+            ),
             size(fused, fused, cos, sin),
         ),
         "swiglu": (lambda its: its.swiglu(gate), size(gate) * 3 // 2),
     }
-    if rows * window <= linear.MANY:  # with more the kernel is its reference
-        moved = size(hidden, numbers, scale) + rows * window * len(scale) * hidden.element_size()
+    if entries <= linear.MANY:  # with more the kernel is its reference
+        moved = size(hidden, numbers, scale) + entries * len(scale) * hidden.element_size()
         runs["linear int8"] = lambda its: its.linear(hidden, numbers, scale), moved
     for name, (run, moved) in runs.items():
         shape = f"{rows} x {window} of {slots}, heads {heads}/{kv_heads} of {head}"

@@ -8,7 +8,6 @@ do is done here; a cache that drives layers by itself, or looks at attention wei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +20,6 @@ from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
 from dllm_sampler.protocols import Plan
 
-if TYPE_CHECKING:
-    from dllm_sampler.kernels.attention import Slots
-
 
 def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, query: Query, plan: Plan) -> Drive | None:
     """What runs the layers of a forward under `plan` (forked, for candidates) on kernels; None: their modules must."""
@@ -35,7 +31,7 @@ def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, quer
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
-    return Fused(kernels, plan, query.tree, len(model.layers))
+    return Fused(kernels, plan, len(model.layers))
 
 
 def plain(layer: nn.Module) -> bool:
@@ -59,76 +55,80 @@ class Fused:
 
     kernels: of a layer
     plan: with what each row sees in `visible`
-    tree: candidates lie side by side on the sequence axis
     layers: how many there are
     """
 
     kernels: LayerKernels
     plan: Plan
-    tree: bool
     layers: int
     passed: int = 0  # layers so far; one may run twice, and some may be gone
     feed: Tensor | None = None  # `[B*K, M, D]` of the layer before: the next norm adds it to the stream on its way
 
     def __post_init__(self) -> None:
-        plan, slots = self.plan, self.plan.cache.slots
-        self.branches = self.overwritten = None
-        if plan.candidates > 1 and slots is not None and not plan.contiguous:
-            # Once per forward, not per layer: the slots that the candidates' own keys stand in for.
-            found = torch.zeros(len(plan.positions), slots.columns, dtype=torch.bool, device=plan.positions.device)
+        """What the layers' kernels want to know of the batch, which is a pack of rows of one width: B*K*M entries."""
+        plan, slots, many = self.plan, self.plan.cache.slots, self.plan.candidates
+        batch, width = plan.positions.shape
+        rows, branches = (torch.arange(n, device=plan.positions.device) for n in (batch + 1, many))
+        columns = plan.positions[:, None].expand(-1, many, -1)  # [B, K, M]
+        branch = branches[:, None].expand_as(columns)
+        self.bounds, self.columns = rows * many * width, columns.flatten()
+        self.segment = branch.flatten() if many > 1 else None
+        self.overwritten = self.places = None
+        if slots is not None:
+            place = rows[:-1, None, None] * slots.columns + columns
+            nowhere = (columns == slots.columns - 1) | (branch > 0)  # of fillers, and of all candidates but the first
+            self.places = place.masked_fill(nowhere, -1).flatten()
+        if many > 1 and slots is not None and not plan.contiguous:
+            found = torch.zeros(batch, slots.columns, dtype=torch.bool, device=plan.positions.device)
             self.overwritten = found.scatter_(1, plan.positions, True)
-        if self.tree and plan.candidates > 1:
-            width = plan.positions.shape[1]
-            branch = torch.arange(plan.candidates * width, device=plan.positions.device) // width
-            self.branches = (branch[:, None] == branch)[None]  # [1, K*M, K*M]
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
         """Run `layer` on the stream `[B*K, M, D]`; the answer lacks `feed`, but for that of the last layer."""
         kernels = self.kernels
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
         heads = self._attend(index, layer, normed, rope)
-        delta = projected(heads.flatten(2), layer.o_proj, kernels=kernels)
+        delta = projected(heads, layer.o_proj, kernels=kernels)
         normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
         self.feed = self._feed(layer.ffn, normed)
         self.passed += 1
         return hidden + self.feed if self.passed == self.layers else hidden
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
-        """Attention `[B*K, M, H, Dh]` before the output projection; the slots of this layer are written."""
+        """Attention `[B*K, M, H*Dh]` before the output projection; the slots of this layer are written."""
         plan, cache = self.plan, self.plan.cache
         slots = None if cache.slots is None else (cache.slots.keys[index], cache.slots.values[index])
         direct = slots is not None and plan.candidates == 1  # the fresh keys are read where they are stored
+        cos, sin = (x.expand(len(normed), -1, -1, -1).reshape(-1, x.shape[-1]) for x in (rope.cos, rope.sin))
         q, k, v = self.kernels.qkv_rope(
-            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj, kernels=self.kernels),
-            rope.cos,
-            rope.sin,
+            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj, kernels=self.kernels).flatten(0, 1),
+            cos,
+            sin,
             layer.q_proj.out_features // layer.head_dim,
             layer.k_proj.out_features // layer.head_dim,
             q_weight=None if layer.q_norm is None else layer.q_norm.weight,
             k_weight=None if layer.k_norm is None else layer.k_norm.weight,
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
-            slots=slots if direct else None,
-            positions=plan.positions if direct else None,
+            slots=slots,
+            places=self.places,
             fresh=not direct,
         )
-        shape = q.shape
-        if self.branches is not None:
-            q, k, v = (heads.unflatten(0, (-1, plan.candidates)).flatten(1, 2) for heads in (q, k, v))
         assert plan.visible is not None
         out = self.kernels.attention(
             q,
             k,
             v,
-            cast("Slots | None", slots),
-            plan.positions,
+            slots,
+            self.bounds,
+            self.columns,
             begin=plan.visible.begin,
             limit=plan.visible.end,
             grid=plan.visible.grid,
-            tree=self.branches,
+            segment=self.segment,
             overwritten=self.overwritten,
             stored=direct or not plan.contiguous,
+            longest=plan.candidates * plan.positions.shape[1],
         )
-        return out.view(shape)
+        return out.view(*normed.shape[:2], -1)
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
         """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
