@@ -170,7 +170,7 @@ class Engine:
             query = query.join(canvas, watched & answered, canvas.length)
         if state.previous is not None:
             query = replace(query, previous=state.previous)
-        state.wanted = packing.request(query, computed, answered)
+        state.wanted = Request.of(query, computed, answered)
         state.measured = packing.measure(canvas, state.wanted, state.bad)
 
     def _tell(self, state: State, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:
