@@ -76,7 +76,7 @@ def history(
 class Script:
     """A model that says what is written down: the confidence of each position at each forward (the last one repeats).
 
-    `shadows` is the same for what a blind query gets to hear at committed positions. Prompts are one token long.
+    `shadows` is the same for what a `leave_one_out` query gets to hear at committed positions. Prompts have one token.
     """
 
     says: list[list[float]]
@@ -106,7 +106,7 @@ class Script:
         at, step = query.positions, int(canvas.step)
         self.limits.append(None if query.limit is None else int(query.limit))
         logits = self._row(self.says[min(step, len(self.says) - 1)]).gather(1, self._wide(at))
-        if query.blind:
+        if query.leave_one_out:
             shadows = self._row(self.shadows[min(step, len(self.shadows) - 1)]).gather(1, self._wide(at))
             logits = torch.where(canvas.masked.gather(1, at)[..., None], logits, shadows)
         one = torch.ones_like(canvas.nfe)

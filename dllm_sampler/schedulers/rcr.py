@@ -1,11 +1,11 @@
 """RCR: every forward judges anew which tokens of the block to keep."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.remasking import Remasking
 from dllm_sampler.select import top
@@ -30,9 +30,9 @@ class RunningConfidence(Remasking):
     compat: bool = False
 
     @property
-    def whole(self) -> bool:
+    def traits(self) -> Traits:
         """Under `compat` earlier blocks are written again."""
-        return self.compat
+        return replace(super().traits, whole=self.compat)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The block; under `compat` everything up to its end."""

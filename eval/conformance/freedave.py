@@ -18,7 +18,7 @@ from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
 from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache, PublishedPrefixCache
-from dllm_sampler.protocols import Carry, Scheduler, block_over
+from dllm_sampler.protocols import Carry, Scheduler, Traits, block_over
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.freedave import FreeDave
@@ -142,6 +142,11 @@ class PublishedEager(ForcedFirst):
     forced: bool
     causal: bool = False
     events: Events = field(default_factory=Events)
+
+    @property
+    def traits(self) -> Traits:
+        """It decodes by a rule of its own."""
+        return replace(super().traits, asks_block=False, plans=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """Tokens and confidences held, `[L+1]`; whether they are those of the forward that opened the block."""

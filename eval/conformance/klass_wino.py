@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import Loop, setup
 from dllm_sampler.eval.conformance.published import PublishedWino
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Carry, Denoiser
+from dllm_sampler.protocols import Carry, Denoiser, Traits
 from dllm_sampler.schedulers.budget import block_steps, uniform_share
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.klass import Klass, Take
@@ -99,9 +99,9 @@ class AnyBlock(FixedSteps):
     """
 
     @property
-    def whole(self) -> bool:
-        """It commits outside the block."""
-        return True
+    def traits(self) -> Traits:
+        """It asks and commits outside the block."""
+        return replace(super().traits, whole=True, asks_block=False)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""

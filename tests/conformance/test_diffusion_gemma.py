@@ -20,6 +20,7 @@ from dllm_sampler.eval.conformance.diffusion_gemma import Watched
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser, Memory
 from dllm_sampler.noise import CounterNoise
+from tests import toys
 from tests.contract.test_syncs import no_host_reads
 
 DATA = Path(__file__).parent / "data"
@@ -44,7 +45,9 @@ def sampler(scheduler: Any = RENOISE, **plugins: Any) -> Sampler:
 
 def laid_out(prompts: list[list[int]], tokens: int = CANVAS) -> tuple[Canvas, Cache]:
     spec = denoiser().spec
-    canvas = layout.canvas(prompts, tokens, [0] * len(prompts), spec, FixedBlocks().bind(spec), CounterNoise(), False)
+    canvas = layout.canvas(
+        prompts, tokens, [0] * len(prompts), spec, FixedBlocks().bind(toys.context(spec)), CounterNoise(), False
+    )
     return canvas, NoCache().init(canvas, spec)
 
 

@@ -137,7 +137,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 def records(case: Case) -> bool:
     plugins = case.sampler.plugins
-    return not plugins.cache.syncs and plugins.scheduler.static
+    return not plugins.cache.syncs and plugins.scheduler.traits.static
 
 
 def recorded() -> Iterator[Any]:

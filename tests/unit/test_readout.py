@@ -86,7 +86,7 @@ def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozens
     canvas = toys.canvas(torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool))
     query = Query.masks(canvas, logits.shape[2])
     spec = toys.denoiser().spec
-    bound = tuple(guide.bind(spec) for guide in guides)
+    bound = tuple(guide.bind(toys.context(spec)) for guide in guides)
     return readout.read(logits.clone(), logits, canvas, query, spec, bound, needs, allow_mask)
 
 

@@ -76,7 +76,7 @@ class TestWino:
             start=start.start + 4,
             stop=start.stop + 4,
         )
-        query = replace(Query.window(canvas, 4), blind=blind)
+        query = replace(Query.window(canvas, 4), leave_one_out=blind)
         live = sampling.plugins.cache.init(canvas, denoiser.spec)
         hidden, _ = denoiser(canvas, query, live.plan(canvas, query))
         return denoiser.head(hidden)[0, 0]

@@ -24,7 +24,7 @@ def judged(stop: Stop, canvas: Canvas, commits: dict[int, int]) -> tuple[Edit, C
     positions = torch.arange(canvas.length)[None]
     chosen = torch.tensor([[column in commits for column in range(canvas.length)]])
     ids = torch.tensor([[commits.get(column, 0) for column in range(canvas.length)]])
-    edit = stop.bind(toys.denoiser().spec)(canvas, Query.at(canvas, positions), None, Edit(ids, chosen))  # type: ignore[arg-type]
+    edit = stop.bind(toys.context())(canvas, Query.at(canvas, positions), None, Edit(ids, chosen))  # type: ignore[arg-type]
     return edit, canvas.apply(positions, edit)
 
 
@@ -83,5 +83,5 @@ def test_none():
 
 def test_a_plug_in_is_bound_to_one_model_at_a_time():
     unbound = PrefixStop()
-    bound = unbound.bind(toys.denoiser().spec)
+    bound = unbound.bind(toys.context())
     assert bound.eos == toys.EOS and unbound.eos == -1
