@@ -37,7 +37,7 @@ def check_recorded(sampler: Sampler) -> None:
         UserError: it is one.
     """
     scheduler, cache = sampler.plugins.scheduler, sampler.plugins.cache
-    if cache.syncs or not scheduler.static:
+    if cache.syncs or not scheduler.traits.static:
         names = f"scheduler={type(scheduler).__name__} under cache={type(cache).__name__}"
         raise UserError(f"steps of {names} are never recorded: leave it out")
 

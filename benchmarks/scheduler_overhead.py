@@ -45,7 +45,7 @@ from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Blocks, Carry, ModelSpec, Scheduler, Stop, block_over
+from dllm_sampler.protocols import Blocks, Carry, Context, ModelSpec, Scheduler, Stop, block_over
 from dllm_sampler.schedulers.threshold import Threshold
 
 PROMPT, BLOCKS, WARM = 64, 4, 2  # prompt tokens, blocks on the canvas, steps played before the measured one
@@ -128,6 +128,12 @@ class Scene:
         blocks, noise = FixedBlocks(self.block), CounterNoise()
         return layout.canvas(prompts, BLOCKS * self.block, range(self.batch), self.spec, blocks, noise, True)
 
+    @property
+    def context(self) -> Context:
+        """What plug-ins are bound to."""
+        blocks = FixedBlocks(self.block)
+        return Context(self.spec, blocks.bind(Context(self.spec, blocks)))
+
     def filter(self) -> str:
         """A file with an untrained Learn2PD filter of the published size."""
         generator, width = torch.Generator().manual_seed(0), 2 * self.block
@@ -147,7 +153,7 @@ class Judge:
     scheduler: Scheduler
 
     def __post_init__(self) -> None:
-        self.scheduler = self.scheduler.bind(self.scene.spec)
+        self.scheduler = self.scheduler.bind(self.scene.context)
         self.canvas = self.scene.canvas()
         self.carry: Carry = self.scheduler.init(self.canvas)
         for step in range(WARM + 1):
@@ -258,7 +264,7 @@ def others(scene: Scene, base: Judge, watch: Stopwatch) -> list[Row]:
     found = []
     for group in ("blocks", "stop"):
         for name in config.names(group):
-            plugin: Any = config.build(group, name).bind(scene.spec)
+            plugin: Any = config.build(group, name).bind(scene.context)
             seen = scene.read(scene.fresh(query), canvas, query, plugin.needs)
             run = partial(act, plugin, seen)
             times = watch.compare(run, partial(base.tell, base.seen))

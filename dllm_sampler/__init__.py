@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
     from dllm_sampler.noise import CounterNoise, ReplayNoise
-    from dllm_sampler.protocols import Blocks, Denoiser, Guide, ModelSpec, Scheduler, Stop
+    from dllm_sampler.protocols import Blocks, Context, Denoiser, Guide, ModelSpec, Scheduler, Stop, Traits
     from dllm_sampler.result import Commits, Result, Speculation
     from dllm_sampler.sampler import Sampler
     from dllm_sampler.trace import Trace
@@ -21,7 +21,7 @@ _HOMES = {
     "canvas": ("Canvas", "Choice", "Edit", "Query", "Readout"),
     "deer": ("SpeculativeSampler",),
     "noise": ("CounterNoise", "ReplayNoise"),
-    "protocols": ("Blocks", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop"),
+    "protocols": ("Blocks", "Context", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop", "Traits"),
     "result": ("Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
@@ -34,6 +34,7 @@ __all__ = [
     "Canvas",
     "Choice",
     "Commits",
+    "Context",
     "CounterNoise",
     "Denoiser",
     "Edit",
@@ -50,6 +51,7 @@ __all__ = [
     "SpeculativeSampler",
     "Stop",
     "Trace",
+    "Traits",
     "Transformer",
     "TransformerConfig",
     "TransformerDenoiser",

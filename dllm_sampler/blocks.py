@@ -1,14 +1,14 @@
 """Where blocks end."""
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Blocks, ModelSpec
+from dllm_sampler.protocols import Blocks, Context
 
 DEFAULT_LENGTH = 32  # LLaDA's
 
@@ -34,8 +34,9 @@ class FixedBlocks(Blocks):
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
             raise UserError(f"blocks.length must be a whole number of at least 1, not {length!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the model's own length and whether its attention knows blocks."""
+        spec = context.spec
         bound = replace(self, length=self.length or spec.block_length or DEFAULT_LENGTH)
         object.__setattr__(bound, "causal", spec.attention == "block_causal")
         return bound
@@ -74,6 +75,8 @@ class AdaBlock(Blocks):
         length: of a block without a delimiter; may exceed the window.
         window: share of the generation looked ahead.
     """
+
+    sizes_on_open: ClassVar[bool] = True
 
     delimiters: tuple[int, ...] = (198,)
     threshold: float = 0.3
@@ -116,6 +119,8 @@ class AscendingBlocks(Blocks):
     Args:
         count: blocks; at most S.
     """
+
+    sizes_on_open: ClassVar[bool] = True
 
     count: int = 4
 

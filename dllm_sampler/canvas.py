@@ -181,7 +181,7 @@ class Query:
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions
-    blind: bool = False  # re-predict committed positions without seeing their token
+    leave_one_out: bool = False  # re-predict committed positions without seeing their token
 
     @staticmethod
     def at(canvas: Canvas, positions: Tensor, exact: bool = False) -> Query:

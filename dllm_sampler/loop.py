@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import packing, readout
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import Cache, Foresees, Prefills
 from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.models.compiled import whole
 from dllm_sampler.packing import Request
 from dllm_sampler.plugins import Plugins
-from dllm_sampler.protocols import Carry, Denoiser, Spent
+from dllm_sampler.protocols import Carry, Denoiser, Paced, Planner, Spent
 from dllm_sampler.trace import Recorder
 
 
@@ -86,10 +86,10 @@ class Engine:
         """The state before the first step."""
         p, spec = self.plugins, self.denoiser.spec
         cache, bad = p.cache.init(canvas, spec), torch.zeros_like(canvas.step)
-        if self.samples > 1:
+        if self.samples > 1 and isinstance(cache, Prefills):
             rows = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
             canvas = canvas if rows is None else replace(canvas, rows=canvas.rows + rows)
-        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.revises)
+        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.traits.revises)
         nothing: Any = None
         state = State(canvas, cache, p.scheduler.init(canvas), bad, recorder, nothing, nothing)
         self.ask(state)
@@ -123,10 +123,11 @@ class Engine:
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
         before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
-        if self.plugins.scheduler.drafts and (step or before.branches is None):
+        scheduler = self.plugins.scheduler
+        if isinstance(scheduler, Paced) and (step or before.branches is None):
             # The next step has been asked for already: what the scheduler says now holds for the one after it.
             made = replace(before if step else state.canvas, branches=state.branches)
-            branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
+            branches = scheduler.pace(made, perf_counter() - state.begun)
             state.branches, state.canvas = before.branches, replace(state.canvas, branches=branches)
         if found.bad:
             self.refuse(state)
@@ -157,8 +158,10 @@ class Engine:
             state.canvas = state.canvas.renoised(spec.vocab_size)
         canvas = state.canvas
         query = p.scheduler.ask(canvas, state.carry)
-        ahead = p.scheduler.ahead(canvas, state.carry)
-        if ahead is not None:
+        if isinstance(cache, Foresees):
+            assert isinstance(p.scheduler, Planner)  # such a cache refuses all others
+            ahead = p.scheduler.ahead(canvas, state.carry)
+            assert ahead is not None
             cache.expect(ahead, query.positions.shape[1])
         chosen = cache.computes(canvas)
         computed = packing.computable(canvas, query, chosen)

@@ -40,7 +40,7 @@ class Request(NamedTuple):
         return Request(query, computed, asked)
 
     def shadows(self, canvas: Canvas) -> Tensor:
-        """`[B, Q] bool` positions of a blind query that get a shadow: all of the block."""
+        """`[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
         return self.asked[:, 0] & canvas.inside(self.query.positions)
 
     def entries(self, canvas: Canvas) -> Tensor:
@@ -50,7 +50,7 @@ class Request(NamedTuple):
             count = count * self.query.live.sum(1)
         elif self.query.ids.shape[1] > 1:
             count = count * self.query.ids.shape[1]
-        return count + self.shadows(canvas).sum(1) if self.query.blind else count
+        return count + self.shadows(canvas).sum(1) if self.query.leave_one_out else count
 
 
 def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
@@ -124,7 +124,7 @@ def read(measured: list[list[int]]) -> Found:
 def largest(canvas: Canvas, wanted: Request) -> Sizes:
     """Sizes that are large enough whatever the request turns out to be."""
     batch, candidates, width = wanted.query.ids.shape
-    longest = canvas.length * candidates + width * wanted.query.blind
+    longest = canvas.length * candidates + width * wanted.query.leave_one_out
     answers = batch * candidates * width
     return Sizes(width, canvas.width, batch * longest, answers, longest, whole=canvas.sizes.whole)
 
@@ -198,7 +198,7 @@ class Answers:
 class Pack:
     """The entries of a forward.
 
-    Entries of one segment belong together: a candidate sees its own only. A blind query has two segments, the canvas
+    Entries of one segment belong together: a candidate sees its own only. A `leave_one_out` query has two: the canvas
     and its shadows: shadows see one another, and the canvas but for the column that they stand in for.
     """
 
@@ -220,7 +220,7 @@ class Pack:
         batch, device = len(canvas.ids), canvas.ids.device
         chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
         predict = predictors(canvas, query.positions) if spec.shift else query.positions  # [B, Q]
-        there = wanted.shadows(canvas) if query.blind else None
+        there = wanted.shadows(canvas) if query.leave_one_out else None
         if there is not None:
             shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)
             chosen, segments = torch.stack([wanted.computed, shadow], 1), 2
@@ -252,7 +252,7 @@ class Pack:
             torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1),
             slots,
             chosen,
-            wanted.computed if segments > 1 and not query.blind else None,
+            wanted.computed if segments > 1 and not query.leave_one_out else None,
             sizes,
         )
 
@@ -266,7 +266,7 @@ class Pack:
         """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""
         rows = canvas.ids[:, None].expand(-1, query.ids.shape[1], -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
-        if not query.blind:
+        if not query.leave_one_out:
             return rows.flatten().index_select(0, self.place)
         assert self.segment is not None and mask_id is not None
         shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]

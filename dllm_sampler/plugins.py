@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dllm_sampler import config
-from dllm_sampler.cache.base import Cache
-from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.cache.base import Cache, Wraps
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
-from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
+from dllm_sampler.guides import Temperature, TopK, TopP
+from dllm_sampler.protocols import Blocks, Context, Guide, ModelSpec, Scheduler, Stop, Tempered
 from dllm_sampler.readout import FIELDS
-from dllm_sampler.schedulers.stored import StorePass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
 class Plugins:
-    """One of each kind. `compat` lets the mask id be chosen, as published code does."""
+    """One of each kind, bound. `compat` lets the mask id be chosen, as published code does."""
 
     scheduler: Scheduler
     blocks: Blocks
@@ -27,15 +30,34 @@ class Plugins:
     cache: Cache
     guides: tuple[Guide, ...]
     compat: bool
-
-    def __post_init__(self) -> None:
-        draws = any(guide.draws for guide in self.guides)
-        object.__setattr__(self, "scheduler", self.scheduler.beside(self.blocks, draws))
+    context: Context = field(repr=False, compare=False)  # without the scheduler
 
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
         return self.scheduler.needs | self.blocks.needs | self.stop.needs
+
+    def on(self, blocks: Blocks) -> Plugins:
+        """The same set with other blocks.
+
+        Raises:
+            UserError: an impossible combination.
+        """
+        context = replace(self.context, blocks=blocks)
+        context = replace(context, blocks=blocks.bind(context))
+        scheduler = self.scheduler.bind(context)
+        others = replace(context, scheduler=scheduler)
+        plugins = Plugins(
+            scheduler=scheduler,
+            blocks=context.blocks,
+            stop=self.stop.bind(others),
+            cache=self.cache.bind(others),
+            guides=tuple(guide.bind(others) for guide in self.guides),
+            compat=self.compat,
+            context=context,
+        )
+        check(plugins)
+        return plugins
 
 
 def assemble(
@@ -49,6 +71,7 @@ def assemble(
     top_k: int | None,
     top_p: float | None,
     compat: bool,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Plugins:
     """Build every plug-in (`config.build` says what a spec may be) and refuse combinations that cannot work.
 
@@ -59,24 +82,31 @@ def assemble(
     # A shortcut sets the field of the guide that is there already. Otherwise a temperature comes before any
     # truncation, whose meaning depends on it, and truncations come last.
     if temperature is not None:
-        first = next((i for i, one in enumerate(guides) if isinstance(one, TopK | TopP)), len(guides))
+        first = next((i for i, one in enumerate(guides) if one.truncates), len(guides))
         _set(guides, Temperature(value=temperature), "value", first)
     if top_k is not None:
         _set(guides, TopK(k=top_k), "k", len(guides))
     if top_p is not None:
         _set(guides, TopP(p=top_p), "p", len(guides))
-    rule = _of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(spec)
+    unbound = tuple(_of(Guide, "guide", one) for one in guides)
+    given = _of(Blocks, "blocks", config.build("blocks", blocks))
+    context = Context(spec, given, any(one.draws for one in unbound), tokenizer)
+    context = replace(context, blocks=given.bind(context))
+    rule = _of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(context)
+    others = replace(context, scheduler=rule)
+    bound = tuple(one.bind(others) for one in unbound)
     plugins = Plugins(
         scheduler=rule,
-        blocks=_of(Blocks, "blocks", config.build("blocks", blocks)).bind(spec),
-        stop=_of(Stop, "stop", config.build("stop", stop)).bind(spec),
-        cache=_of(Cache, "cache", config.build("cache", cache)).suit(spec, rule),
-        guides=rule.guides(tuple(_of(Guide, "guide", one).bind(spec) for one in guides)),
+        blocks=context.blocks,
+        stop=_of(Stop, "stop", config.build("stop", stop)).bind(others),
+        cache=_of(Cache, "cache", config.build("cache", cache)).bind(others),
+        guides=rule.guides(bound) if isinstance(rule, Tempered) else bound,
         compat=compat,
+        context=context,
     )
-    check(plugins, spec)
-    if isinstance(plugins.cache, BlockCausalCache) and plugins.cache.store_pass == "separate":
-        return replace(plugins, scheduler=StorePass(plugins.scheduler))
+    check(plugins)
+    if isinstance(plugins.cache, Wraps):
+        return replace(plugins, scheduler=plugins.cache.around(rule))
     return plugins
 
 
@@ -95,13 +125,14 @@ def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     return plugin
 
 
-def check(plugins: Plugins, spec: ModelSpec) -> None:
+def check(plugins: Plugins) -> None:
     """Refuse a set of plug-ins that cannot work together, or not with this model.
+
+    What one plug-in needs of the others, it says itself (`bind`): the rules here are about traits of several.
 
     Raises:
         UserError: naming both sides and the way out.
     """
-    plugins.cache.refuse_live()
     for plugin in (plugins.scheduler, plugins.blocks, plugins.stop):
         unknown = sorted(plugin.needs - FIELDS)
         if unknown:
@@ -109,99 +140,69 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
                 f"{type(plugin).__name__} needs {', '.join(unknown)}, which no readout has: there are"
                 f" {', '.join(sorted(FIELDS))}"
             )
-    if plugins.cache.stores and not spec.cacheable:
-        raise UserError(
-            f"cache={type(plugins.cache).__name__} cannot serve this model, whose forward computes whole rows only:"
-            " use cache=none"
+    why = next(chain(_obstacles(plugins), _of_guides(plugins.guides)), None)
+    if why is not None:
+        raise UserError(why)
+
+
+def _obstacles(plugins: Plugins) -> Iterator[str]:
+    """What scheduler, blocks, stop and model cannot do together."""
+    spec, traits = plugins.context.spec, plugins.scheduler.traits
+    scheduler, blocks, stop = (
+        f"{group}={type(getattr(plugins, group)).__name__}" for group in ("scheduler", "blocks", "stop")
+    )
+    if traits.leave_one_out and not (spec.cacheable and spec.mask_id is not None):
+        yield (
+            f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only: use"
+            " another scheduler, threshold say"
         )
-    scheduler, cache = type(plugins.scheduler).__name__, type(plugins.cache).__name__
-    if plugins.scheduler.whole and plugins.cache.stores:
-        raise UserError(
-            f"scheduler={scheduler} needs every position computed in each forward, and cache={cache} computes a part:"
-            " use cache=none"
+    if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
+        yield (
+            f"{scheduler} takes several steps in one forward, and {stop} would change the canvas between them: use"
+            " stop=prefix, block or none"
         )
-    if plugins.scheduler.exact and plugins.cache.chooses:
-        raise UserError(
-            f"scheduler={scheduler} needs a prediction at every position it asks about, and cache={cache} chooses"
-            " which masks to predict: use cache=dual or cache=none"
+    if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
+        yield (
+            f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"
+            f" blocks=fixed with blocks.length={traits.block_length} or train anew"
         )
-    if plugins.scheduler.blind and not (spec.cacheable and spec.mask_id is not None):
-        raise UserError(
-            f"scheduler={scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows"
-            " only: use another scheduler, threshold say"
+    if spec.mask_id is None and not traits.uniform:
+        yield (
+            f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion): use"
+            " scheduler=entropy_renoise or scheduler=block_refine"
         )
-    if plugins.cache.foresees and not plugins.scheduler.plans:
-        raise UserError(
-            f"cache={cache} must know before each forward what it will commit, and scheduler={scheduler} decides that"
-            " by the forward's predictions: use scheduler=random_order, or another cache, dkv say"
-        )
-    if plugins.scheduler.drafts:
-        if not plugins.cache.steady:
-            raise UserError(
-                f"scheduler={scheduler} makes fewer forwards than the scheduler inside, and what cache={cache} keeps"
-                " changes from one forward to the next, so that tokens would differ: use cache=dual, prefix or none"
-            )
-        if plugins.scheduler.opens_ahead and plugins.cache.stores:
-            raise UserError(
-                f"scheduler.eager opens blocks without a forward of their own, in which cache={cache} refreshes what it"
-                " keeps: use scheduler.eager=false, or cache=none"
-            )
-        if plugins.stop.cuts or plugins.stop.fills:
-            raise UserError(
-                f"scheduler={scheduler} takes several steps in one forward, and stop={type(plugins.stop).__name__}"
-                " would change the canvas between them: use stop=prefix, block or none"
-            )
-    if plugins.scheduler.horizon is not None and plugins.cache.keeps_noise:
-        raise UserError(
-            f"scheduler={scheduler} hides what lies beyond its max_lookahead, and cache={cache} serves noise as an"
-            " earlier forward saw it: use cache=trailing, cache=none or scheduler.max_lookahead=null"
-        )
-    trained = plugins.scheduler.block_length
-    if trained is not None and plugins.blocks.lookahead(trained * 2**16) != trained:
-        raise UserError(
-            f"scheduler={scheduler} was trained on blocks of {trained} positions, and blocks="
-            f"{type(plugins.blocks).__name__} makes others: use blocks=fixed with blocks.length={trained} or train anew"
-        )
-    blocks = type(plugins.blocks).__name__
-    if spec.mask_id is None and not plugins.scheduler.uniform:
-        raise UserError(
-            f"scheduler={scheduler} fills masks, and this model has none, its noise are random tokens (uniform"
-            " diffusion): use scheduler=entropy_renoise or scheduler=block_refine"
-        )
-    if spec.encoder and plugins.blocks.lookahead((spec.block_length or 1) * 2**16) != spec.block_length:
-        raise UserError(
-            f"this model denoises canvases of {spec.block_length} positions, and blocks={blocks} makes others: use"
+    if spec.encoder and _length(plugins.blocks, spec.block_length or 1) != spec.block_length:
+        yield (
+            f"this model denoises canvases of {spec.block_length} positions, and {blocks} makes others: use"
             f" blocks=fixed with blocks.length={spec.block_length} or null"
         )
     if spec.encoder and plugins.stop.cuts:
-        raise UserError(
-            f"stop={type(plugins.stop).__name__} cuts the canvas behind an end token, and this model knows whole"
-            " canvases only: use stop=prefix or stop=block"
+        yield (
+            f"{stop} cuts the canvas behind an end token, and this model knows whole canvases only: use stop=prefix or"
+            " stop=block"
         )
     if spec.attention == "block_causal" and plugins.blocks.grid is None:
-        raise UserError(
-            f"this model is block-causal, its attention knows blocks of one length from the first token on, and blocks="
-            f"{blocks} makes others: use blocks=fixed"
+        yield (
+            "this model is block-causal, its attention knows blocks of one length from the first token on, and"
+            f" {blocks} makes others: use blocks=fixed"
         )
-    if spec.attention == "block_causal" and plugins.cache.stores and not isinstance(plugins.cache, BlockCausalCache):
-        raise UserError(
-            f"cache={cache} is for models that see the whole canvas, and this one is block-causal: use"
-            " cache=block_causal, which is exact, or cache=none"
-        )
-    if spec.attention != "block_causal" and isinstance(plugins.cache, BlockCausalCache):
-        raise UserError(
-            f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
-        )
-    draws = any(guide.draws for guide in plugins.guides)
-    for guide in plugins.guides:
-        if isinstance(guide, TopK | TopP) and not draws and not guide.measures:
-            raise UserError(
-                f"{type(guide).__name__} changes nothing without a temperature: tokens are chosen greedily;"
-                " add temperature=1"
+
+
+def _length(blocks: Blocks, near: int) -> int:
+    """Positions per block, in a generation of many blocks of about `near`."""
+    return blocks.lookahead(near * 2**16)
+
+
+def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
+    """What guides cannot do together."""
+    draws, cut = any(guide.draws for guide in guides), None
+    for guide in guides:
+        name = type(guide).__name__
+        if guide.truncates and not draws and not guide.measures:
+            yield f"{name} changes nothing without a temperature: tokens are chosen greedily; add temperature=1"
+        if guide.excludes and cut is not None:
+            yield (
+                f"guide={name} stands behind {cut}, which may have left nothing but the tokens that it takes away: put"
+                f" {name} first"
             )
-    cut = next((i for i, guide in enumerate(plugins.guides) if isinstance(guide, TopK | TopP)), len(plugins.guides))
-    if any(isinstance(guide, EndTokens) for guide in plugins.guides[cut:]):
-        raise UserError(
-            f"guide=EndTokens stands behind {type(plugins.guides[cut]).__name__}, which may have left nothing but end"
-            " tokens: put end_tokens first"
-        )
+        cut = name if guide.truncates else cut

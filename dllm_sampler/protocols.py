@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,11 +130,45 @@ class LayerParts(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a scheduler that others rely on."""
+
+    asks: Literal["masks", "window"] = "masks"  # what the default `ask` wants of the block: its noise, or all of it
+    asks_block: bool = True  # it asks for the active block in every step, so that others can ask for it
+    whole: bool = False  # every forward computes every column (choices or edits outside the block, shadow rows)
+    leave_one_out: bool = False  # it asks `leave_one_out` queries, for which the forward computes shadow rows
+    exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
+    revises: bool = False  # it may take back or replace tokens that are committed
+    uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
+    plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)
+    drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
+    opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh
+    static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
+    ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
+    block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
+    horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.ahead`); None: all
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a plug-in may learn, before the first generation, of the model and of the other plug-ins."""
+
+    spec: ModelSpec
+    blocks: Blocks  # bound; for blocks themselves, which are bound first: not yet
+    draws: bool = False  # the user's guides draw tokens
+    tokenizer: PreTrainedTokenizerBase | None = None
+    scheduler: Scheduler | None = None  # bound; for what is bound after it: stop, guides, cache
+
+
 class PlugIn:
     """What schedulers, blocks and stops have in common."""
 
-    def bind(self, spec: ModelSpec) -> Self:
-        """Take what the plug-in must know of the model (its end token, say); default: nothing."""
+    def bind(self, context: Context) -> Self:
+        """Take what the plug-in must know (the model's end token, say), or refuse; default: nothing.
+
+        Called again on what it returned where blocks change (`Sampler.generate(block_length=...)`).
+        """
         return self
 
     @property
@@ -147,112 +181,63 @@ class PlugIn:
 
 
 class Scheduler(PlugIn):
-    """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML."""
+    """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML.
 
-    asks: ClassVar[Literal["masks", "window"]] = "masks"  # how wide `ask` must be: the block's noise, or all of it
-    uniform: ClassVar[bool] = False  # its rule is also good for uniform diffusion, whose noise are random tokens
-
-    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """The user's guides and what the rule does to the logits itself (a temperature that falls, say)."""
-        return given
+    What few schedulers can do besides is a protocol of its own: `Planner`, `Paced`, `Tempered`.
+    """
 
     @property
-    def whole(self) -> bool:
-        """Whether every forward must compute every column (choices or edits outside the block, shadow rows)."""
-        return False
-
-    @property
-    def blind(self) -> bool:
-        """Whether it asks `blind` queries, for which the forward computes shadow rows."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """Whether it must hear about every mask it asks: no cache may choose among them."""
-        return False
-
-    @property
-    def revises(self) -> bool:
-        """Whether it may take back or replace tokens that are committed."""
-        return False
-
-    @property
-    def by_confidence(self) -> bool:
-        """Whether what it commits hangs on `readout.confidence`, so that a factor on it is felt."""
-        return True
-
-    @property
-    def plans(self) -> bool:
-        """Whether it knows before a forward which positions the forward will commit, and says so in `ahead`."""
-        return False
-
-    @property
-    def plain(self) -> bool:
-        """Whether it asks for the active block in every step (`ask` is the default), so that others can ask for it."""
-        return type(self).ask is Scheduler.ask
-
-    @property
-    def drafts(self) -> bool:
-        """Whether it asks about states that may not come true, and so must not be disturbed in what it foresees."""
-        return False
-
-    @property
-    def static(self) -> bool:
-        """Whether its steps are launches on tensors and nothing else, so that a CUDA graph can repeat them."""
-        return True
-
-    @property
-    def opens_ahead(self) -> bool:
-        """Whether it may open a block without a forward of its own, which a cache may want for a refresh."""
-        return False
-
-    @property
-    def block_length(self) -> int | None:
-        """The one block length it was made for (a learned rule); None: any."""
-        return None
-
-    def beside(self, blocks: Blocks, draws: bool) -> Self:
-        """Take what it must know of the other plug-ins: its blocks, and whether tokens are drawn; default: nothing."""
-        return self
-
-    @property
-    def horizon(self) -> int | None:
-        """How many columns from the first noise on the model gets to see (`Canvas.ahead`); None: all there are."""
-        return None
-
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a tokenizer that the rule cannot work with; default: any will do."""
+    def traits(self) -> Traits:
+        """What others must know of it. One that overrides `ask` says whether it still `asks_block`."""
+        return Traits()
 
     def init(self, canvas: Canvas) -> Carry:
         """State before the first step; default: none."""
         return None
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The query of the next step; default: the noise of the active block."""
-        return Query.masks(canvas) if self.asks == "masks" else Query.window(canvas)
-
-    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """What the next `ask` names and `tell` commits, where that needs no prediction (`plans`).
-
-        `[B, L+1] int64` places in the step's order, from 1; 0: not in this step.
-        """
-        return None
+        """The query of the next step; default: the active block, its noise or all of it (`Traits.asks`)."""
+        return Query.masks(canvas) if self.traits.asks == "masks" else Query.window(canvas)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""
         raise NotImplementedError
 
+    def bound(self, tokens: int) -> int:
+        """Most steps a generation of `tokens` can take; default: one commit per step at least."""
+        return tokens
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A scheduler that needs no prediction to know what comes next (`Traits.plans`)."""
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """What the next `ask` names and `tell` commits: `[B, L+1] int64` places in the step's order, from 1; 0: not in
+        this step. None, from a scheduler around another one: that one does not know."""
+        ...
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A scheduler that goes by the clock."""
+
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """Called by the host between steps: how long the last one took, of which `canvas` has the sizes.
 
         Returns:
-            `Canvas.branches` from then on; it must not change what is committed in the end.
+            `Canvas.branches` from then on, None: unbounded; it must not change what is committed in the end.
         """
-        return None
+        ...
 
-    def bound(self, tokens: int) -> int:
-        """Most steps a generation of `tokens` can take; default: one commit per step at least."""
-        return tokens
+
+@runtime_checkable
+class Tempered(Protocol):
+    """A scheduler that rewrites logits itself (a temperature that falls, say)."""
+
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        """The user's guides and its own, in the order in which they apply."""
+        ...
 
 
 def block_over(after: Canvas, edit: Edit) -> Tensor:
@@ -265,6 +250,8 @@ def block_over(after: Canvas, edit: Edit) -> Tensor:
 
 class Blocks(PlugIn):
     """Where blocks end."""
+
+    sizes_on_open: ClassVar[bool] = False  # `open` shortens blocks, by the forward that opens them
 
     @property
     def grid(self) -> int | None:
@@ -287,6 +274,9 @@ class Blocks(PlugIn):
 class Guide:
     """Rewrites logits before a token is chosen."""
 
+    truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
+    excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
+
     @property
     def chooses(self) -> bool:
         """Whether the choice of the token sees the rewritten logits."""
@@ -302,8 +292,8 @@ class Guide:
         """Whether tokens are sampled under this guide (else the best one is taken)."""
         return False
 
-    def bind(self, spec: ModelSpec) -> Guide:
-        """Take what the guide must know of the model (end tokens); default: nothing."""
+    def bind(self, context: Context) -> Guide:
+        """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:

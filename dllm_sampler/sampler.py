@@ -22,7 +22,7 @@ from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.noise import CounterNoise, Noise
-from dllm_sampler.plugins import Plugins, assemble, check
+from dllm_sampler.plugins import Plugins, assemble
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.protocols import Denoiser, ModelSpec
 from dllm_sampler.result import Commits, Result, summarise
@@ -97,14 +97,12 @@ class Sampler:
         self.max_steps, self.poll_every = max_steps, poll_every
         self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
-            denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat
+            denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer
         )
         graphs.check(cuda_graph)
         self.cuda_graph = cuda_graph
         self._static: StaticEngine | None = None
         self._engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
-        if tokenizer is not None:
-            self.plugins.scheduler.check_tokenizer(tokenizer)
 
     @classmethod
     def from_pretrained(
@@ -299,15 +297,13 @@ class Sampler:
         if not isinstance(self.plugins.blocks, FixedBlocks):
             name = type(self.plugins.blocks).__name__
             raise UserError(f"block_length belongs to blocks=fixed, but blocks is {name}: leave one of them out")
-        plugins = replace(self.plugins, blocks=FixedBlocks(block_length).bind(self.denoiser.spec))
-        check(plugins, self.denoiser.spec)
-        return plugins
+        return self.plugins.on(FixedBlocks(block_length))
 
     def _stop_at(self, engine: Engine, state: State, stop_strings: Sequence[str]) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
         canvas = state.canvas
         part, noise = canvas.asked, canvas.masked
-        if self.plugins.scheduler.revises:  # what stands in the block may still become something else
+        if self.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
         known = [row.index(True) if True in row else None for row in noise[:, part].tolist()]
         ids = canvas.ids[:, part].tolist()

@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec, Stop, block_over
+from dllm_sampler.protocols import Context, Stop, block_over
 
 
 def _first(chosen: Tensor) -> Tensor:
@@ -28,10 +28,10 @@ class NoStop(Stop):
 class _EosStop(Stop):
     eos: int = field(init=False, default=-1)
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """See `Stop.bind`."""
         bound = replace(self)
-        object.__setattr__(bound, "eos", spec.eos_id)
+        object.__setattr__(bound, "eos", context.spec.eos_id)
         return bound
 
     def ends(self, after: Canvas) -> Tensor:

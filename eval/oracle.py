@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Carry, Denoiser, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Denoiser, Scheduler
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -50,9 +50,10 @@ class Oracle(Scheduler):
         order = torch.where(stands, trace.step_map, -1)
         return Oracle(trace.ids[:, trace.origin :], order[:, trace.origin :])
 
-    def bind(self, spec: ModelSpec) -> Oracle:
+    def bind(self, context: Context) -> Oracle:
         """Take the answer to the model's device: no step should wait for it."""
-        return Oracle(self.answer.to(spec.device), self.order.to(spec.device))
+        device = context.spec.device
+        return Oracle(self.answer.to(device), self.order.to(device))
 
     def init(self, canvas: Canvas) -> Carry:
         """No state; refuses a batch that is not the reference's."""

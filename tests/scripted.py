@@ -55,7 +55,7 @@ class Script:
         self.limits.append(None if query.limit is None else int(query.limit[0]))
         wide = at[..., None].expand(-1, -1, self.vocab)
         logits = self.says(canvas).gather(1, wide)
-        if query.blind:
+        if query.leave_one_out:
             assert self.shadows is not None
             shadows = self.shadows(canvas).gather(1, wide)
             logits = torch.where(canvas.masked.gather(1, at)[..., None], logits, shadows)

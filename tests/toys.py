@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Sampler, packing
+from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query, Sampler, packing
+from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Sizes
@@ -91,6 +92,12 @@ def denoiser(kind: str = "llada", device: str = "cpu") -> Denoiser:
         return replace(wrapped(causal_transformer().to(device)), attention="block_causal")
     model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4).to(device), shift=kind == "dream")
     return guided(model, 1.5) if kind == "cfg" else model
+
+
+def context(spec: ModelSpec | None = None) -> Context:
+    """What a plug-in is bound to, on one of the toys."""
+    spec, blocks = spec or denoiser().spec, FixedBlocks()
+    return Context(spec, blocks.bind(Context(spec, blocks)))
 
 
 @cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import block_causal
 from dllm_sampler.packing import Answers, Pack, Request, visible
-from dllm_sampler.protocols import Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
+from dllm_sampler.protocols import Context, Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
 
 
 @dataclass(frozen=True)
@@ -36,31 +37,39 @@ class Cache:
     """Decides which columns a forward computes. The configured object is a template; `init` returns a live copy.
 
     A cache says in `computes` which columns the next forward computes. The engine packs them, and queries lose the
-    positions that nothing predicts then.
+    positions that nothing predicts then. What few caches can do besides is a protocol of its own: `Foresees`,
+    `Prefills`, `ReusesGuidance`, `Wraps`.
     """
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
     pads: ClassVar[bool] = False  # drives layers itself, on the padded form
     syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
     chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
-    foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
     keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
+    causal: ClassVar[bool] = False  # for block-causal models, and no others
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
-    difference: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # see `reuses_guidance`
     twin: Self | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
-
-    def suit(self, spec: ModelSpec, scheduler: Scheduler) -> Cache:
-        """The cache to use with this model and scheduler; default: this one."""
-        return self
 
     @property
     def steady(self) -> bool:
         """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
         return False
+
+    def bind(self, context: Context) -> Cache:
+        """The cache to use with this model and scheduler; default: this one.
+
+        Raises:
+            UserError: it cannot serve them; both sides and the way out. Or this is a live copy.
+        """
+        self._refuse_live()
+        why = next(self._obstacles(context), None)
+        if why is not None:
+            raise UserError(why)
+        return self
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
@@ -68,36 +77,13 @@ class Cache:
         Raises:
             UserError: this is a live copy already.
         """
-        self.refuse_live()
+        self._refuse_live()
         live = replace(self)
         live.spec, live.live = spec, True
         live.slots = live.buffers(canvas) if self.stores else None
         if spec.branches == 2:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
-
-    def buffers(self, canvas: Canvas) -> Slots:
-        """The buffers that `spec` and the canvas ask for; default: a slot for every column."""
-        return Slots(self.spec, *canvas.ids.shape)
-
-    def refuse_live(self) -> None:
-        """Refuse to serve a second generation.
-
-        Raises:
-            UserError: this is a live copy.
-        """
-        if self.live:
-            raise UserError(
-                f"this {type(self).__name__} belongs to one generation and holds its keys and values: hand over the"
-                " cache it was made from, or its name"
-            )
-
-    def due(self, canvas: Canvas) -> Tensor:
-        """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
-        return canvas.age == 0
-
-    def expect(self, ahead: Tensor, most: int) -> None:
-        """Take note of `Scheduler.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
 
     def computes(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
@@ -109,10 +95,6 @@ class Cache:
         Not asked where every column is computed.
         """
         return query if query.exact else query.drop(canvas, answered)
-
-    def predictors(self, columns: Tensor) -> Tensor:
-        """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
-        return columns.roll(-1, 1) if self.spec.shift else columns
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
@@ -137,37 +119,33 @@ class Cache:
         hidden = hidden + parts.output(plan.attention(q, k, v, stored))
         return hidden + parts.mlp(hidden)
 
+    def rows(self, plan: Plan) -> Tensor:
+        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
+        return plan.computed
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
+
+    # For subclasses.
+
+    def buffers(self, canvas: Canvas) -> Slots:
+        """The buffers that `spec` and the canvas ask for; default: a slot for every column."""
+        return Slots(self.spec, *canvas.ids.shape)
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
+        return canvas.age == 0
+
+    def predictors(self, columns: Tensor) -> Tensor:
+        """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
+        return columns.roll(-1, 1) if self.spec.shift else columns
+
     def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keep the fresh `k, v [B, Hkv, M, Dh]`; return the `k, v [B, Hkv, S, Dh]` to attend to and their mask."""
         if self.slots is not None:
             self.slots.write(index, k, v, plan)
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
         return k, v, mask_of(plan.keys)
-
-    def rows(self, plan: Plan) -> Tensor:
-        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
-        return plan.computed
-
-    def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
-
-        Where attention goes both ways a prompt's keys depend on what is written behind it; nothing can be shared then,
-        which is the default.
-
-        Args:
-            template: the cache this live copy was made from.
-
-        Returns:
-            `[B]` positions computed, each group's on account of its first row; None: nothing was shared.
-        """
-        return None
-
-    def reuses_guidance(self) -> bool | None:
-        """Whether guidance may use an earlier forward's difference between the branches; None: never does."""
-        return None
-
-    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
 
     def padded(self, canvas: Canvas, wanted: Request, answers: Answers, sees: Visible, computed: Tensor) -> PaddedPlan:
         """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
@@ -181,6 +159,100 @@ class Cache:
         slots = None if whole else places(canvas, positions)
         common = (self, wanted, answers, sees, computed)
         return PaddedPlan(*common, positions=positions, keys=keys, contiguous=whole, slots=slots)
+
+    def _refuse_live(self) -> None:
+        if self.live:
+            raise UserError(
+                f"this {type(self).__name__} belongs to one generation and holds its keys and values: hand over the"
+                " cache it was made from, or its name"
+            )
+
+    def _obstacles(self, context: Context) -> Iterator[str]:
+        """Why it cannot serve the model or the scheduler: what the facts above and the scheduler's traits say."""
+        spec, cache = context.spec, f"cache={type(self).__name__}"
+        if self.stores and not spec.cacheable:
+            yield f"{cache} cannot serve this model, whose forward computes whole rows only: use cache=none"
+        if self.causal and spec.attention != "block_causal":
+            yield f"{cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
+        if self.stores and not self.causal and spec.attention == "block_causal":
+            yield (
+                f"{cache} is for models that see the whole canvas, and this one is block-causal: use"
+                " cache=block_causal, which is exact, or cache=none"
+            )
+        if context.scheduler is None:
+            return
+        traits, scheduler = context.scheduler.traits, f"scheduler={type(context.scheduler).__name__}"
+        if traits.whole and self.stores:
+            yield (
+                f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"
+                " cache=none"
+            )
+        if traits.exact and self.chooses:
+            yield (
+                f"{scheduler} needs a prediction at every position it asks about, and {cache} chooses which masks to"
+                " predict: use cache=dual or cache=none"
+            )
+        if traits.drafts and not self.steady:
+            yield (
+                f"{scheduler} makes fewer forwards than the scheduler inside, and what {cache} keeps changes from one"
+                " forward to the next, so that tokens would differ: use cache=dual, prefix or none"
+            )
+        if traits.opens_ahead and self.stores:
+            yield (
+                f"scheduler.eager opens blocks without a forward of their own, in which {cache} refreshes what it"
+                " keeps: use scheduler.eager=false, or cache=none"
+            )
+        if traits.horizon is not None and self.keeps_noise:
+            yield (
+                f"{scheduler} hides what lies beyond its max_lookahead, and {cache} serves noise as an earlier forward"
+                " saw it: use cache=trailing, cache=none or scheduler.max_lookahead=null"
+            )
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A cache that wants to know what the next forward commits: of a scheduler that `plans`."""
+
+    def expect(self, ahead: Tensor, most: int) -> None:
+        """Take note of `Planner.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
+        ...
+
+
+@runtime_checkable
+class Prefills(Protocol):
+    """A cache that shares what rows have in common. Where attention goes both ways a prompt's keys depend on what is
+    written behind it, and nothing can be shared."""
+
+    def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
+        """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
+
+        Args:
+            template: the cache this live copy was made from.
+
+        Returns:
+            `[B]` positions computed, each group's on account of its first row; None: nothing was shared.
+        """
+        ...
+
+
+@runtime_checkable
+class ReusesGuidance(Protocol):
+    """A cache that spares passes of the branch without prompt, under classifier-free guidance."""
+
+    difference: Tensor | None  # between the branches, as the last forward that made both left it
+
+    def reuses_guidance(self) -> bool | None:
+        """Whether the next forward may use an earlier one's difference between the branches; None: none ever does."""
+        ...
+
+
+@runtime_checkable
+class Wraps(Protocol):
+    """A cache that wants forwards of its own, which the scheduler does not see."""
+
+    def around(self, scheduler: Scheduler) -> Scheduler:
+        """The bound scheduler, with those forwards."""
+        ...
 
 
 def places(canvas: Canvas, positions: Tensor) -> Tensor:

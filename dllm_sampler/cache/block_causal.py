@@ -12,7 +12,8 @@ from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.packing import measure, read, request
-from dllm_sampler.protocols import Denoiser, ModelSpec
+from dllm_sampler.protocols import Denoiser, ModelSpec, Scheduler
+from dllm_sampler.schedulers.stored import StorePass
 
 StorePasses = Literal["ride", "separate"]
 
@@ -30,6 +31,7 @@ class BlockCausalCache(Cache):
     """
 
     keeps_noise: ClassVar[bool] = False
+    causal: ClassVar[bool] = True
 
     store_pass: StorePasses = "ride"
 
@@ -38,6 +40,10 @@ class BlockCausalCache(Cache):
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
             raise UserError(f"cache.store_pass must be ride or separate, not {self.store_pass!r}")
+
+    def around(self, scheduler: Scheduler) -> Scheduler:
+        """See `Wraps.around`."""
+        return StorePass(scheduler) if self.store_pass == "separate" else scheduler
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
@@ -51,7 +57,7 @@ class BlockCausalCache(Cache):
         return True
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """See `Cache.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
+        """See `Prefills.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
         if self.twin is not None:
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}

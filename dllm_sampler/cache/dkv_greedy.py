@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from dllm_sampler import select
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.protocols import Context, ModelSpec
 
 
 @dataclass
@@ -30,11 +30,9 @@ class GreedyCache(Cache):
         window: masks beside each position that is committed.
     """
 
-    foresees: ClassVar[bool] = True
-
     refresh_every: int = 2
     window: int = 4
-    ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `Scheduler.ahead`
+    ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `Planner.ahead`
     most: int = field(init=False, default=0, repr=False, compare=False)  # no row commits more in a forward
     wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the last one wrote
 
@@ -43,6 +41,16 @@ class GreedyCache(Cache):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UserError(f"cache.{name} must be a whole number of at least {least}, not {value!r}")
+
+    def bind(self, context: Context) -> Cache:
+        """See `Cache.bind`. It needs a scheduler that plans."""
+        if context.scheduler is not None and not context.scheduler.traits.plans:
+            raise UserError(
+                f"cache={type(self).__name__} must know before each forward what it will commit, and"
+                f" scheduler={type(context.scheduler).__name__} decides that by the forward's predictions: use"
+                " scheduler=random_order, or another cache, dkv say"
+            )
+        return super().bind(context)
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
@@ -55,7 +63,7 @@ class GreedyCache(Cache):
         return canvas.age % self.refresh_every == 0
 
     def expect(self, ahead: Tensor, most: int) -> None:
-        """See `Cache.expect`."""
+        """See `Foresees.expect`."""
         self.ahead, self.most = ahead, most
 
     def computes(self, canvas: Canvas) -> Tensor:

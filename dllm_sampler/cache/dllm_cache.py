@@ -59,6 +59,7 @@ class IntervalCache(Cache):
     attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L, D]
     fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L, D]
     urgent: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool
+    difference: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # see `ReusesGuidance`
 
     def __post_init__(self) -> None:
         for name in ("prompt_every", "response_every", "guidance_every"):
@@ -154,7 +155,7 @@ class IntervalCache(Cache):
         return ((plan.computed + some * (layers - 1) + layers - 1) // layers) * (plan.computed > 0)
 
     def reuses_guidance(self) -> bool | None:
-        """See `Cache.reuses_guidance`."""
+        """See `ReusesGuidance.reuses_guidance`."""
         return None if self.guidance_every == 1 else self.made >= 5 and self.made % self.guidance_every != 0
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:

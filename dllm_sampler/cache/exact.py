@@ -6,7 +6,7 @@ from typing import ClassVar
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.protocols import ModelSpec, Scheduler
+from dllm_sampler.protocols import Context
 
 
 @dataclass
@@ -18,6 +18,8 @@ class ExactCache(Cache):
 
     stores: ClassVar[bool] = False
 
-    def suit(self, spec: ModelSpec, scheduler: Scheduler) -> Cache:
-        """See `Cache.suit`."""
-        return BlockCausalCache() if spec.attention == "block_causal" and not scheduler.whole else NoCache()
+    def bind(self, context: Context) -> Cache:
+        """See `Cache.bind`."""
+        whole = context.scheduler is not None and context.scheduler.traits.whole
+        chosen = BlockCausalCache() if context.spec.attention == "block_causal" and not whole else NoCache()
+        return chosen.bind(context)

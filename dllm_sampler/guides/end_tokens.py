@@ -1,7 +1,7 @@
 """LLaDA's options for the end tokens."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Guide, ModelSpec
+from dllm_sampler.protocols import Context, Guide
 
 Mode = Literal["ban", "defer"]
 
@@ -25,6 +25,8 @@ class EndTokens(Guide):
         mode: `ban` never chooses the end token; `defer` may choose end and end-of-turn tokens, at confidence 0.
         ids: token ids to act on; None: those of the model.
     """
+
+    excludes: ClassVar[bool] = True
 
     mode: Mode = "ban"
     ids: tuple[int, ...] | None = None
@@ -45,10 +47,11 @@ class EndTokens(Guide):
         """See `Guide.measures`."""
         return True
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """See `Guide.bind`."""
         if self.ids is not None:
             return self
+        spec = context.spec
         turn = () if self.mode == "ban" or spec.eot_id is None else (spec.eot_id,)
         return replace(self, ids=(spec.eos_id, *turn))
 

@@ -1,6 +1,7 @@
 """Temperature, top-k and top-p. With `guide=[temperature, top_p]` they apply in that order."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -65,6 +66,8 @@ class TopK(_Rewrite):
         measured: read confidence from the truncated distribution (Dream).
     """
 
+    truncates: ClassVar[bool] = True
+
     k: int = 50
 
     def __post_init__(self) -> None:
@@ -85,6 +88,8 @@ class TopP(_Rewrite):
         p: probability mass kept; the token that crosses it stays.
         measured: read confidence from the truncated distribution (Dream).
     """
+
+    truncates: ClassVar[bool] = True
 
     p: float = 0.95
 

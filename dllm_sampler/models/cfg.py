@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.cache.base import ReusesGuidance
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend
@@ -37,9 +38,10 @@ class GuidedDenoiser:
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Guided hidden states `[R, D]`, one for each of `plan.answers`."""
-        reuse = plan.cache.reuses_guidance()
-        if reuse is not None:
-            return self._sparse(canvas, query, plan, reuse)
+        if isinstance(plan.cache, ReusesGuidance):
+            reuse = plan.cache.reuses_guidance()
+            if reuse is not None:
+                return self._sparse(canvas, query, plan, plan.cache, reuse)
         conditional, spent = self.denoiser(canvas, query, plan)
         unconditional, other = self._unconditional(canvas, query, plan)
         hidden = unconditional + (self.scale + 1) * (conditional - unconditional)  # [R, D]
@@ -56,7 +58,9 @@ class GuidedDenoiser:
             replace(plan, cache=plan.cache.twin),
         )
 
-    def _sparse(self, canvas: Canvas, query: Query, plan: Plan, reuse: bool) -> tuple[Tensor, Spent]:
+    def _sparse(
+        self, canvas: Canvas, query: Query, plan: Plan, cache: ReusesGuidance, reuse: bool
+    ) -> tuple[Tensor, Spent]:
         """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
         columns = torch.arange(canvas.origin, canvas.length + 1, device=canvas.ids.device)
         every = Query.at(canvas, columns.expand(len(canvas.ids), -1))
@@ -64,10 +68,10 @@ class GuidedDenoiser:
         conditional, spent = self.denoiser(canvas, every, whole)  # [B*(G+1), D]
         if not reuse:
             unconditional, other = self._unconditional(canvas, every, whole)
-            plan.cache.difference = conditional - unconditional
+            cache.difference = conditional - unconditional
             spent = Spent(spent.nfe, spent.rows + other.rows)
-        assert plan.cache.difference is not None
-        hidden = conditional + self.scale * plan.cache.difference
+        assert cache.difference is not None
+        hidden = conditional + self.scale * cache.difference
         row, position = plan.answers.row, plan.answers.position
         return hidden[row * len(columns) + (position - canvas.origin).clamp(min=0)], spent
 

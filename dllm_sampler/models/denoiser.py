@@ -125,7 +125,7 @@ class TransformerDenoiser:
 
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
-        if query.ids.shape[1] > 1 or query.blind or query.soft is not None:
+        if query.ids.shape[1] > 1 or query.leave_one_out or query.soft is not None:
             raise UserError(f"cache={type(plan.cache).__name__} takes plain queries only: use another cache, or none")
         columns = predictors(canvas, query.positions) if self.shift else query.positions  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())

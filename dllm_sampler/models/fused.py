@@ -25,7 +25,7 @@ from dllm_sampler.protocols import Plan
 def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, query: Query, plan: Plan) -> Drive | None:
     """What runs the layers of a packed forward on kernels; None: their modules must."""
     cache = plan.cache
-    if kernels is None or plan.pack is None or query.blind:
+    if kernels is None or plan.pack is None or query.leave_one_out:
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -12,18 +12,18 @@ from torch.nn.functional import pad
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Carry, Guide, ModelSpec
+from dllm_sampler.protocols import Carry, Context, Guide, ModelSpec, Traits
 from dllm_sampler.schedulers.leftright import Leftmost
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from dllm_sampler.models.autoregressive import Verifier
 
 
 @dataclass(frozen=True)
 class _Known(Guide):
     """Only tokens below `size` may be chosen."""
+
+    excludes: ClassVar[bool] = True
 
     size: int
 
@@ -63,23 +63,23 @@ class ParallelDecoding(Leftmost):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise UserError(f"scheduler.mixture_weight must be a number between 0 and 1, not {share!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
-        """Load the verifier.
+    def bind(self, context: Context) -> Self:
+        """Load the verifier, once for a model.
 
         Raises:
-            UserError: none given, nothing to load, or another vocabulary than the model's.
+            UserError: none given, nothing to load, or another vocabulary or tokenizer than the model's.
         """
         from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
 
-        bound = replace(self)
-        object.__setattr__(bound, "judge", autoregressive.fit(self.verifier, spec))
-        object.__setattr__(bound, "model", spec)
+        bound = self
+        if self.judge is None or self.model != context.spec:
+            bound = replace(self)
+            object.__setattr__(bound, "judge", autoregressive.fit(self.verifier, context.spec))
+            object.__setattr__(bound, "model", context.spec)
+        if context.tokenizer is not None:
+            assert bound.judge is not None
+            bound.judge.check_tokenizer(context.tokenizer)
         return bound
-
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """See `Scheduler.check_tokenizer`."""
-        assert self.judge is not None
-        self.judge.check_tokenizer(tokenizer)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """Only tokens that the verifier knows."""
@@ -93,9 +93,9 @@ class ParallelDecoding(Leftmost):
         return frozenset({"raw", "draw"})
 
     @property
-    def static(self) -> bool:
-        """See `Scheduler.static`. The verifier keeps what it read in a cache of its own."""
-        return False
+    def traits(self) -> Traits:
+        """The verifier keeps what it read in a cache of its own."""
+        return replace(super().traits, static=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """What the verifier has read: nothing."""
@@ -106,7 +106,7 @@ class ParallelDecoding(Leftmost):
         """See `Scheduler.tell`."""
         assert readout.raw is not None
         at, ids = query.positions, readout.token[:, 0]
-        first, width = canvas.frontier(), min(at.shape[1], self.horizon or canvas.length)
+        first, width = canvas.frontier(), min(at.shape[1], self.max_lookahead or canvas.length)
         place = at - first[:, None]  # [B, Q]
         draft = self.draft(canvas, query) & (place < width)
         text = canvas.ids.scatter(1, at, torch.where(draft, ids, canvas.ids.gather(1, at)))

@@ -1,10 +1,9 @@
 """Block refinement: a rising quota of committed tokens, the rest of the canvas drawn anew."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.select import top
 
@@ -22,15 +21,17 @@ class BlockRefine(Scheduler):
         threshold: probability that commits a position whatever the quota (strict); from 1 on the quota alone counts.
     """
 
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-    uniform: ClassVar[bool] = True
-
     steps: int = 32
     threshold: float = 0.95
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
         check_number("threshold", self.threshold)
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return Traits(asks="window", uniform=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

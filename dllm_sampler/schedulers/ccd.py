@@ -6,7 +6,7 @@ import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import check_steps, even_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
 from dllm_sampler.select import rank, top
@@ -50,9 +50,9 @@ class Coherent(Scheduler):
             raise UserError(f"scheduler.late must be a share between 0 and 1, not {self.late!r}")
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by the mean distribution."""
-        return False
+    def traits(self) -> Traits:
+        """By the mean distribution."""
+        return Traits(ranks_by_confidence=False)
 
     @property
     def needs(self) -> frozenset[str]:

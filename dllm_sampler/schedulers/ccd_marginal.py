@@ -7,7 +7,7 @@ import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Scheduler, Traits
 from dllm_sampler.readout import entropy
 from dllm_sampler.schedulers.budget import check_steps, even_share
 from dllm_sampler.select import rank, top
@@ -45,16 +45,16 @@ class CoherentMarginal(Scheduler):
         if isinstance(self.epsilon, bool) or self.epsilon != self.epsilon:
             raise UserError(f"scheduler.epsilon must be a number of nats, not {self.epsilon!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
         bound = replace(self)
-        object.__setattr__(bound, "vocab", spec.vocab_size)
+        object.__setattr__(bound, "vocab", context.spec.vocab_size)
         return bound
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by entropy."""
-        return False
+    def traits(self) -> Traits:
+        """It ranks by entropy."""
+        return Traits(ranks_by_confidence=False)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.checks import check_count, check_number
 
 
@@ -29,9 +29,9 @@ class Dilated(Scheduler):
         check_number("skip", self.skip)
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: the order is given, confidences may only delay it."""
-        return self.skip > 0
+    def traits(self) -> Traits:
+        """The order is given, confidences may only delay it."""
+        return Traits(ranks_by_confidence=self.skip > 0)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -1,13 +1,12 @@
 """LLaDA2.1's token editing: committed tokens of the block may still be replaced."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.select import rank
 
@@ -27,8 +26,6 @@ class TokenEditing(Threshold):
         extra: editing steps after the last mask at most.
     """
 
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-
     threshold: float = 0.7
     edit: float = 0.5
     quota: int = 1
@@ -44,9 +41,9 @@ class TokenEditing(Threshold):
                 raise UserError(f"scheduler.{name} must be a whole number of at least {least}, not {value!r}")
 
     @property
-    def revises(self) -> bool:
+    def traits(self) -> Traits:
         """It replaces tokens."""
-        return self.edit < 1
+        return Traits(asks="window", revises=self.edit < 1)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` editing steps made since the block was full."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class EntropyThreshold(Scheduler):
             raise UserError(f"scheduler.entropy must be a number of nats, not {self.entropy!r}")
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by entropy."""
-        return False
+    def traits(self) -> Traits:
+        """It ranks by entropy."""
+        return Traits(ranks_by_confidence=False)
 
     @property
     def needs(self) -> frozenset[str]:

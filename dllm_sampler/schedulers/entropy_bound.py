@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.select import rank
 
 
@@ -29,9 +29,9 @@ class EntropyBound(Scheduler):
             raise UserError(f"scheduler.gamma must be a number of nats from 0 on, not {self.gamma!r}")
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by entropy."""
-        return False
+    def traits(self) -> Traits:
+        """It ranks by entropy."""
+        return Traits(ranks_by_confidence=False)
 
     @property
     def needs(self) -> frozenset[str]:

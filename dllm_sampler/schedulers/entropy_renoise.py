@@ -1,7 +1,7 @@
 """DiffusionGemma's sampler: accept what is sure together, draw everything else anew, decide it all again."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature
-from dllm_sampler.protocols import Carry, Guide, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Guide, Scheduler, Traits
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.entropy_bound import bounded
 
@@ -35,9 +35,6 @@ class EntropyRenoise(Scheduler):
         confidence_threshold: nats that the block's mean entropy must be below, besides; None: never stop early.
     """
 
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-    uniform: ClassVar[bool] = True
-
     entropy_bound: float = 0.1
     max_denoising_steps: int = 48
     t_min: float = 0.4
@@ -58,9 +55,9 @@ class EntropyRenoise(Scheduler):
         if self.confidence_threshold is not None:
             check_number("confidence_threshold", self.confidence_threshold)
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take what stands for noise on the canvas."""
-        bound = replace(self)
+        spec, bound = context.spec, replace(self)
         object.__setattr__(bound, "noise_id", spec.pad_id if spec.mask_id is None else spec.mask_id)
         return bound
 
@@ -71,24 +68,14 @@ class EntropyRenoise(Scheduler):
         return (*given, LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps))
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by entropy."""
-        return False
+    def traits(self) -> Traits:
+        """It judges the block as a whole, by entropy, and nothing stays accepted."""
+        return Traits(asks="window", uniform=True, ranks_by_confidence=False, exact=True, revises=True)
 
     @property
     def needs(self) -> frozenset[str]:
         """Entropies, and logits for the best tokens."""
         return frozenset({"entropy", "logits", "logsumexp"})
-
-    @property
-    def exact(self) -> bool:
-        """It judges the block as a whole."""
-        return True
-
-    @property
-    def revises(self) -> bool:
-        """Nothing stays accepted."""
-        return True
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B, L+1]` the last forward's best tokens, and `[B]` forwards before it with the same ones."""

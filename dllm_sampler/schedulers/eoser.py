@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Scheduler
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.checks import check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -44,21 +44,21 @@ class Eoser(Around):
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
         inner = type(self.inner).__name__
-        if self.inner.drafts:
+        if self.inner.traits.drafts:
             raise UserError(
                 f"scheduler=Eoser cannot change what {inner} has drafted: put it inside, as in"
                 " scheduler=freedave scheduler.inner=eoser"
             )
-        if not self.inner.by_confidence:
+        if not self.inner.traits.ranks_by_confidence:
             raise UserError(
                 f"scheduler=Eoser scales confidences, and {inner} with these settings does not look at them: use"
                 " another scheduler inside, fixed or threshold say"
             )
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the end token."""
-        bound = super().bind(spec)
-        object.__setattr__(bound, "eos", spec.eos_id)
+        bound = super().bind(context)
+        object.__setattr__(bound, "eos", context.spec.eos_id)
         return bound
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

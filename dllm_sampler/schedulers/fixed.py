@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
 
@@ -51,9 +51,9 @@ class FixedSteps(Scheduler):
             raise UserError(f"scheduler.alg_temp must be at least 0, not {self.alg_temp!r}")
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`."""
-        return self.score == "confidence"
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return Traits(ranks_by_confidence=self.score == "confidence")
 
     @property
     def needs(self) -> frozenset[str]:

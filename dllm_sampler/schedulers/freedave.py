@@ -1,13 +1,13 @@
 """FreeDave: a chain of drafts, verified by the forward that would be made anyway."""
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Scheduler
+from dllm_sampler.protocols import Context, Scheduler
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.pace import Pace
@@ -46,13 +46,20 @@ class FreeDave(Verifier):
         if self.match not in get_args(Match):
             raise UserError(f"scheduler.match must be exact or subset, not {self.match!r}")
 
+    def bind(self, context: Context) -> Self:
+        """See `Verifier.bind`; what was measured on this model stays known."""
+        bound = super().bind(context)
+        if self.mask_id == bound.mask_id:
+            object.__setattr__(bound, "measured", self.measured)
+        return bound
+
     def branches(self, most: int) -> list[Branch]:
         """One, two, three ... guessed steps; a branch without a mask would have nothing to predict."""
         longest = self.measured.most if self.draft == "auto" else self.draft
         return [(first, 0) for first in range(1, min(longest, most))]
 
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
-        """See `Scheduler.pace`."""
+        """See `Paced.pace`."""
         return self.measured.next(canvas, seconds) if self.draft == "auto" else None
 
     def _walk(self, canvas: Canvas, query: Query, readout: Readout, here: Walked) -> Walked:

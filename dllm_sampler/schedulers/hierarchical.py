@@ -1,13 +1,13 @@
 """Hierarchical decoding: every run of masks is split at its surest position."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Scheduler, Traits
 from dllm_sampler.select import rank, top
 
 
@@ -25,8 +25,6 @@ class Hierarchical(Scheduler):
             such tokens. None: never.
     """
 
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-
     low: float = 0.4
     threshold: float | None = None
     remask: float | None = None
@@ -38,22 +36,22 @@ class Hierarchical(Scheduler):
             if value is not None and (isinstance(value, bool) or not value >= 0):
                 raise UserError(f"scheduler.{name} must be a probability from 0 on, not {value!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the mask token.
 
         Raises:
             UserError: remasking a model without one.
         """
-        if self.remask is not None and spec.mask_id is None:
+        if self.remask is not None and context.spec.mask_id is None:
             raise UserError("scheduler.remask needs a model with a mask token: set it to null")
         bound = replace(self)
-        object.__setattr__(bound, "mask", spec.mask_id)
+        object.__setattr__(bound, "mask", context.spec.mask_id)
         return bound
 
     @property
-    def revises(self) -> bool:
-        """Where it remasks."""
-        return self.remask is not None
+    def traits(self) -> Traits:
+        """It revises where it remasks."""
+        return Traits(asks="window", revises=self.remask is not None)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

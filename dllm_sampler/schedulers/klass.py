@@ -8,7 +8,7 @@ import torch
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec
+from dllm_sampler.protocols import Carry, Context, ModelSpec
 from dllm_sampler.readout import Law
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -48,10 +48,10 @@ class Klass(FixedSteps):
         if self.take not in get_args(Take):
             raise UserError(f"scheduler.take must be all, surest or steadiest, not {self.take!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
         bound = replace(self)
-        object.__setattr__(bound, "model", spec)
+        object.__setattr__(bound, "model", context.spec)
         return bound
 
     @property

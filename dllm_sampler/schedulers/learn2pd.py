@@ -1,13 +1,13 @@
 """Learn2PD: a small network decides which predictions are final."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import Self
 
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, ModelSpec, Scheduler, Traits
 from dllm_sampler.schedulers.budget import check_steps, even_share
 from dllm_sampler.schedulers.filter import Layers, find, judge, lay_out, load
 from dllm_sampler.select import top
@@ -30,32 +30,38 @@ class LearnedFilter(Scheduler):
         steps: forwards for the whole generation if the filter accepts nothing; None: one per token.
     """
 
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-
     filter: str | None = None
     threshold: float = 0.96
     steps: int | None = None
-    layers: Layers = field(init=False, default=(), repr=False, compare=False)
+    loaded: tuple[ModelSpec, Layers] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
         if isinstance(self.threshold, bool) or not 0 <= self.threshold <= 1:
             raise UserError(f"scheduler.threshold must be a probability between 0 and 1, not {self.threshold!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
-        """Load the filter onto the model's device.
+    def bind(self, context: Context) -> Self:
+        """Load the filter onto the model's device, once for a model.
 
         Raises:
             UserError: no file given and none shipped, none there, not a filter, or one of another model.
         """
+        spec = context.spec
+        if self.loaded is not None and self.loaded[0] == spec:
+            return self
         bound = replace(self)
-        object.__setattr__(bound, "layers", load(find(self.filter, spec), spec))
+        object.__setattr__(bound, "loaded", (spec, load(find(self.filter, spec), spec)))
         return bound
 
     @property
-    def block_length(self) -> int | None:
-        """See `Scheduler.block_length`."""
-        return self.layers[0][0].shape[1] if self.layers else None
+    def layers(self) -> Layers:
+        """The filter; empty before `bind`."""
+        return () if self.loaded is None else self.loaded[1]
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return Traits(asks="window", block_length=self.layers[0][0].shape[1] if self.layers else None)
 
     def init(self, canvas: Canvas) -> Carry:
         """The block's schedule, `[B, N]` its last confidences."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.checks import check_count
 
 
@@ -25,26 +25,16 @@ class Leftmost(Scheduler):
             check_count("max_lookahead", self.max_lookahead)
 
     @property
-    def horizon(self) -> int | None:
-        """See `Scheduler.horizon`."""
-        return self.max_lookahead
-
-    @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by place."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """A mask that is passed over would break the order."""
-        return True
+    def traits(self) -> Traits:
+        """It goes by place: a mask that is passed over would break the order."""
+        return Traits(asks_block=False, exact=True, ranks_by_confidence=False, horizon=self.max_lookahead)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, beyond which nothing is seen."""
-        limit, masks, width = canvas.ahead(self.horizon), canvas.masked & canvas.in_block(), canvas.width
+        limit, masks, width = canvas.ahead(self.max_lookahead), canvas.masked & canvas.in_block(), canvas.width
         if limit is not None:
             masks = masks & (canvas.columns() < limit[:, None])
-            width = min(width, self.horizon or width)
+            width = min(width, self.max_lookahead or width)
         return replace(Query.at(canvas, select.columns(masks, width)), limit=limit)
 
     def draft(self, canvas: Canvas, query: Query) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_odds
 
 
@@ -31,14 +31,9 @@ class Origin(Scheduler):
         check_eps(self.eps)
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by chance."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """See `Scheduler.exact`."""
-        return True
+    def traits(self) -> Traits:
+        """Chance decides."""
+        return Traits(asks_block=False, exact=True, ranks_by_confidence=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` steps of the block when it was opened: a stop may shorten the canvas later."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.protocols import Context
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 
@@ -38,12 +38,15 @@ class PositionCalibrated(FixedSteps):
             if not getattr(self, name) >= 0:
                 raise UserError(f"scheduler.{name} must be a number from 0 on, not {getattr(self, name)!r}")
 
-    def bind(self, spec: ModelSpec) -> Self:
-        """Load the table for the model's vocabulary.
+    def bind(self, context: Context) -> Self:
+        """Load the table for the model's vocabulary, once for a model.
 
         Raises:
             UserError: no such file, or not such a table.
         """
+        spec = context.spec
+        if self.surprise is not None and (len(self.surprise), self.surprise.device) == (spec.vocab_size, spec.device):
+            return self
         share = torch.full((spec.vocab_size,), 1 / spec.vocab_size)
         if self.frequency is not None:
             try:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import check_steps, even_share
 
 
@@ -29,26 +29,16 @@ class RandomOrder(Scheduler):
         check_steps(self.steps)
 
     @property
-    def by_confidence(self) -> bool:
-        """See `Scheduler.by_confidence`: by chance."""
-        return False
-
-    @property
-    def exact(self) -> bool:
-        """See `Scheduler.exact`."""
-        return True
-
-    @property
-    def plans(self) -> bool:
-        """It does."""
-        return True
+    def traits(self) -> Traits:
+        """Chance decides."""
+        return Traits(asks_block=False, exact=True, plans=True, ranks_by_confidence=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor:
-        """See `Scheduler.ahead`."""
+        """See `Planner.ahead`."""
         share, _ = even_share(canvas, self.steps, carry)
         noise = canvas.masked & canvas.in_block()
         turn = select.rank(self._number(canvas, canvas.columns().expand_as(noise)), noise)  # [B, L+1]

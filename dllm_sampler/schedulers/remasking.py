@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Scheduler, Traits
 from dllm_sampler.schedulers.budget import block_steps, check_steps
 
 
@@ -21,21 +21,16 @@ class Remasking(Scheduler):
     def __post_init__(self) -> None:
         check_steps(self.steps)
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the mask token."""
-        bound = replace(self)
+        spec, bound = context.spec, replace(self)
         object.__setattr__(bound, "mask", spec.pad_id if spec.mask_id is None else spec.mask_id)
         return bound
 
     @property
-    def exact(self) -> bool:
-        """See `Scheduler.exact`."""
-        return True
-
-    @property
-    def revises(self) -> bool:
-        """They are taken back."""
-        return True
+    def traits(self) -> Traits:
+        """Tokens are taken back."""
+        return Traits(asks_block=False, exact=True, revises=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B, L+1]` confidence at commit; infinite where nothing is recorded."""

@@ -1,11 +1,11 @@
 """ReMDM: some steps late in a block take its least sure tokens back and predict again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.remasking import Remasking
 from dllm_sampler.select import top
@@ -36,9 +36,9 @@ class Remdm(Remasking):
         check_count("tokens", self.tokens)
 
     @property
-    def revises(self) -> bool:
-        """In its revisions."""
-        return self.revisions > 0
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return replace(super().traits, revises=self.revisions > 0)
 
     def bound(self, tokens: int) -> int:
         """Every block adds its revisions; blocks of one position reach it."""

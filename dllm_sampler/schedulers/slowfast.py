@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -44,6 +44,11 @@ class SlowFast(Threshold):
         check_number("sigma", self.sigma)
         check_count("slow", self.slow, 0)
         check_count("window", self.window)
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return replace(super().traits, asks_block=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` last estimates."""

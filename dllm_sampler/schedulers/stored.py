@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, block_over
+from dllm_sampler.protocols import Carry, Traits, block_over
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 
@@ -26,14 +26,29 @@ class StorePass(Around):
         no = torch.zeros_like(canvas.done)
         return no, no, torch.zeros_like(canvas.step), super().init(canvas)
 
+    @property
+    def traits(self) -> Traits:
+        """Forwards that only store ask nothing."""
+        return replace(super().traits, asks_block=False)
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[3]
+
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""
-        canvas, _, idle = self._inside(canvas, *carry[:3])
-        return super().ask(canvas, carry[3]).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
+        canvas, _, idle = self._counted(canvas, *carry[:3])
+        return super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """See `Planner.ahead`."""
+        canvas, _, idle = self._counted(canvas, *carry[:3])
+        ahead = super().ahead(canvas, carry)
+        return None if ahead is None else ahead.masked_fill(idle[:, None], 0)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        canvas, due, idle = self._inside(canvas, *carry[:3])
+        canvas, due, idle = self._counted(canvas, *carry[:3])
         edit, inner = self.inner.tell(canvas, query, readout, carry[3])
         over = block_over(canvas.apply(query.positions, edit), edit) & ~idle
         left = over & (torch.zeros_like(over) if edit.leave is None else edit.leave)
@@ -53,7 +68,7 @@ class StorePass(Around):
         return super().bound(tokens) + tokens + 1
 
     @staticmethod
-    def _inside(canvas: Canvas, over: Tensor, left: Tensor, made: Tensor) -> tuple[Canvas, Tensor, Tensor]:
+    def _counted(canvas: Canvas, over: Tensor, left: Tensor, made: Tensor) -> tuple[Canvas, Tensor, Tensor]:
         """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
         and `[B]` those whose forward only stores."""
         assert canvas.grid is not None

@@ -12,7 +12,7 @@ from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Blocks, Carry, ModelSpec, block_over
+from dllm_sampler.protocols import Carry, Context, Traits, block_over
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 
@@ -74,51 +74,53 @@ class Verifier(Around):
     draws: bool = field(init=False, default=True)  # whether tokens are drawn
 
     def __post_init__(self) -> None:
-        inner, name = type(self.inner).__name__, type(self).__name__
-        if self.inner.drafts:
+        inner, name, traits = type(self.inner).__name__, type(self).__name__, self.inner.traits
+        if traits.drafts:
             raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
-        if self.inner.revises or self.inner.blind or not self.inner.plain:
+        if traits.revises or traits.leave_one_out or not traits.asks_block:
             raise UserError(
                 f"scheduler={name} cannot look ahead for {inner}, which takes tokens back or chooses what to ask in"
                 f" each step: use another scheduler inside {name}, threshold say, or {inner} alone"
             )
-        if self.eager and self.inner.asks == "window":
+        if self.eager and traits.asks == "window":
             raise UserError(
                 f"scheduler.eager asks for masks of two blocks, and {inner} wants a whole block: use eager=false"
             )
 
     @property
-    def drafts(self) -> bool:
-        """See `Scheduler.drafts`."""
-        return True
+    def traits(self) -> Traits:
+        """It drafts, and may commit more than the inner scheduler plans."""
+        return replace(super().traits, asks_block=False, plans=False, drafts=True, opens_ahead=self.eager)
 
-    @property
-    def opens_ahead(self) -> bool:
-        """See `Scheduler.opens_ahead`."""
-        return self.eager
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry.inner
 
-    def bind(self, spec: ModelSpec) -> Self:
-        """Take the mask token: what a branch holds is what stands there in its place."""
-        if spec.mask_id is None:
+    def bind(self, context: Context) -> Self:
+        """Take the mask token, the length of blocks, and whether branches need noise of their own.
+
+        What a branch holds is what stands there in the mask token's place.
+        """
+        if context.spec.mask_id is None:
             raise UserError(
                 f"scheduler={type(self).__name__} tells branches apart by their mask tokens, and this model has none:"
                 f" use {type(self.inner).__name__} alone"
             )
-        bound = super().bind(spec)
-        object.__setattr__(bound, "mask_id", spec.mask_id)
-        return bound
-
-    def beside(self, blocks: Blocks, draws: bool) -> Self:
-        """Take the length of blocks, and whether branches need noise of their own."""
-        if self.eager and type(blocks).open is not Blocks.open:
+        blocks = context.blocks
+        if self.eager and blocks.sizes_on_open:
             raise UserError(
                 f"scheduler.eager opens a block ahead of time, and blocks={type(blocks).__name__} sizes it on the"
                 " forward that opens it: use blocks=fixed, or eager=false"
             )
-        told = super().beside(blocks, draws)
-        object.__setattr__(told, "lookahead", blocks.lookahead(2**16) if self.eager else 0)
-        object.__setattr__(told, "draws", draws)
-        return told
+        bound = super().bind(context)
+        draws = context.draws or any(guide.draws for guide in bound.guides(()))
+        object.__setattr__(bound, "mask_id", context.spec.mask_id)
+        object.__setattr__(bound, "lookahead", blocks.lookahead(2**16) if self.eager else 0)
+        object.__setattr__(bound, "draws", draws)
+        return bound
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> None:
+        """See `Traits.plans`: not known."""
 
     def branches(self, most: int) -> list[Branch]:
         """The candidates beside the canvas, the likeliest first, where no row has more than `most` masks."""
@@ -136,7 +138,7 @@ class Verifier(Around):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The inner scheduler's query, for the canvas and for what it may become."""
-        query, width = super().ask(canvas, carry.inner), canvas.width
+        query, width = super().ask(canvas, carry), canvas.width
         if self.eager:
             columns, width = canvas.columns(), min(width + self.lookahead, canvas.length - canvas.origin)
             near = (columns >= canvas.start[:, None]) & (columns < canvas.stop[:, None] + self.lookahead)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Context, Scheduler, Traits
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.select import top
 
@@ -40,9 +40,9 @@ class Wino(Scheduler):
         check_count("least", self.least)
         check_count("most", self.most, self.least)
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the mask token."""
-        bound = replace(self)
+        spec, bound = context.spec, replace(self)
         object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
         return bound
 
@@ -52,23 +52,13 @@ class Wino(Scheduler):
         return frozenset({"current"})
 
     @property
-    def whole(self) -> bool:
-        """Shadows see every column."""
-        return True
-
-    @property
-    def blind(self) -> bool:
-        """It is."""
-        return True
-
-    @property
-    def revises(self) -> bool:
-        """Shadows take tokens back."""
-        return self.back > 0
+    def traits(self) -> Traits:
+        """Shadows see every column and take tokens back."""
+        return Traits(asks_block=False, whole=True, leave_one_out=True, revises=self.back > 0)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block, committed positions without their token."""
-        return replace(Query.window(canvas), blind=True)
+        return replace(Query.window(canvas), leave_one_out=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +15,7 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.filter import lay_out
 from dllm_sampler.training import checkpoint
@@ -56,11 +56,14 @@ class Replay(Scheduler):
         size: positions per block.
     """
 
-    asks: ClassVar[Literal["masks", "window"]] = "window"
-
     answer: Tensor
     size: int
     seen: list[Records] = field(default_factory=list)
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return Traits(asks="window")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -229,12 +229,12 @@ def check(sampler: Sampler) -> None:
         UserError: naming the plug-in and a way out.
     """
     plugins, spec = sampler.plugins, sampler.denoiser.spec
-    rule = plugins.scheduler
+    rule, traits = plugins.scheduler, plugins.scheduler.traits
     why = {
-        "takes tokens back or replaces them": rule.revises,
-        "takes several steps in one forward": rule.drafts,
-        "hides a part of the canvas": rule.horizon is not None,
-        "adds shadow rows to the forward": rule.blind,
+        "takes tokens back or replaces them": traits.revises,
+        "takes several steps in one forward": traits.drafts,
+        "hides a part of the canvas": traits.horizon is not None,
+        "adds shadow rows to the forward": traits.leave_one_out,
     }
     for reason, holds in why.items():
         if holds:

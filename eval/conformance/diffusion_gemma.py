@@ -13,6 +13,7 @@ from dllm_sampler.eval.conformance.block_causal import StopAt
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size, Steps, Tokens
 from dllm_sampler.noise import ReplayNoise
+from dllm_sampler.protocols import Context
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
 
@@ -46,9 +47,9 @@ class Watched(EntropyRenoise):
     canvases: list[Tokens] = field(init=False, default_factory=list, repr=False)
     accepted: Steps = field(init=False, default_factory=list, repr=False)
 
-    def bind(self, spec: object) -> Watched:
+    def bind(self, context: Context) -> Watched:
         """Keep the lists, which the line's checks read later."""
-        object.__setattr__(self, "noise_id", spec.pad_id)  # pyright: ignore[reportAttributeAccessIssue]
+        object.__setattr__(self, "noise_id", context.spec.pad_id)
         return self
 
     def accepts(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:

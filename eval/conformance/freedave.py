@@ -24,7 +24,7 @@ from dllm_sampler.eval.conformance.published import (
     PublishedFreeDave,
     PublishedPrefixCache,
 )
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.stored import StorePass
@@ -128,6 +128,11 @@ class PublishedEager(ForcedFirst):
     forced: bool
     causal: bool = False
     events: Events = field(default_factory=Events)
+
+    @property
+    def traits(self) -> Traits:
+        """It decodes by a rule of its own."""
+        return replace(super().traits, asks_block=False, plans=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """Tokens and confidences held, `[L+1]`; whether they are those of the forward that opened the block."""

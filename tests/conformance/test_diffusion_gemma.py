@@ -45,7 +45,9 @@ def sampler(scheduler: Any = RENOISE, **plugins: Any) -> Sampler:
 
 def laid_out(prompts: list[list[int]], tokens: int = CANVAS) -> tuple[Canvas, Cache]:
     spec = denoiser().spec
-    canvas = layout.canvas(prompts, tokens, [0] * len(prompts), spec, FixedBlocks().bind(spec), CounterNoise(), False)
+    canvas = layout.canvas(
+        prompts, tokens, [0] * len(prompts), spec, FixedBlocks().bind(toys.context(spec)), CounterNoise(), False
+    )
     return canvas, NoCache().init(canvas, spec)
 
 

@@ -81,7 +81,7 @@ def test_the_router_of_llada2() -> None:
 def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canvas:
     """The canvas of a generation of which the last block is left, whatever it holds by now."""
     prompt, total = ids[0, :-length].tolist(), ids.shape[1]
-    blocks = FixedBlocks(length).bind(model.spec)
+    blocks = FixedBlocks(length).bind(toys.context(model.spec))
     canvas = layout.canvas([prompt], length, [0], model.spec, blocks, CounterNoise(), False)
     assert (int(canvas.start), int(canvas.stop), canvas.grid) == (total - length, total, length)
     return replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))

@@ -83,7 +83,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> N
         assert batch.trace.rows[row] == alone.trace.rows[0]
 
 
-@pytest.mark.parametrize("scheduler", [rule for rule in ALL if not rule.drafts], ids=repr)
+@pytest.mark.parametrize("scheduler", [rule for rule in ALL if not rule.traits.drafts], ids=repr)
 def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
     assert same(run(scheduler, stop=NEVER), run(scheduler))
 

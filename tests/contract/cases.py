@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
+from dllm_sampler.cache.base import Foresees
 from tests import toys
 
 Settings = dict[str, Any]
@@ -242,7 +243,7 @@ def cases() -> list[Case]:
 
 def _some(turn: Iterator[Settings], among: list[Settings]) -> list[Settings]:
     """The next two different ones that are `among` these, after those that want a scheduler with a plan."""
-    found = [one for one in among if config.build("cache", one).foresees]
+    found = [one for one in among if isinstance(config.build("cache", one), Foresees)]
     among = [one for one in among if one not in found]
     size = len(found) + min(2, len(among))
     while len(found) < size:

@@ -32,14 +32,14 @@ def test_a_factor_on_confidences_is_felt_where_it_is_said_to_be(scheduler: Setti
     try:
         alone = toys.sampler(scheduler=scheduler, temperature=1.0)
         inner = config.build("scheduler", scheduler)
-        if inner.drafts:
+        if inner.traits.drafts:
             pytest.skip("goes by what the scheduler inside says")
         other = toys.sampler(scheduler=Scrambled(inner), temperature=1.0)
     except UserError as error:
         pytest.skip(str(error))
     first, second = (one.generate(toys.PROMPTS, max_new_tokens=18, seed=3) for one in (alone, other))
     same = torch.equal(first.trace.generated, second.trace.generated) and torch.equal(first.tokens, second.tokens)
-    assert same != alone.plugins.scheduler.by_confidence
+    assert same != alone.plugins.scheduler.traits.ranks_by_confidence
 
 
 @pytest.mark.parametrize("inner", ["entropy", "random_order", "leftright", {"name": "fixed", "score": "margin"}])

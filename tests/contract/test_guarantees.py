@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, config, layout
+from dllm_sampler.cache.base import Foresees
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.loop import Engine
 from dllm_sampler.noise import CounterNoise
@@ -23,8 +24,8 @@ def test_everything_in_conf_is_covered() -> None:
         assert all(setting in chosen for setting in cases.settings(group)), group
 
 
-once = pytest.mark.parametrize("case", thinned(case for case in CASES if not case.scheduling.revises))
-again = pytest.mark.parametrize("case", thinned(case for case in CASES if case.scheduling.revises))
+once = pytest.mark.parametrize("case", thinned(case for case in CASES if not case.scheduling.traits.revises))
+again = pytest.mark.parametrize("case", thinned(case for case in CASES if case.scheduling.traits.revises))
 
 
 @again
@@ -71,7 +72,7 @@ def test_progress_and_termination(case: Case) -> None:
     generated = result.trace.generated
     # A scheduler that edits what is committed looks at a full block again, and may find nothing to change.
     stores_apart = case.cache.get("store_pass") == "separate"
-    if not stores_apart and not (scheduler.revises and scheduler.bound(1) > 1):
+    if not stores_apart and not (scheduler.traits.revises and scheduler.bound(1) > 1):
         assert torch.equal(generated.amax(1) + 1, result.nfe), "a row's last forward commits"
     if case.stop["name"] == "none":
         assert (generated >= 0).all()
@@ -237,7 +238,7 @@ class TestMaskToken:
 
     @pytest.mark.parametrize("cache", CACHES, ids=cases.label)
     def test_chosen_under_compat_it_stays_noise(self, cache: dict[str, Any]) -> None:
-        scheduler = "random_order" if config.build("cache", cache).foresees else "threshold"
+        scheduler = "random_order" if isinstance(config.build("cache", cache), Foresees) else "threshold"
         sampler = self.sampler(50.0, cases.toy_of(cache), cache=cache, scheduler=scheduler, compat=True)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=9)
         assert (result.trace.generated == -1).all()

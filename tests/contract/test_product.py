@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Scheduler, UserError, config
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import Cache, Foresees
 from dllm_sampler.protocols import Blocks, Stop
 from tests import toys
 from tests.contract import cases
@@ -30,17 +30,18 @@ def built(group: str) -> dict[str, Any]:
 
 def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> list[str]:
     """The plug-ins that a scheduler cannot work with, by what it declares."""
-    trained = scheduler.block_length
+    traits = scheduler.traits
+    trained = traits.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
-    starved = (scheduler.whole and cache.stores) or (cache.foresees and not scheduler.plans)
-    starved = starved or (scheduler.exact and cache.chooses) or (scheduler.drafts and not cache.steady)
-    starved = starved or (scheduler.horizon is not None and cache.keeps_noise)
-    stops = scheduler.drafts and (stop.cuts or stop.fills)
+    starved = (traits.whole and cache.stores) or (isinstance(cache, Foresees) and not traits.plans)
+    starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
+    starved = starved or (traits.horizon is not None and cache.keeps_noise)
+    stops = traits.drafts and (stop.cuts or stop.fills)
     against = {type(cache).__name__: starved, type(blocks).__name__: wrong_blocks, type(stop).__name__: stops}
     return [name for name, opposes in against.items() if opposes]
 
 
-SPEC = toys.denoiser().spec
+CONTEXT = toys.context()
 
 
 def combinations(scheduler: str, share: int) -> Iterator[tuple[str, ...]]:
@@ -69,7 +70,7 @@ def test_every_combination_runs_or_is_refused(name: str, share: int) -> None:
         plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
-        rule, cache = scheduler.bind(SPEC), plugins["cache"].suit(SPEC, scheduler)
+        rule, cache = scheduler.bind(CONTEXT), plugins["cache"].bind(CONTEXT)
         against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
         if against:
             with pytest.raises(UserError) as refusal:

@@ -96,7 +96,7 @@ def test_a_graph_repeats_the_step(scheduler: str, cache: str) -> None:
         plugins = Sampler(model, scheduler=scheduler, cache=cache).plugins
     except UserError as error:
         pytest.skip(f"they do not go together: {error}")
-    if plugins.cache.syncs or not plugins.scheduler.static:
+    if plugins.cache.syncs or not plugins.scheduler.traits.static:
         with pytest.raises(UserError, match="cuda_graph"):
             Sampler(model, scheduler=scheduler, cache=cache, cuda_graph=True)
         return

@@ -59,9 +59,9 @@ def test_temperature():
 def test_end_tokens():
     spec = toys.denoiser().spec
     even = [1 / toys.VOCAB] * toys.VOCAB
-    assert set(range(toys.VOCAB)) - set(kept(EndTokens("ban").bind(spec), even)) == {toys.EOS}
-    assert set(range(toys.VOCAB)) - set(kept(EndTokens("defer").bind(spec), even)) == {toys.EOS, toys.EOT}
-    assert set(range(toys.VOCAB)) - set(kept(EndTokens("ban", (3, 5)).bind(spec), even)) == {3, 5}
+    assert set(range(toys.VOCAB)) - set(kept(EndTokens("ban").bind(toys.context(spec)), even)) == {toys.EOS}
+    assert set(range(toys.VOCAB)) - set(kept(EndTokens("defer").bind(toys.context(spec)), even)) == {toys.EOS, toys.EOT}
+    assert set(range(toys.VOCAB)) - set(kept(EndTokens("ban", (3, 5)).bind(toys.context(spec)), even)) == {3, 5}
     assert EndTokens("ban").chooses and EndTokens("ban").measures
     assert EndTokens("defer").measures and not EndTokens("defer").chooses
 

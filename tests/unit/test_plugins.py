@@ -1,14 +1,19 @@
 """Plug-ins put together: shortcuts, steps under a stop that cuts, unfinished rows."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 from dllm_sampler import Query, Sampler, UserError
+from dllm_sampler.blocks import AdaBlock, FixedBlocks
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
+from dllm_sampler.models import autoregressive
 from dllm_sampler.packing import Answers
 from dllm_sampler.readout import read
+from dllm_sampler.schedulers import learn2pd
+from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.klass import Klass
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import PrefixStop
@@ -29,6 +34,39 @@ def test_shortcuts_set_the_guide_that_is_there_or_join_in_order() -> None:
 
 def test_lists_from_yaml_are_tuples() -> None:
     assert kinds(guide={"name": "end_tokens", "ids": [3, 4]}) == [EndTokens(ids=(3, 4))]
+
+
+def test_other_blocks_read_no_file_again_and_lose_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "frequency.json"
+    table.write_text('{"num_token": 10, "p_baseline_dict": {"3": 4}}')
+    rules: list[Any] = [
+        {"name": "learn2pd", "filter": toys.FILTER},
+        {"name": "apd", "verifier": toys.verifier()},
+        {"name": "pc", "frequency": str(table)},
+        {"name": "freedave", "inner": {"name": "pc", "frequency": str(table)}, "draft": "auto"},
+    ]
+    made = [toys.sampler(scheduler=rule) for rule in rules]
+    table.unlink()
+    monkeypatch.delattr(learn2pd, "load")
+    monkeypatch.delattr(autoregressive, "fit")
+    first = [it.generate(toys.PROMPTS, max_new_tokens=12) for it in made]
+    measured = made[-1].plugins.scheduler
+    assert isinstance(measured, FreeDave) and measured.measured.tables
+    again = [it.generate(toys.PROMPTS, max_new_tokens=12, block_length=6) for it in made]
+    assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(first, again, strict=True))
+    told = made[-1].plugins.on(FixedBlocks(3)).scheduler
+    assert isinstance(told, FreeDave) and told.measured is measured.measured
+
+
+def test_other_blocks_are_told_to_everybody() -> None:
+    it = toys.sampler(scheduler={"name": "freedave", "eager": True}, blocks={"name": "fixed", "length": 6})
+    told = it.plugins.on(FixedBlocks(4))
+    assert isinstance(told.scheduler, FreeDave) and (told.scheduler.lookahead, told.blocks.lookahead(99)) == (4, 4)
+    assert told.on(FixedBlocks(6)) == it.plugins
+    with pytest.raises(UserError, match="sizes it on the forward"):
+        it.plugins.on(AdaBlock())
 
 
 def test_a_bare_module_is_no_denoiser() -> None:

@@ -87,7 +87,7 @@ def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozens
     canvas = toys.canvas(torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool))
     answers = Answers.every(Query.masks(canvas))
     spec = toys.denoiser().spec
-    bound = tuple(guide.bind(spec) for guide in guides)
+    bound = tuple(guide.bind(toys.context(spec)) for guide in guides)
     rows = logits.flatten(0, 2)
     return readout.read(rows.clone(), rows, canvas, answers, spec, bound, needs, allow_mask)
 

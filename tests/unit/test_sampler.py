@@ -259,7 +259,7 @@ def make(**plugins: Any) -> Sampler:
         ({"stop": Threshold()}, r"stop must be a name, a settings dict or a Stop, not Threshold"),
         ({"temperature": -1.0}, r"temperature must be a number of at least 0, not -1.0"),
         ({"top_p": 0.9}, r"TopP changes nothing without a temperature"),
-        ({"guide": ["temperature", "top_p", "end_tokens"]}, r"put end_tokens first"),
+        ({"guide": ["temperature", "top_p", "end_tokens"]}, r"put EndTokens first"),
         ({"top_k": 5, "temperature": 0.0}, r"TopK changes nothing without a temperature"),
         ({"max_steps": 0}, r"max_steps must be a whole number of at least 1, not 0"),
         ({"max_steps": 2.5}, r"max_steps must be a whole number of at least 1, not 2.5"),

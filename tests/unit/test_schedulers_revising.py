@@ -78,7 +78,7 @@ class TestWino:
             start=start.start + 4,
             stop=start.stop + 4,
         )
-        query = replace(Query.window(canvas), blind=blind)
+        query = replace(Query.window(canvas), leave_one_out=blind)
         canvas, plan = once(canvas, query, denoiser.spec)
         hidden, _ = denoiser(canvas, query, plan)
         return plan.answers.spread(denoiser.head(hidden))[0, 0]

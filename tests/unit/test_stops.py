@@ -26,7 +26,7 @@ def judged(stop: Stop, canvas: Canvas, commits: dict[int, int]) -> tuple[Edit, C
     ids = torch.tensor([[commits.get(column, 0) for column in range(canvas.length)]])
     edit = Edit(ids, chosen)
     after = canvas.apply(positions, edit)
-    edit = stop.bind(toys.denoiser().spec)(canvas, after, Query.at(canvas, positions), None, edit)  # type: ignore[arg-type]
+    edit = stop.bind(toys.context())(canvas, after, Query.at(canvas, positions), None, edit)  # type: ignore[arg-type]
     return edit, canvas.apply(positions, edit)
 
 
@@ -85,5 +85,5 @@ def test_none():
 
 def test_a_plug_in_is_bound_to_one_model_at_a_time():
     unbound = PrefixStop()
-    bound = unbound.bind(toys.denoiser().spec)
+    bound = unbound.bind(toys.context())
     assert bound.eos == toys.EOS and unbound.eos == -1

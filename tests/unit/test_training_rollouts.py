@@ -59,7 +59,7 @@ def test_a_cut_is_recorded() -> None:
 
 def test_what_is_taken_back_is_said() -> None:
     revising = toys.sampler(scheduler={"name": "remdm"}, temperature=1.0)
-    assert revising.plugins.scheduler.revises
+    assert revising.plugins.scheduler.traits.revises
     assert revising.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace.revised.any()
 
 

@@ -22,7 +22,7 @@ class PublishedParallelDecoding(ParallelDecoding):
     """
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """See `Scheduler.guides`."""
+        """See `Tempered.guides`."""
         again = [Temperature(guide.value) for guide in given if isinstance(guide, Temperature)]
         return (*super().guides(given), *again)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query
-from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.protocols import Context
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 
@@ -23,9 +23,9 @@ class PublishedDInferThreshold(DInferThreshold):
 
     mask: int = field(init=False, default=-1, repr=False, compare=False)
 
-    def bind(self, spec: ModelSpec) -> Self:
+    def bind(self, context: Context) -> Self:
         """Take the mask token."""
-        bound = replace(self)
+        spec, bound = context.spec, replace(self)
         object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
         return bound
 

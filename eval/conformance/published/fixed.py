@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.schedulers.budget import block_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -25,9 +25,9 @@ class PublishedFixedSteps(FixedSteps):
     """
 
     @property
-    def exact(self) -> bool:
-        """See `Scheduler.exact`. A block is left after its steps, with the masks in it that no step was told of."""
-        return True
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. A block is left after its steps, with the masks in it that no step was told of."""
+        return replace(super().traits, exact=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -57,9 +57,9 @@ class AnyBlock(PublishedFixedSteps):
     """
 
     @property
-    def whole(self) -> bool:
-        """See `Scheduler.whole`. It commits outside the block."""
-        return True
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. It commits outside the block."""
+        return replace(super().traits, whole=True, asks_block=False)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""

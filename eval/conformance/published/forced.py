@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.around import Around
 
 
@@ -22,9 +22,9 @@ class ForcedFirst(Around):
     """
 
     @property
-    def exact(self) -> bool:
+    def traits(self) -> Traits:
         """The first position must be predicted."""
-        return True
+        return replace(super().traits, exact=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.published.fixed import PublishedFixedSteps
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.readout import Law
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.klass import Klass
@@ -31,9 +31,9 @@ class PublishedKlass(Klass):
         return True
 
     @property
-    def whole(self) -> bool:
-        """See `Scheduler.whole`. A later block's masks have a history."""
-        return True
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. A later block's masks have a history."""
+        return replace(super().traits, whole=True, asks_block=False)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.rcr import RunningConfidence
 
@@ -22,9 +22,9 @@ class PublishedRunningConfidence(RunningConfidence):
     """
 
     @property
-    def whole(self) -> bool:
-        """See `Scheduler.whole`. Earlier blocks are written again."""
-        return True
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. Earlier blocks are written again."""
+        return replace(super().traits, whole=True)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Everything up to the block's end."""

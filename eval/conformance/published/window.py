@@ -11,7 +11,7 @@ from dllm_sampler.cache.sparse import SparseCache
 from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.published.forced import forces_first
-from dllm_sampler.protocols import ModelSpec, Scheduler
+from dllm_sampler.protocols import Context
 
 
 class PublishedWindow(WindowCache):
@@ -20,18 +20,19 @@ class PublishedWindow(WindowCache):
     Source: Fast-dLLM's Dream path (arXiv 2505.22618). It needs `ForcedFirst`. No difference on other models.
     """
 
-    def suit(self, spec: ModelSpec, scheduler: Scheduler) -> Cache:
-        """See `Cache.suit`.
+    def bind(self, context: Context) -> Cache:
+        """See `Cache.bind`.
 
         Raises:
             UserError: the scheduler does not commit the position that nothing predicts.
         """
-        if spec.shift and not forces_first(scheduler):
+        scheduler = context.scheduler
+        if context.spec.shift and scheduler is not None and not forces_first(scheduler):
             raise UserError(
                 f"cache={type(self).__name__} leaves each block's first position without a prediction on this model,"
                 f" and scheduler={type(scheduler).__name__} does not commit it first: use ForcedFirst around it"
             )
-        return super().suit(spec, scheduler)
+        return super().bind(context)
 
     @property
     def back(self) -> int:

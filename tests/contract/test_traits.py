@@ -1,0 +1,215 @@
+"""What a scheduler says of itself is true, and a scheduler around it hands it on."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, layout, schedulers
+from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.canvas import Edit, Readout
+from dllm_sampler.eval import conformance
+from dllm_sampler.eval.conformance import published
+from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
+from dllm_sampler.eval.conformance.published import ForcedFirst, Unrolled
+from dllm_sampler.eval.conformance.unmasking import AmongTop
+from dllm_sampler.guides import Temperature
+from dllm_sampler.noise import CounterNoise
+from dllm_sampler.protocols import Carry, Guide, Paced, Planner, Tempered
+from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.eoser import Eoser
+from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.random_order import RandomOrder
+from dllm_sampler.schedulers.ssd import SelfSpeculative
+from dllm_sampler.schedulers.stored import StorePass
+from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.schedulers.verifier import Verifier
+from tests import toys
+from tests.contract.cases import Settings, label, settings
+
+WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
+    AmongTop: AmongTop,
+    Eoser: Eoser,
+    ForcedFirst: ForcedFirst,
+    FreeDave: FreeDave,
+    Noted: Noted,
+    PublishedEager: lambda inner: PublishedEager(
+        inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
+    ),
+    SelfSpeculative: SelfSpeculative,
+    StorePass: StorePass,
+    Unrolled: Unrolled,
+    Verifier: Verifier,
+}
+
+OWN: dict[type[Around], dict[str, object]] = {
+    ForcedFirst: {"exact": True},  # the block's first position must be predicted
+    StorePass: {"asks_block": False},  # forwards that only store ask nothing
+    Verifier: {
+        "asks_block": False,  # it asks about drafts, and over the end of the block
+        "plans": False,  # a forward may commit more than the inner scheduler's next step
+        "drafts": True,
+        "opens_ahead": False,  # it asks about the next block if `eager`, and only then
+    },
+    PublishedEager: {"asks_block": False, "plans": False},  # it decodes by a rule of its own
+}
+
+REFUSED: dict[type[Around], set[str]] = {
+    Eoser: {"drafts", "ranks_by_confidence"},  # it scales confidences, which must count, before anybody drafts by them
+    Verifier: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
+}
+
+ALONE = {PublishedEager, Verifier}  # one asks and commits without the inner scheduler, one is no method by itself
+CLOCKS = {FreeDave, Noted}  # they bound their own drafts
+
+wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)
+
+
+def inherited(table: dict[type[Around], Any], wrapper: type[Around]) -> Iterator[Any]:
+    """The entries for a wrapper and for the classes it extends, these first."""
+    return (table[one] for one in reversed(wrapper.__mro__) if one in table)
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from subclasses(one)
+
+
+def other(field: Any) -> Any:
+    """Another value than the default."""
+    if isinstance(field.default, bool):
+        return not field.default
+    return "window" if field.name == "asks" else 6
+
+
+@dataclass(frozen=True)
+class Facts(Scheduler):
+    """Says of itself what it is told to."""
+
+    given: Traits
+
+    @property
+    def traits(self) -> Traits:
+        return self.given
+
+
+def test_every_wrapper_is_checked() -> None:
+    for package in (schedulers, conformance, published):
+        for module in pkgutil.iter_modules(package.__path__):
+            if module.name != "__main__":
+                importlib.import_module(f"{package.__name__}.{module.name}")
+    assert {one for one in subclasses(Around) if one.__module__.startswith("dllm_sampler")} == set(WRAPPERS)
+
+
+@pytest.mark.parametrize("field", fields(Traits), ids=lambda one: one.name)
+@wrappers
+def test_every_trait_is_handed_on_unless_the_wrapper_has_its_own(wrapper: type[Around], field: Any) -> None:
+    inner = Facts(replace(Traits(), **{field.name: other(field)}))
+    if any(field.name in names for names in inherited(REFUSED, wrapper)):
+        with pytest.raises(UserError):
+            WRAPPERS[wrapper](inner)
+        return
+    own = {name: value for entry in inherited(OWN, wrapper) for name, value in entry.items()}
+    assert WRAPPERS[wrapper](inner).traits == replace(inner.traits, **own)
+
+
+def test_only_eager_drafts_open_a_block_ahead() -> None:
+    assert FreeDave(Threshold(), eager=True).traits.opens_ahead and not FreeDave(Threshold()).traits.opens_ahead
+
+
+@dataclass(frozen=True)
+class Able(Threshold):
+    """Can do all that a scheduler may, and answers by its carry."""
+
+    def init(self, canvas: Canvas) -> Carry:
+        return torch.full_like(canvas.start, 7)
+
+    def ask(self, canvas: Canvas, carry: Tensor) -> Query:
+        assert carry.tolist() == [7] * len(canvas.ids)
+        return super().ask(canvas, carry)
+
+    def ahead(self, canvas: Canvas, carry: Tensor) -> Tensor:
+        return canvas.masked * carry[:, None]
+
+    def pace(self, canvas: Canvas, seconds: float) -> int:
+        return 3
+
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        return (*given, Temperature(0.5))
+
+
+def begun(scheduler: Scheduler) -> tuple[Any, Canvas, Carry]:
+    """A bound scheduler, a canvas of a block-causal model before the first step, and the carry."""
+    spec, blocks = toys.denoiser("causal").spec, FixedBlocks(6)
+    context = Context(spec, blocks.bind(Context(spec, blocks)))
+    bound = scheduler.bind(context)
+    canvas = layout.canvas(toys.PROMPTS, 17, toys.SEEDS, spec, context.blocks, CounterNoise(), False)
+    return bound, canvas, bound.init(canvas)
+
+
+@wrappers
+def test_what_few_schedulers_can_do_is_handed_on(wrapper: type[Around]) -> None:
+    bound, canvas, carry = begun(WRAPPERS[wrapper](Able()))
+    if wrapper not in ALONE:
+        bound.ask(canvas, carry)
+    if bound.traits.plans or not any("plans" in own for own in inherited(OWN, wrapper)):
+        idle = (canvas.origin - canvas.begin >= 6) & (wrapper is StorePass)  # first a forward that stores the prompt
+        assert torch.equal(bound.ahead(canvas, carry), 7 * (canvas.masked & ~idle[:, None]))
+    assert bound.pace(canvas, 1.0) == (None if wrapper in CLOCKS else 3)
+    assert bound.guides((Temperature(2.0),)) == (Temperature(2.0), Temperature(0.5))
+
+
+@wrappers
+def test_what_the_inner_scheduler_cannot_do_a_wrapper_does_not_make_up(wrapper: type[Around]) -> None:
+    bound, canvas, carry = begun(WRAPPERS[wrapper](Threshold()))
+    assert isinstance(bound, Planner) and bound.ahead(canvas, carry) is None
+    assert isinstance(bound, Paced) and bound.pace(canvas, 1.0) is None
+    assert isinstance(bound, Tempered) and bound.guides((Temperature(2.0),)) == (Temperature(2.0),)
+
+
+def test_branches_get_noise_of_their_own_where_the_inner_scheduler_draws() -> None:
+    assert begun(FreeDave(Able()))[0].draws and not begun(FreeDave(Threshold()))[0].draws
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+def test_a_wrapper_with_a_carry_of_its_own_plans(kind: str) -> None:
+    unrolled = Unrolled(RandomOrder(7), tpf=2)
+    caches: list[Any] = ["none", {"name": "dkv_greedy", "refresh_every": 1}, "dkv_greedy"]
+    none, exact, greedy = (
+        toys.sampler(kind, scheduler=unrolled, cache=cache).generate(toys.PROMPTS, max_new_tokens=17, seed=toys.SEEDS)
+        for cache in caches
+    )
+    assert torch.equal(none.trace.generated, exact.trace.generated) and torch.equal(none.tokens, exact.tokens)
+    # The order is drawn: tokens of an approximate cache may differ, the step of each position does not.
+    assert torch.equal(none.trace.step_map, greedy.trace.step_map)
+    assert bool((greedy.trace.rows < none.trace.rows).all())
+
+
+@dataclass(frozen=True)
+class Watched(Around):
+    """Compares what is asked with the default query."""
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        default = Query.masks(canvas) if self.traits.asks == "masks" else Query.window(canvas)
+        asked, wanted = (torch.zeros_like(canvas.masked).scatter(1, at.positions, True) for at in (query, default))
+        assert torch.equal(asked[:, :-1] & ~canvas.done[:, None], wanted[:, :-1] & ~canvas.done[:, None])
+        assert query.ids.shape[1] == 1 and query.limit is None and not (query.exact or query.leave_one_out)
+        return self.inner.tell(canvas, query, readout, carry)
+
+
+@pytest.mark.parametrize("scheduler", settings("scheduler"), ids=label)
+def test_a_scheduler_that_says_so_asks_for_the_block(scheduler: Settings) -> None:
+    inner = config.build("scheduler", scheduler)
+    if not inner.traits.asks_block:
+        with pytest.raises(UserError):
+            FreeDave(inner)
+        return
+    toys.sampler(scheduler=Watched(inner)).generate(toys.PROMPTS, max_new_tokens=17, seed=3)
