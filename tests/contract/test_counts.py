@@ -127,7 +127,7 @@ def test_the_shares_without_a_cache_are_the_schedule(blocks: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "cache", "blocks", "toy"), by_turns(8, list(FIXED), CACHES, list(BLOCKS), ["llada", "dream"])
+    ("scheduler", "cache", "blocks", "toy"), by_turns(12, list(FIXED), CACHES, list(BLOCKS), ["llada", "dream"])
 )
 def test_shares_that_fit_are_those_without_a_cache(scheduler: str, cache: Settings, blocks: str, toy: str) -> None:
     wanted, result = plain(scheduler, blocks, toy), run(FIXED[scheduler], cache, BLOCKS[blocks], toy)
