@@ -13,8 +13,8 @@ tokens are not those of batch 1; rounding does that, in float64 hardly ever.
 
 `lock-step` is the line to beat: a plain loop in which rows wait for one another (`lock_step.py`), with the same rule.
 Its head answers for every computed row, as published loops have it. `block_causal` runs on a model with block-causal
-attention, all others on a bidirectional one. The second table has drafts (`freedave` around the threshold, its
-hypotheses as rows of a larger batch or as a `tree`) and classifier-free guidance, whose two branches are two forwards.
+attention, all others on a bidirectional one. The second table has drafts (`freedave` around the threshold) and
+classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SCHEDULERS = ("threshold", "fixed")
 TABLES = ("batches", "branches")
-BRANCHED = ("freedave", "freedave tree", "guided")  # each around the threshold
+BRANCHED = ("freedave", "guided")  # each around the threshold
 FEW = 16  # prompts of the second table, which sets batch 8 against batch 1
 
 Prompts = Sequence[list[int]]
@@ -148,7 +148,7 @@ class Case:
         return rows
 
 
-def model(options: argparse.Namespace) -> TransformerDenoiser:
+def untrained(options: argparse.Namespace) -> TransformerDenoiser:
     """The untrained model; token 0 ends texts, token 1 is the mask."""
     return llada(
         options.vocabulary, options.width, options.inner, options.layers, options.heads, dtype=DTYPES[options.dtype]
@@ -170,17 +170,15 @@ def case(name: str, cache: str, it: TransformerDenoiser, options: argparse.Names
     """
     sure = options.guided_threshold if name == "guided" else options.threshold
     threshold = {"name": "threshold", "threshold": sure}
-    if name.startswith("freedave"):
-        layout = "tree" if name.endswith("tree") else "batch"
-        rule: dict[str, Any] = {"name": "freedave", "inner": threshold, "layout": layout}
-    else:
-        rule = {"name": "fixed", "steps": options.steps} if name == "fixed" else threshold
+    rules: dict[str, dict[str, Any]] = {
+        "fixed": {"name": "fixed", "steps": options.steps},
+        "freedave": {"name": "freedave", "inner": threshold},
+    }
     if cache == "block_causal":
         it = replace(it, attention="block_causal")
     blocks = {"name": "fixed", "length": options.block}
-    sampler = Sampler(
-        guided(it, 1.0) if name == "guided" else it, scheduler=rule, cache=cache, blocks=blocks, stop="none"
-    )
+    model = guided(it, 1.0) if name == "guided" else it
+    sampler = Sampler(model, scheduler=rules.get(name, threshold), cache=cache, blocks=blocks, stop="none")
 
     def ours(rows: Prompts) -> tuple[Tensor, int]:
         result = sampler.generate(rows, max_new_tokens=options.tokens)
@@ -272,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     options = arguments(argv)
     torch.set_num_threads(options.threads)
-    denoiser, given = model(options), prompts(options)
+    denoiser, given = untrained(options), prompts(options)
     room = denoiser.spec.max_positions - options.tokens
     if options.longest > room:
         raise UserError(f"--longest {options.longest}: beside --tokens {options.tokens} the model has room for {room}")

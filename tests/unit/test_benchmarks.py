@@ -294,3 +294,86 @@ def test_it_runs(
     name, *arguments = words.split()
     assert import_module(name).main(arguments) == 0
     assert said in capsys.readouterr().out
+
+
+TINY = (
+    "--shortest 3 --longest 12 --tokens 15 --block 6 --vocabulary 40 --width 16 --inner 24 --layers 2 --heads 2"
+    " --dtype float64 --threshold 0.3 --steps 5 --repeats 2"
+)
+
+
+def test_what_a_ragged_batch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench, file = import_module("batching"), tmp_path / "batching.json"
+    words = [*TINY.split(), "--prompts", "4", "--batches", "1,3,4", "--json", str(file)]
+    assert bench.main(words) == 0
+    found = json.loads(file.read_text())
+    lengths = [len(row) for row in bench.prompts(bench.arguments(words))]
+    assert len(set(lengths)) > 1
+    rows = {(r["scheduler"], r["cache"], r["loop"], r["batch"]): SimpleNamespace(**r) for r in found["batches"]}
+    caches = ("none", "prefix", "dual", "block_causal", "dkv")
+    ours = [(scheduler, cache, "sampler") for scheduler in ("threshold", "fixed") for cache in caches]
+    plain = [("threshold", c, "lock-step") for c in ("none", "prefix", "dual")]
+    assert rows.keys() == {(*name, batch) for name in ours + plain for batch in (1, 3, 4)}
+    for row in rows.values():
+        assert len(row.seconds) == len(row.ratios) == 2
+        assert row.positions >= row.needed > 0 and row.head >= row.head_needed > 0
+        assert row.differ == 0  # each prompt as alone, in lock-step too
+    # Blocks of 6, 6 and 3 tokens take a step for three tokens, at any batch size.
+    alone, whole = (rows["fixed", "none", "sampler", batch] for batch in (1, 4))
+    assert alone.forwards == 4 * 5 and whole.forwards == 5
+    assert alone.positions == alone.needed == whole.needed == sum(length + 15 for length in lengths) * 5
+    assert whole.positions == whole.needed
+    assert alone.head == whole.head == whole.head_needed == 4 * (6 + 3 + 6 + 3 + 3)
+    waits = rows["threshold", "none", "lock-step", 4]
+    assert waits.positions == waits.head == 4 * (max(lengths) + 15) * waits.forwards
+    branches = {(r["scheduler"], r["cache"], r["batch"]): SimpleNamespace(**r) for r in found["branches"]}
+    names = [(name, cache) for name in ("freedave", "guided") for cache in ("none", "dual")]
+    assert branches.keys() == {(*name, batch) for name in names for batch in (1, 4)}
+    assert all(row.positions >= row.needed and row.differ == 0 for row in branches.values())
+    drafts, plain_ = branches["freedave", "none", 1], rows["threshold", "none", "sampler", 1]
+    assert drafts.forwards < plain_.forwards and drafts.positions > plain_.positions
+    printed = capsys.readouterr().out
+    assert "| threshold | dual | lock-step | 4 |" in printed and "| guided | dual | sampler | 4 |" in printed
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual"])
+def test_rows_in_lock_step_get_the_tokens_of_the_sampler(cache: str) -> None:
+    bench = import_module("batching")
+    options = bench.arguments([*TINY.split(), "--prompts", "6", "--batches", "1"])
+    it = bench.case("threshold", cache, bench.untrained(options), options)
+    prompts, meter = bench.prompts(options), bench.Meter()
+    with meter.on(it.network):
+        tokens, needed = it.loops["sampler"](prompts)
+    ours = meter.forwards
+    with meter.on(it.network):
+        waiting, _ = it.loops["lock-step"](prompts)
+    assert torch.equal(waiting, tokens)
+    assert meter.forwards >= ours and meter.positions > needed  # rows that wait and padding are paid
+
+
+def test_what_is_counted_at_the_model() -> None:
+    """Packed rows as much as those of a rectangle; what is not counted is no result."""
+    bench = import_module("batching")
+    network = bench.untrained(bench.arguments([*TINY.split(), "--batches", "1"])).transformer
+    meter = bench.Meter()
+    for shape in ((3, 4), (1, 12)):
+        with meter.on(network):
+            hidden = network(torch.zeros(shape, dtype=torch.long), drive=lambda index, layer, hidden, rope: hidden)
+            network.head(hidden[:, -2:])
+        assert (meter.forwards, meter.positions, meter.head) == (1, 12, 2 * shape[0])
+    network(torch.zeros(2, 2, dtype=torch.long))
+    assert meter.positions == 12  # the hooks are gone
+    with pytest.raises(RuntimeError, match="was not counted"), meter.on(network):
+        pass
+
+
+def test_figures_of_a_batch() -> None:
+    bench = import_module("batching")
+    row = bench.Row("sampler", "fixed", "dual", 8, 5, 300, 200, 90, 60, 1, [3.0, 2.0, 7.0], [1.5, 1.25, 2.0])
+    head, line = (text.strip("| ").split(" | ") for text in bench.table([row], timed=True).splitlines()[::2])
+    assert dict(zip(head, line, strict=True)) == {
+        "scheduler": "fixed", "cache": "dual", "loop": "sampler", "batch": "8", "forwards": "5", "positions": "300",
+        "positions / needed": "1.50", "head rows": "90", "head rows / needed": "1.50", "seconds": "3.00",
+        "time": "1.50 (1.25-2.00)", "differ": "1",
+    }  # fmt: skip
+    assert "seconds" not in bench.table([row], timed=False)
