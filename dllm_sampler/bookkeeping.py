@@ -10,32 +10,25 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.launches import launched
-
-NOBODY = -(2**40)  # less than any number of a row
 
 
-@launched
 def eligible(masked: Tensor, positions: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     """`[B, Q] bool` which of `positions [B, Q]` are noise (`masked [B, L+1]`) inside the block `start, stop [B]`."""
     inside = (positions >= start[:, None]) & (positions < stop[:, None])
     return masked.gather(1, positions) & inside
 
 
-@launched
 def noise(ids: Tensor, masked: Tensor, start: Tensor, stop: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """`[B, width]` columns of the block's noise, padded with the empty slot L, and `[B, width]` what stands there."""
     positions = select.columns(masked & _within(masked, start, stop), width)
     return positions, ids.gather(1, positions)
 
 
-@launched
 def noise_left(masked: Tensor, start: Tensor, stop: Tensor) -> Tensor:
     """`[B] int64` how much noise is left inside the block."""
     return (masked & _within(masked, start, stop)).sum(1)
 
 
-@launched
 def vouch(
     masked: Tensor,
     positions: Tensor,
@@ -61,29 +54,13 @@ def vouch(
     Returns:
         `[B]` bad, now; `[B, Q] bool` what may be committed.
     """
-    asked = eligible(masked, positions, start, stop)
-    return _vouch(asked, done, step, bad, confidence, commit, token, forbidden)
-
-
-def _vouch(
-    asked: Tensor,
-    done: Tensor,
-    step: Tensor,
-    bad: Tensor,
-    confidence: Tensor,
-    commit: Tensor,
-    token: Tensor,
-    forbidden: int | None,
-) -> tuple[Tensor, Tensor]:
-    """See `vouch`; asked: `[B, Q] bool` the noise inside the block."""
-    asked = asked & ~done[:, None]
+    asked = eligible(masked, positions, start, stop) & ~done[:, None]
     fails = (asked[:, None] & confidence.isnan()).flatten(1).any(1)
     bad = torch.where(fails & (bad == 0), step + 1, bad)
     commit = commit & (bad == 0)[:, None]
     return bad, commit if forbidden is None else commit & (token != forbidden)
 
 
-@launched
 def write(
     ids: Tensor,
     masked: Tensor,
@@ -108,50 +85,6 @@ def write(
     )
 
 
-@launched
-def commit(
-    ids: Tensor,
-    masked: Tensor,
-    frozen: Tensor,
-    positions: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    done: Tensor,
-    step: Tensor,
-    bad: Tensor,
-    confidence: Tensor,
-    token: Tensor,
-    score: Tensor,
-    threshold: float | None = None,
-    wanted: Tensor | None = None,
-    count: Tensor | None = None,
-    among: Tensor | None = None,
-    forbidden: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose among the block's noise, `vouch` for the choice and `write` it.
-
-    Args:
-        ids, masked, frozen: `[B, L+1]`.
-        positions, token: `[B, Q]`.
-        start, stop, done, step, bad: `[B]`.
-        confidence: `[B, K, Q]` as in `vouch`.
-        score: `[B, Q]` what ranks the positions, higher first; the lower position comes first among equals.
-        threshold: commit what reaches it, and the best eligible position in any case.
-        wanted: `[B, Q] bool` commit these, and the best eligible position in any case.
-        count: `[B]` commit so many of the best. Exactly one of the three is given.
-        among: `[B, Q] bool` these alone are eligible; None: all of the block's noise.
-        forbidden: a token that is not committed.
-
-    Returns:
-        `[B]` bad, now; `[B, Q] bool` what may be committed; new `ids` and `masked [B, L+1]`.
-    """
-    asked = eligible(masked, positions, start, stop)
-    chosen = select.by_rule(score, asked if among is None else among, threshold, wanted, count)
-    bad, may = _vouch(asked, done, step, bad, confidence, chosen, token, forbidden)
-    return bad, may, *write(ids, masked, frozen, done, positions, token, may)
-
-
-@launched
 def note(
     step_map: Tensor,
     logprob: Tensor,
@@ -183,7 +116,6 @@ def note(
         entropy.scatter_(1, at, unsure.to(entropy.dtype))
 
 
-@launched
 def advance(
     start: Tensor,
     stop: Tensor,
@@ -223,48 +155,6 @@ def reach(start: Tensor, begin: Tensor, end: Tensor, lookahead: int, grid: int |
 def on_grid(column: Tensor, begin: Tensor, grid: int) -> Tensor:
     """`[B]` first column of the grid's block that `column [B]` lies in; counted from `begin [B]`."""
     return column - (column - begin) % grid
-
-
-@launched
-def report(
-    left: Tensor,
-    start: Tensor,
-    stop: Tensor,
-    begin: Tensor,
-    end: Tensor,
-    age: Tensor,
-    done: Tensor,
-    bad: Tensor,
-    count: Tensor | None = None,
-    limit: Tensor | None = None,
-    lasts: Tensor | None = None,
-    least: Tensor | None = None,
-    later: Tensor | None = None,
-) -> Tensor:
-    """`[9|13] int64` what the host wants to know between two steps, see `layout.measure`; `[B]` each argument.
-
-    left: noise that may be asked about
-    count: columns that the next forward computes, `later` those behind it; None: all that there are
-    limit: first column that is hidden; None: `end`
-    lasts, least: as in `Outlook`; without them no more than the next step is certain
-    """
-    there = end - begin
-    most = [left, stop - start, -age, age, end if limit is None else limit, *_computed(count, there)]
-    if lasts is not None and least is not None:
-        most += [-lasts, -least, *_computed(later, there)]
-    of_rows = torch.stack(most).masked_fill(done, NOBODY)
-    return torch.cat([ended(done, bad), of_rows.amax(1)])
-
-
-@launched
-def ended(done: Tensor, bad: Tensor) -> Tensor:
-    """`[2] bool` whether any row goes on, and whether any is bad: the beginning of what `report` says."""
-    return torch.stack([~done, bad > 0]).any(1)
-
-
-def _computed(count: Tensor | None, there: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B]` how many columns are computed, and how many of those that are there are not."""
-    return (there, torch.zeros_like(there)) if count is None else (count, there - count)
 
 
 def _within(masked: Tensor, start: Tensor, stop: Tensor) -> Tensor:

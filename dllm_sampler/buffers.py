@@ -1,4 +1,4 @@
-"""Where the tensors of a generation that repeats its steps are at home, and what was recorded on them (`graphs.py`)."""
+"""Static buffers: one address for every tensor of a generation, and the steps that were recorded on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import layout
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.canvas import Sizes
 from dllm_sampler.errors import UserError
@@ -20,8 +19,8 @@ from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.trace import Recorder
 
-PARTS = ("canvas", "cache", "carry", "bad", "recorder", "ahead", "previous", "measured")  # of a state: a step's work
-BETWEEN = ("canvas.sizes", "measured")  # what the host sets anew between two steps
+PARTS = ("canvas", "cache", "carry", "bad", "recorder", "wanted", "measured", "previous")  # of a state: a step's work
+SIZES = "canvas.sizes"  # what the host sets between two steps
 # Leaves of a state that are no tensors: a recording holds for their values.
 PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
 
@@ -38,116 +37,81 @@ class Step:
 
     replay: Callable[[], None]
     after: dict[str, Any]
-    makeup: int  # of the state after it, see `Buffers.settle`
-
-    @property
-    def sizes(self) -> Sizes:
-        """What it is large enough for."""
-        return self.after["canvas"].sizes
 
 
 class Buffers:
-    """The home of every tensor of a state, by its path in the state, and what was recorded on them.
+    """A buffer for every tensor of a state, by its path in the state, and the steps that were recorded on them.
 
-    fits: what the recordings hold for
+    Args:
+        fits: what the recordings hold for.
     """
 
     def __init__(self, fits: tuple[Hashable, ...]):
         self.fits = fits
-        self.homes: dict[Hashable, Any] = {}
+        self.held: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
-        self.steps: dict[Hashable, Step | None] = {}  # None: met once, not recorded yet
-        self.makeups: dict[Hashable, int] = {}
-        self.widest: dict[Hashable, Sizes] = {}  # by `layout.kind`: of the latest step that had the most masks
-        self.asked: Tensor | None = None  # [9] what recordings look at to know whether they are wanted
-        self.tables: dict[Sizes, Tensor] = {}  # `layout.limits`, on the device: recordings read them too
-        self.complete = False  # while a step is recorded: a tensor without a home would live inside the recording
+        self.steps: dict[Hashable, Step | None] = {}  # None: run once, not recorded yet
+        self.complete = False  # while a step is recorded: a new buffer would live inside the recording
 
     @property
     def size(self) -> int:
         """Bytes."""
-        tensors = (one for home in self.homes.values() for one in _tensors(home))
+        tensors = (one for buffer in self.held.values() for one in _tensors(buffer))
         return sum(one.numel() * one.element_size() for one in tensors)
 
-    def settle(self, state: State) -> int:
-        """Move every tensor of `state` to its home.
+    def copy_in(self, state: State) -> Hashable:
+        """Copy every tensor of `state` into its buffer, which takes its place in the state.
 
         Returns:
-            a number for what the state is made of: a recording of the next step depends on it and on the sizes.
+            the state key: its plain values and its tensors' shapes, on which a recording of the next step depends.
         """
-        moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that are not made for this
+        moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that nobody has written to
         key: list[Hashable] = []
 
         def visit(path: str, value: Any) -> Any:
             if not isinstance(value, Tensor | Slots):
-                if path not in BETWEEN:
+                if path != SIZES:
                     key.append((path, value))
                 return value
             name = (path, value.columns) if isinstance(value, Slots) else (path, value.shape, value.dtype)
-            if path not in BETWEEN:
-                key.append(name)
-            home = self.homes.get(name)
-            if home is None:
-                return self._house(name, value)
-            if value is not home and isinstance(value, Slots):
-                new = [None] * (2 * len(home.keys)) if value.untouched else value.keys + value.values
-                moves.extend(zip(home.keys + home.values, new, strict=True))
-            elif isinstance(value, Tensor) and value is not home:
-                moves.append((home, value))
-            return home
+            key.append(name)
+            buffer = self.held.get(name)
+            if buffer is None:
+                return self._make(name, value)
+            if value is not buffer and isinstance(value, Slots):
+                new = [None] * (2 * len(buffer.keys)) if value.untouched else value.keys + value.values
+                moves.extend(zip(buffer.keys + buffer.values, new, strict=True))
+            elif isinstance(value, Tensor) and value is not buffer:
+                moves.append((buffer, value))
+            return buffer
 
         for part in PARTS:
             setattr(state, part, walk(getattr(state, part), visit, part))
         # What one buffer takes over from another is put aside before any is overwritten.
         aside = [new.clone() if new is not None and storage(new) in self.storages else new for _, new in moves]
         alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-        for (home, _), new in zip(moves, aside, strict=True):
+        for (buffer, _), new in zip(moves, aside, strict=True):
             if new is None:
-                home.zero_()
+                buffer.zero_()
             else:
-                alike.setdefault(home.dtype, []).append((home, new))
+                alike.setdefault(buffer.dtype, []).append((buffer, new))
         for pairs in alike.values():
-            homes, new = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(homes), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
-        return self.makeups.setdefault(tuple(key), len(self.makeups))
+            buffers, new = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(buffers), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
+        return tuple(key)
 
-    def remember(self, sizes: Sizes) -> None:
-        """Take note of what a step needed, if none of its kind had more masks: the next one may be like it."""
-        kind = layout.kind(sizes)
-        if kind not in self.widest or sizes.masks >= self.widest[kind].masks:
-            self.widest[kind] = sizes
-
-    def ask(self, numbers: Tensor) -> None:
-        """Show `numbers [9]` to the recordings that are sent next.
-
-        A copy: the first one that is wanted measures anew, and those behind it are not asked about the step after.
-        """
-        if self.asked is None:
-            self.asked = numbers.clone()
-        else:
-            self.asked.copy_(numbers)
-
-    def wanted(self, sizes: Sizes) -> Callable[[], Tensor]:
-        """What tells, `[] bool`, whether the numbers that were shown last ask for a step of such sizes."""
-        asked = self.asked
-        assert asked is not None
-        if sizes not in self.tables:
-            self.tables[sizes] = torch.tensor(layout.limits(sizes), device=asked.device)
-        least, most = self.tables[sizes]
-        return lambda: (asked.clamp(least, most) == asked).all()
-
-    def _house(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
+    def _make(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:
             raise RuntimeError(f"{name} appeared while its step was recorded")
         # Fields may share memory, so each gets its own; a slot store is nobody else's, and large.
-        home = value if isinstance(value, Slots) else value.clone(memory_format=torch.contiguous_format)
-        self.storages |= {storage(one) for one in _tensors(home)}
-        self.homes[name] = home
-        return home
+        buffer = value if isinstance(value, Slots) else value.clone(memory_format=torch.contiguous_format)
+        self.storages |= {storage(one) for one in _tensors(buffer)}
+        self.held[name] = buffer
+        return buffer
 
 
-def _tensors(home: Tensor | Slots) -> list[Tensor]:
-    return home.keys + home.values if isinstance(home, Slots) else [home]
+def _tensors(buffer: Tensor | Slots) -> list[Tensor]:
+    return buffer.keys + buffer.values if isinstance(buffer, Slots) else [buffer]
 
 
 def storage(tensor: Tensor) -> int:
@@ -187,21 +151,3 @@ def restored(state: State, parts: dict[str, Any]) -> None:
     """Give a state copies of those objects, so that it may change them."""
     for part, value in parts.items():
         setattr(state, part, walk(value, lambda _, leaf: leaf, part))
-
-
-class Late:
-    """Numbers on their way to the host, which does not wait for them until it reads them."""
-
-    def __init__(self, numbers: Tensor):
-        on_gpu = numbers.is_cuda
-        self.host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=on_gpu)
-        self.host.copy_(numbers, non_blocking=True)
-        self.event = torch.cuda.Event() if on_gpu else None
-        if self.event is not None:
-            self.event.record()
-
-    def read(self) -> list[int]:
-        """Their values."""
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()

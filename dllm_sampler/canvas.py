@@ -8,7 +8,7 @@ with L, so nothing needs a "valid" flag. Rows are left-padded: every generation 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the host knows of the device between two steps: bounds that fix the static shapes of the next one."""
+    """What the host reads between two steps: the static sizes of the next one. See `packing.measure`."""
 
-    masks: int  # no live row has more noise inside its block, or less if `Scheduler.ahead` says what comes next
+    queries: int  # no row asks about more positions
     block: int  # no live row's block is wider
-    computed: int  # for no live row does the cache compute more columns
-    whole: bool  # for every live row it computes all there are
-    opens: bool = True  # some live row may open a block
-    all_open: bool = True  # every live row opens one; in place (`graphs.py`) only drafting schedulers are told
-    branches: int | None = None  # a drafting scheduler tries no more than so many; None: as many as it likes
-    reach: int | None = None  # no live row sees a column from here on; None: each may see all
+    computed: int  # T: entries of the pack, over all rows
+    answers: int  # R: rows of the head, over all rows
+    longest: int  # no row has more entries
+    whole: bool  # every live row computes all columns that it has
+    opens: bool = True  # some live row opens a block
+    rows: tuple[tuple[int, int, int], ...] | None = None  # entries, first and end column of each row; None: not fixed
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """The state of a batch between two steps. Only `apply` and `commit` write tokens, only `advance` moves blocks."""
+    """The state of a batch between two steps. Only `apply` writes tokens, only `advance` moves blocks."""
 
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
@@ -56,8 +56,10 @@ class Canvas:
     padded: bool  # some row does not see every column: attention needs a key mask
     sizes: Sizes
     noise: Noise
+    width: int  # no block is ever wider
     grid: int | None = None  # no block crosses a multiple of it, counted from the row's first token
     surplus: int = 0  # last columns that are decoded with the others but are no part of the answer
+    branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
 
     @property
     def length(self) -> int:
@@ -120,41 +122,7 @@ class Canvas:
         return bookkeeping.eligible(self.masked, positions, self.start, self.stop)
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
-        """Write an edit. Beside `commit` the only function that writes a token: it cannot touch prompt, padding or a
-        finished row.
-
-        Who asks for the same again, as the loop does behind a stop policy, gets the same.
-        """
-        what = (self, positions, edit.ids, edit.commit, edit.remask, edit.end)
-        if edit.applied is None or any(one is not other for one, other in zip(edit.applied[1], what, strict=True)):
-            object.__setattr__(edit, "applied", (self._applied(positions, edit), what))
-        assert edit.applied is not None
-        return edit.applied[0]
-
-    def commit(
-        self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
-    ) -> tuple[Tensor, Edit]:
-        """The scheduler's edit without what `bookkeeping.vouch` refuses, and `[B]` the rows that are bad now.
-
-        An open choice is made, vouched for and written in one launch, whose canvas `apply` then returns. A stop policy
-        that changes the edit has it written anew, from this canvas.
-        """
-        choice, plain = edit.choice, edit.remask is None and edit.end is None
-        here = choice is not None and choice.canvas is self and choice.positions is positions
-        if choice is None or not (plain and here and select.known(choice.score)):
-            bad, commit = bookkeeping.vouch(
-                self.masked, positions, self.start, self.stop, self.done, self.step, bad,
-                confidence, edit.commit, edit.ids, forbidden,
-            )  # fmt: skip
-            return bad, replace(edit, commit=commit)
-        bad, commit, ids, masked = bookkeeping.commit(
-            self.ids, self.masked, self.frozen, positions, self.start, self.stop, self.done, self.step, bad,
-            confidence, edit.ids, choice.score, choice.threshold, choice.wanted, choice.count, choice.among, forbidden,
-        )  # fmt: skip
-        applied = replace(self, ids=ids, masked=masked), (self, positions, edit.ids, commit, None, None)
-        return bad, replace(edit, commit=commit, applied=applied)
-
-    def _applied(self, positions: Tensor, edit: Edit) -> Canvas:
+        """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""
         ids, masked = bookkeeping.write(
             self.ids, self.masked, self.frozen, self.done, positions, edit.ids, edit.commit, edit.remask
         )
@@ -169,23 +137,36 @@ class Canvas:
             masked=after.masked & (self.columns() < end[:, None]),
         )
 
+    def vouch(
+        self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
+    ) -> tuple[Tensor, Edit]:
+        """`[B]` the rows that are bad now, and the edit without what `bookkeeping.vouch` refuses."""
+        bad, commit = bookkeeping.vouch(
+            self.masked, positions, self.start, self.stop, self.done, self.step, bad,
+            confidence, edit.commit, edit.ids, forbidden,
+        )  # fmt: skip
+        return bad, replace(edit, commit=commit)
+
     def renoised(self, vocab: int) -> Canvas:
         """The canvas of uniform diffusion as the next forward is to see it: fresh random tokens where there is noise.
 
         A row draws for its block only. What stands at noise has no meaning, so this writes nothing.
         """
-        at = self.window(max(1, self.sizes.block))  # [B, W]
+        at = self.window(self.width)  # [B, W]
         fresh = self.masked.gather(1, at) & ~self.done[:, None]
         drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
-    def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None) -> Canvas:
-        """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest."""
+    def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None, **counts: Tensor) -> Canvas:
+        """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest.
+
+        counts: new `nfe` and `rows`.
+        """
         moved = bookkeeping.advance(
             self.start, self.stop, self.begin, self.end, self.age, self.step, self.done,
             closed, finish, lookahead, self.grid,
         )  # fmt: skip
-        return replace(self, **dict(zip(("start", "stop", "age", "step", "done"), moved, strict=True)))
+        return replace(self, **dict(zip(("start", "stop", "age", "step", "done"), moved, strict=True)), **counts)
 
 
 @dataclass(frozen=True)
@@ -194,9 +175,8 @@ class Query:
 
     positions: Tensor  # [B, Q] sorted columns, padded with L
     ids: Tensor  # [B, K, Q]
-    live: Tensor | None = None  # [B] candidates that count; None: all K
+    live: Tensor | None = None  # [B, K] bool: candidates that are computed; None: all K
     step: Tensor | None = None  # [B, K] the step each candidate stands for, which keys its noise; None: canvas.step
-    tree: bool = False  # candidates side by side on the sequence axis instead of on the batch axis
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
@@ -209,15 +189,15 @@ class Query:
         return Query(positions, canvas.ids.gather(1, positions)[:, None], exact=exact)
 
     @staticmethod
-    def masks(canvas: Canvas, width: int) -> Query:
-        """The noise of the active block, at most `width` columns: the least a scheduler can ask for."""
-        positions, ids = bookkeeping.noise(canvas.ids, canvas.masked, canvas.start, canvas.stop, width)
+    def masks(canvas: Canvas) -> Query:
+        """The noise of the active block: the least a scheduler can ask for."""
+        positions, ids = bookkeeping.noise(canvas.ids, canvas.masked, canvas.start, canvas.stop, canvas.width)
         return Query(positions, ids[:, None])
 
     @staticmethod
-    def window(canvas: Canvas, width: int) -> Query:
+    def window(canvas: Canvas) -> Query:
         """The whole active block, committed columns too."""
-        return Query.at(canvas, canvas.window(width))
+        return Query.at(canvas, canvas.window(canvas.width))
 
     def join(self, canvas: Canvas, chosen: Tensor, width: int) -> Query:
         """This query and the set `chosen [B, L+1] bool` besides, `width` columns in all."""
@@ -230,6 +210,12 @@ class Query:
         """This query without the columns outside `kept [B, L+1] bool`, of the same width."""
         positions = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1).values
         return self._moved(canvas, positions)
+
+    def trim(self, width: int) -> Query:
+        """This query without its last columns, which no row has a position in."""
+        if width >= self.positions.shape[1]:
+            return self
+        return replace(self, positions=self.positions[:, :width], ids=self.ids[:, :, :width])
 
     def _moved(self, canvas: Canvas, positions: Tensor) -> Query:
         rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)  # [B, K, L+1]
@@ -336,7 +322,11 @@ class Edit:
     end: Tensor | None = None  # [B] cut the canvas here
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
-    applied: Any = field(default=None, repr=False, compare=False)  # what `Canvas.apply` made of it, and of what else
+
+    def writes_as(self, other: Edit) -> bool:
+        """Whether both write the same, as far as their tensors are the same objects."""
+        names = ("ids", "commit", "remask", "end")
+        return all(getattr(self, name) is getattr(other, name) for name in names)
 
     @property
     def choice(self) -> Choice | None:

@@ -12,12 +12,13 @@ from torch.nn.functional import pad
 
 from dllm_sampler import layout, prompts
 from dllm_sampler.blocks import FullBlock
-from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.none import once
 from dllm_sampler.canvas import Canvas, Edit, Query
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.loop import Engine
 from dllm_sampler.models import autoregressive
 from dllm_sampler.models.autoregressive import Reading, Verifier
+from dllm_sampler.packing import Answers
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.readout import argmax
@@ -225,16 +226,17 @@ class SpeculativeSampler:
             p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
             rest = (p - q).clamp(min=0)
             rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
-            noise = canvas.noise.tokens(canvas, at.gather(1, taken[:, None]), self.vocab)
+            answers = Answers.every(Query.at(canvas, at.gather(1, taken[:, None])))
+            noise = answers.spread(canvas.noise.tokens(canvas, answers, self.vocab))[:, 0]
             own = argmax(rest.log() + noise.to(rest.dtype))
         return taken, pad(draft.ids, (0, 1)).scatter(1, taken[:, None], own)
 
     def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
         """`[B, N, V]` logits as the guides rewrite them."""
-        query = Query.at(canvas, at)
+        answers, flat = Answers.every(Query.at(canvas, at)), logits.flatten(0, 1)
         for guide in self.guides:
-            logits = guide(logits[:, None], canvas, query)[:, 0]
-        return logits
+            flat = guide(flat, canvas, answers)
+        return flat.view_as(logits)
 
     def _widths(self, text: Canvas) -> list[int]:
         """Proposals that each row has room for: the target adds one, and the drafter must see the text before them."""
@@ -277,15 +279,15 @@ class SpeculativeSampler:
             run.drafting = run.drafting + canvas.nfe
             return Draft(canvas.ids.gather(1, at), None)
         query = Query.at(canvas, at)
-        plan = NoCache().init(canvas, spec).plan(canvas, query)
+        canvas, plan = once(canvas, query, spec)
         hidden, spent = self.drafter.denoiser(canvas, query, plan)
         run.drafting = run.drafting + spent.nfe
-        logits = self.drafter.denoiser.head(hidden)[:, 0]  # [B, k, V]
+        logits = plan.answers.spread(self.drafter.denoiser.head(hidden))[:, 0]  # [B, k, V]
         logits[..., spec.mask_id] = -torch.inf
         logits = self._law(pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf), canvas, at)
         if not self.draws:
             return Draft(argmax(logits), None)
-        noise = canvas.noise.tokens(canvas, at, self.vocab)
+        noise = canvas.noise.tokens(canvas, Answers.every(query), self.vocab).view_as(logits)
         precise = torch.promote_types(logits.dtype, torch.float32)  # in half precision the sums would tie
         return Draft(argmax(logits.to(precise) + noise.to(precise)), logits)
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from dllm_sampler.canvas import Canvas
+    from dllm_sampler.packing import Answers
 
 
 class Noise(Protocol):
     """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
 
-    def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """`[B, Q, V]` standard Gumbel noise: argmax(logits + noise) is a sample from softmax(logits)."""
+    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
+        """`[R, V]` standard Gumbel noise: argmax(logits + noise) is a sample from softmax(logits)."""
         ...
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
@@ -65,10 +66,19 @@ def _mix32(x: Tensor) -> Tensor:
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
     """`[B, Q] int64` hash of (row seed, step, position, stream); positions count from the row's first token."""
-    own = positions - canvas.begin[:, None]
-    row = _mix64(canvas.row_seed * -0x61C8864680B583EB + stream)
-    row = _mix64(row + canvas.step * -0x61C8864680B583EB)
-    return _mix64(row[:, None] + own * -0x61C8864680B583EB)
+    row = _row_key(canvas.row_seed, canvas.step, stream)
+    return _mix64(row[:, None] + (positions - canvas.begin[:, None]) * -0x61C8864680B583EB)
+
+
+def answer_keys(canvas: Canvas, answers: Answers) -> Tensor:
+    """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
+    row = answers.row
+    keys = _row_key(canvas.row_seed[row], answers.step(canvas), TOKENS)
+    return _mix64(keys + (answers.position - canvas.begin[row]) * -0x61C8864680B583EB)
+
+
+def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
+    return _mix64(_mix64(seed * -0x61C8864680B583EB + stream) + step * -0x61C8864680B583EB)
 
 
 def token_noise(keys: Tensor, vocab: int) -> Tensor:
@@ -84,9 +94,9 @@ def token_noise(keys: Tensor, vocab: int) -> Tensor:
 class CounterNoise:
     """Counter-based noise: the same numbers for a row whatever stands beside it in the batch."""
 
-    def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return token_noise(key(canvas, positions, TOKENS), vocab)
+        return token_noise(answer_keys(canvas, answers), vocab)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
         """See `Noise.order`."""
@@ -127,8 +137,12 @@ class ReplayNoise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
 
-    def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
+        return answers.pick(self._tokens(canvas, answers.query.positions, vocab)[:, None])
+
+    def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """`[B, Q, V]` noise of one candidate."""
         batch, width = positions.shape
         if self.layout == "llada":
             shape = (batch, canvas.length + self.beyond, vocab)

@@ -7,15 +7,16 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.promises import keep_promises
+from dllm_sampler.packing import Answers, Pack, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,17 +62,15 @@ class Visible:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows a forward computes and what they see. Made by a cache for one query."""
+    """How one forward computes a request, and what each position sees. Made by a cache."""
 
     cache: Cache
-    positions: Tensor  # [B, M] sorted columns to compute, padded with L; every row the query needs is among them
-    keys: Tensor | None  # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] where each row sees its own; None: all
-    computed: Tensor  # [B] real positions among them
-    contiguous: bool = False  # positions are the columns 0..M-1 of every row
-    slots: Tensor | None = None  # [B*M] where the others lie in a buffer of B*(L+1) columns: once per plan, not layer
-    candidates: int = 1  # K: hypotheses over the same rows; what is stored are those of candidate 0
-    tree: Tensor | None = None  # [B, K*M, S+K*M] bool: keys seen, candidates side by side behind the S stored ones
-    visible: Visible | None = None  # what `keys` says, for kernels; None: only `keys` says it
+    wanted: Request
+    answers: Answers  # which queried places the forward answers
+    visible: Visible
+    computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
+    pack: Pack | None = None  # None: the padded form (`cache.base.PaddedPlan`)
+    attention: Callable[..., Tensor] | None = None  # of the pack (`models.packed.PackedAttention`)
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Denoiser(Protocol):
         ...
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[B, K, Q, D]` after the final norm; row i always predicts `query.positions[:, i]`."""
+        """Hidden states `[R, D]` after the final norm, one for each of `plan.answers`."""
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -104,7 +103,7 @@ class Denoiser(Protocol):
 
 
 class LayerParts(Protocol):
-    """One transformer layer, taken apart so that a cache can drive it. N = B * K."""
+    """One transformer layer, taken apart so that a cache can drive it. A pack has N = 1 and M = T."""
 
     def qkv(self, hidden: Tensor, rope: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated heads of `[N, M, D]`: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`."""
@@ -118,6 +117,10 @@ class LayerParts(Protocol):
         """Attention and output projection `[N, M, D]`, residual not added; mask bool, broadcast to `[N, 1, M, S]`."""
         ...
 
+    def output(self, heads: Tensor) -> Tensor:
+        """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
+        ...
+
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Attention probabilities `[N, H, M, S]`, for caches that look at them; arguments as `attend`."""
         ...
@@ -125,13 +128,6 @@ class LayerParts(Protocol):
     def mlp(self, hidden: Tensor) -> Tensor:
         """Norm and feed-forward `[N, M, D]`, residual not added."""
         ...
-
-
-class Outlook(NamedTuple):
-    """What a schedule fixes in advance, whatever the model predicts."""
-
-    lasts: Tensor  # [B] the row stays in its block for so many steps at least, the next one included
-    least: Tensor  # [B] each of them but the last commits so many positions at least
 
 
 class PlugIn:
@@ -152,10 +148,6 @@ class PlugIn:
 
 class Scheduler(PlugIn):
     """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML."""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        keep_promises(cls, Scheduler, {"outlook": ("ask", "tell")})
 
     asks: ClassVar[Literal["masks", "window"]] = "masks"  # how wide `ask` must be: the block's noise, or all of it
     uniform: ClassVar[bool] = False  # its rule is also good for uniform diffusion, whose noise are random tokens
@@ -235,9 +227,9 @@ class Scheduler(PlugIn):
         """State before the first step; default: none."""
         return None
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
-        """The query of this step, `width` columns wide; default: the noise of the active block."""
-        return Query.masks(canvas, width) if self.asks == "masks" else Query.window(canvas, width)
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The query of the next step; default: the noise of the active block."""
+        return Query.masks(canvas) if self.asks == "masks" else Query.window(canvas)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """What the next `ask` names and `tell` commits, where that needs no prediction (`plans`).
@@ -250,19 +242,11 @@ class Scheduler(PlugIn):
         """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""
         raise NotImplementedError
 
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
-        """What is certain of the steps to come, so that the host need not ask how large they are; None: nothing.
-
-        Bounds hold for rows that stay in their block and go on; a scheduler that says anything ends no row itself. A
-        subclass with an `ask` or a `tell` of its own promises nothing, unless it says so anew.
-        """
-        return None
-
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """Called by the host between steps: how long the last one took, of which `canvas` has the sizes.
 
         Returns:
-            `Sizes.branches` of the next step; it must not change what is committed in the end.
+            `Canvas.branches` from then on; it must not change what is committed in the end.
         """
         return None
 
@@ -322,8 +306,8 @@ class Guide:
         """Take what the guide must know of the model (end tokens); default: nothing."""
         return self
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
-        """Logits `[B, K, Q, V]` to logits; never in place."""
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
         raise NotImplementedError
 
 
@@ -337,6 +321,6 @@ class Stop(PlugIn):
         """`[B, L+1] bool` columns to join to every query (a cache may still drop them); default: none."""
         return None
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """Another edit where the policy fires, the same where not."""
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """Another edit where the policy fires, the same where not; `after` is the canvas with `edit` applied."""
         return edit

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.canvas import Canvas, Readout
 from dllm_sampler.guides.truncation import Temperature
-from dllm_sampler.launches import launched
-from dllm_sampler.noise import TOKENS, CounterNoise, key
+from dllm_sampler.noise import CounterNoise, answer_keys
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Denoiser, Guide, ModelSpec
 
 if TYPE_CHECKING:
@@ -52,36 +52,44 @@ def predict(
     denoiser: Denoiser,
     hidden: Tensor,
     canvas: Canvas,
-    query: Query,
+    answers: Answers,
     spec: ModelSpec,
     guides: tuple[Guide, ...],
     needs: frozenset[str],
     allow_mask: bool,
     kernels: Backend | None = None,
 ) -> Readout:
-    """What hidden states `[B, K, Q, D]` say: the head's logits and `read`, on kernels where the rule is plain enough.
+    """What hidden states `[R, D]` say: the head's logits and `read`, on kernels where the rule is plain enough.
 
     kernels: None, or torch's: `read` does it. Triton's know a greedy choice or a draw at one temperature, counted
         noise, `MEASURED` and `STORED`; where the head is a plain product too (`head_weight`) and nobody wants the
         latter, they store no logits at all.
+
+    Returns:
+        `[B, K, Q]` statistics; 0 where nothing is answered.
     """
     plain = kernels is not None and kernels.name == "triton"
-    rule = _rule(canvas, query, spec, guides, needs, allow_mask) if plain else None
+    rule = _rule(canvas, answers, spec, guides, needs, allow_mask) if plain else None
     if kernels is None or rule is None:
-        return read(denoiser.head(hidden), hidden, canvas, query, spec, guides, needs, allow_mask)
-    rows = hidden.flatten(0, 2)  # [B*K*Q, D]
-    batch, candidates, width = query.ids.shape
-    shape, stored = (batch, candidates, width), bool(needs & STORED)
-    weight = None if stored else joined(denoiser, rows)
+        return read(denoiser.head(hidden), hidden, canvas, answers, spec, guides, needs, allow_mask)
+    stored = bool(needs & STORED)
+    weight = None if stored else joined(denoiser, hidden)
     if weight is not None:
-        return kernels.head(rows, weight, **rule).readout(shape, needs)
+        return spread(kernels.head(hidden, weight, **rule).readout(needs), answers)
     logits = denoiser.head(hidden)
-    seen = kernels.readout(logits.flatten(0, 2), **rule)
+    seen = kernels.readout(logits, **rule)
     if not stored:
-        return seen.readout(shape, needs)
+        return spread(seen.readout(needs), answers)
     if rule["mask_id"] is not None:
         logits[..., rule["mask_id"]] = -torch.inf
-    return replace(seen.readout(shape, needs | {"logsumexp"}), logits=logits)
+    return spread(replace(seen.readout(needs | {"logsumexp"}), logits=logits), answers)
+
+
+def spread(found: Readout, answers: Answers) -> Readout:
+    """Statistics `[R]` of the answers as `[B, K, Q]`, with 0 where nothing is answered."""
+    values = {one.name: getattr(found, one.name) for one in fields(found)}
+    tensors = {name: answers.spread(value) for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(found, **tensors)
 
 
 def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
@@ -92,7 +100,7 @@ def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
 
 def _rule(
     canvas: Canvas,
-    query: Query,
+    answers: Answers,
     spec: ModelSpec,
     guides: tuple[Guide, ...],
     needs: frozenset[str],
@@ -104,17 +112,15 @@ def _rule(
         return None
     rule: dict[str, Any] = {"mask_id": None if allow_mask else spec.mask_id}
     if "current" in needs:
-        rule["current"] = query.ids.flatten()
+        rule["current"] = answers.pick(answers.query.ids)
     if at:
         guide = at[0]
         if type(guide) is not Temperature or type(canvas.noise) is not CounterNoise:
             return None
         if needs & STORED and guide.measures:  # tempered logits are stored nowhere
             return None
-        steps = [canvas] if query.step is None else [replace(canvas, step=step) for step in query.step.unbind(1)]
-        keys = torch.stack([key(one, query.positions, TOKENS) for one in steps], 1)  # [B, 1|K, Q]
         rule |= {"temperature": float(guide.value), "measured": guide.measures}
-        rule["keys"] = keys.expand(query.ids.shape).flatten()
+        rule["keys"] = answer_keys(canvas, answers)
     return rule
 
 
@@ -122,43 +128,49 @@ def read(
     logits: Tensor,
     hidden: Tensor,
     canvas: Canvas,
-    query: Query,
+    answers: Answers,
     spec: ModelSpec,
     guides: tuple[Guide, ...],
     needs: frozenset[str],
     allow_mask: bool,
 ) -> Readout:
-    """Choose a token per position and measure how sure the model is.
+    """Choose a token per answer and measure how sure the model is.
 
     Args:
-        logits: `[B, K, Q, V]`, overwritten.
-        hidden: `[B, K, Q, D]`, passed on where it is needed.
+        logits: `[R, V]`, overwritten.
+        hidden: `[R, D]`, passed on where it is needed.
         guides: in the order of application.
         needs: fields of `Readout` beyond token and confidence.
         allow_mask: whether the mask id may be chosen (published code allows it).
+
+    Returns:
+        `[B, K, Q]` statistics; 0 where nothing is answered.
     """
     if spec.mask_id is not None and not allow_mask:
         logits[..., spec.mask_id] = -torch.inf
     measured = logits
     for guide in guides:
         if guide.measures:
-            measured = guide(measured, canvas, query)
+            measured = guide(measured, canvas, answers)
     draws = any(guide.draws for guide in guides)
-    noise = _noise(canvas, query, spec.vocab_size) if draws else None
+    noise = canvas.noise.tokens(canvas, answers, spec.vocab_size) if draws else None
 
     def draw(choice: Tensor) -> Tensor:
-        """`[B, K, Q]` tokens that the guides choose from `[B, K, Q, V]`, always by the same noise."""
+        """`[R]` tokens that the guides choose from `[R, V]`, always by the same noise."""
         for guide in guides:
             if guide.chooses:
-                choice = guide(choice, canvas, query)
+                choice = guide(choice, canvas, answers)
         if noise is None:
             return argmax(choice)
         # In half precision the sums would tie, and ties go to the lower id.
         choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
         return argmax(choice + noise.to(choice.dtype))
 
-    seen = measure(measured, draw(logits), query.ids, needs, hidden)
-    return replace(seen, raw=logits if "raw" in needs else None, draw=draw if "draw" in needs else None)
+    seen = measure(measured, draw(logits), answers.pick(answers.query.ids), needs, hidden)
+    seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
+    if "draw" not in needs:
+        return seen
+    return replace(seen, draw=lambda choice: answers.spread(draw(answers.pick(choice))))
 
 
 def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], hidden: Tensor | None) -> Readout:
@@ -255,7 +267,6 @@ def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) 
     return torch.cat(parts)
 
 
-@launched
 def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
     """`divergence` of logits `now [N, V]` from `then [M, V]`, whose logsumexp is `norm [M]`."""
     precise = torch.promote_types(now.dtype, torch.float32)
@@ -267,14 +278,6 @@ def _rows(table: Tensor) -> int:
     """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet."""
     rows, width = table.shape
     return max(1, min(rows, CACHE // width) if table.device.type == "cpu" else rows)
-
-
-def _noise(canvas: Canvas, query: Query, vocab: int) -> Tensor:
-    """`[B, K, Q, V]` or, where candidates stand for the same step and so share it, `[B, 1, Q, V]`."""
-    if query.step is None:
-        return canvas.noise.tokens(canvas, query.positions, vocab)[:, None]
-    steps = [replace(canvas, step=step) for step in query.step.unbind(1)]
-    return torch.stack([canvas.noise.tokens(at, query.positions, vocab) for at in steps], 1)
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -274,9 +274,8 @@ class Sampler:
             samples,
         ):
             must = self.cuda_graph is True
-            chooses = plugins.cache.stores and capture.chooses(self.denoiser.spec.device)
             self._static = StaticEngine(
-                self.denoiser, plugins, self.poll_every, self.kernels, capture.cuda, must, *options, chooses
+                self.denoiser, plugins, self.poll_every, self.kernels, capture.cuda, must, *options
             )
         return self._static
 
@@ -284,7 +283,7 @@ class Sampler:
         try:
             for step, state in enumerate(engine.run(canvas, bound), 1):
                 if stops:
-                    self._stop_at(state, stops)
+                    self._stop_at(engine, state, stops)
                 last = state.finished or step == bound
                 if last or (every and step % every == 0):
                     yield self._view(state, step, self._result(state, stops) if last else None)
@@ -304,7 +303,7 @@ class Sampler:
         check(plugins, self.denoiser.spec)
         return plugins
 
-    def _stop_at(self, state: State, stop_strings: Sequence[str]) -> None:
+    def _stop_at(self, engine: Engine, state: State, stop_strings: Sequence[str]) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
         canvas = state.canvas
         part, noise = canvas.asked, canvas.masked
@@ -314,9 +313,10 @@ class Sampler:
         ids = canvas.ids[:, part].tolist()
         texts = prompts.decode([row[:end] for row, end in zip(ids, known, strict=True)], self.tokenizer, ())
         hit = torch.tensor([any(stop in text for stop in stop_strings) for text in texts], device=self.device)
-        done = canvas.done | hit
-        state.canvas = replace(canvas, done=done)
-        state.finished = bool(done.all())
+        if bool(hit.any()):
+            state.canvas = replace(canvas, done=canvas.done | hit)
+            engine.ask(state)
+            engine.poll(state, 0)
 
     def _result(self, state: State, stop_strings: Sequence[str]) -> Result:
         canvas, spec = state.canvas, self.denoiser.spec

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from dllm_sampler import launches
-
-WIDEST = 512  # positions up to which a kernel compares all pairs; a sort is faster with more
-
-
-def known(score: Tensor) -> bool:
-    """Whether the kernels that choose know such scores."""
-    return score.dim() == 2 and score.shape[1] <= WIDEST and score.dtype in (torch.float32, torch.float64)
-
-
-def _choice(score: Tensor) -> Callable[..., Tensor] | None:
-    """The kernel, where it knows such scores."""
-    return launches.kernel("choose") if known(score) else None
 
 
 def numbers(size: int, device: torch.device) -> Tensor:
@@ -64,17 +49,11 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
 
 def top(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
     """`[B, Q] bool` the `count [B]` best eligible positions by score `[B, Q]`; all of them where there are fewer."""
-    kernel = _choice(score)
-    if kernel is not None:
-        return kernel(score, eligible, count=count)
     return (rank(score, eligible) < count[:, None]) & eligible
 
 
 def at_least_one(chosen: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
     """`[B, Q] bool` the eligible among `chosen`, and the best eligible position in any case."""
-    kernel = _choice(score)
-    if kernel is not None:
-        return kernel(score, eligible, wanted=chosen)
     best = score.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
     leader = eligible & (score >= best)
     return eligible & (chosen | (leader & (leader.cumsum(1) == 1)))

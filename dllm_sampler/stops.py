@@ -47,9 +47,8 @@ def _finish(edit: Edit, finish: Tensor) -> Edit:
 class BlockStop(_EosStop):
     """Stop after a complete block that contains an end token; what lies behind it becomes padding."""
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after = canvas.apply(query.positions, edit)
         return _finish(edit, block_over(after, edit) & (self.ends(after) & canvas.in_block()).any(1))
 
 
@@ -60,9 +59,9 @@ class PrefixStop(_EosStop):
     A scheduler that takes tokens back (`edit.remask`) is done with them when the block is over.
     """
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after, part = canvas.apply(query.positions, edit), slice(canvas.origin, canvas.length)
+        part = slice(canvas.origin, canvas.length)
         ends = (after.ids[:, part] == self.eos) & (after.masked[:, part].cumsum(1) == 0)
         fire = (ends & (canvas.columns()[:, part] < after.end[:, None])).any(1)
         return _finish(edit, fire if edit.remask is None else fire & block_over(after, edit))
@@ -77,9 +76,8 @@ class TruncateStop(_EosStop):
 
     cuts: ClassVar[bool] = True
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after = canvas.apply(query.positions, edit)
         end = _first(self.ends(after)) + 1
         if edit.remask is not None:
             end = torch.where(block_over(after, edit), end, canvas.end)
@@ -113,14 +111,14 @@ class EndOfText(TruncateStop):
         """See `Stop.positions`."""
         return canvas.masked if self.mode == "predicted" else None
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         if self.mode == "resolved":
-            return super().__call__(canvas, query, readout, edit)
+            return super().__call__(canvas, after, query, readout, edit)
         at, nowhere = query.positions, canvas.length + 1  # [B, Q]
         wrote = edit.commit & (edit.ids == self.eos) & (at < canvas.length)
         cut = torch.where(wrote, at + 1, nowhere).amin(1)
-        open_ = canvas.apply(at, edit).masked.gather(1, at)
+        open_ = after.masked.gather(1, at)
         likely = open_ & (readout.token[:, 0] == self.eos) & (readout.confidence[:, 0] >= self.min_conf)
         sure, surest = readout.confidence[:, 0].masked_fill(~likely, -1.0).max(1)  # first on a tie
         guess = torch.where(sure >= 0, at.gather(1, surest[:, None])[:, 0] + 1, nowhere)
@@ -178,7 +176,7 @@ class Prophet(Stop):
         """See `Stop.positions`."""
         return canvas.masked | self.region(canvas)
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         assert readout.gap is not None
         region = self.region(canvas)

@@ -50,7 +50,7 @@ BASES: dict[str, Settings] = {
 DRAFTS: dict[str, Settings] = {
     "freedave 2": {"name": "freedave", "draft": 2},
     "freedave 4": {"name": "freedave", "draft": 4},
-    "freedave 8, tree mask": {"name": "freedave", "draft": 8, "layout": "tree"},
+    "freedave 8": {"name": "freedave", "draft": 8},
     "freedave 4, eager": {"name": "freedave", "draft": 4, "eager": True},
     "ssd 3, width 3": {"name": "ssd", "length": 3, "width": 3},
 }
@@ -177,11 +177,7 @@ def savings(found: Sequence[Agreement]) -> str:
 def cost(model: str, prompts: Sequence[str], base: str, cache: str, device: str) -> str:
     """Forwards, positions computed and time by the number of branches, one prompt at a time."""
     drafts: dict[str, Settings] = {"alone": BASES[base]}
-    for draft in range(1, 9):
-        for layout in ("batch", "tree") if draft > 1 else ("batch",):
-            drafts[f"{draft}, {layout}"] = {
-                "name": "freedave", "inner": BASES[base], "draft": draft, "layout": layout,
-            }  # fmt: skip
+    drafts |= {str(draft): {"name": "freedave", "inner": BASES[base], "draft": draft} for draft in range(1, 9)}
     loaded = Sampler.from_pretrained(model, device=device)
     samplers = {
         name: Sampler(loaded.denoiser, tokenizer=loaded.tokenizer, scheduler=spec, cache=cache, stop="none")

@@ -43,14 +43,14 @@ FILTER = _filter()
 
 
 def transformer(
-    seed: int = 2, kv_heads: int = 4, sharp: float = 1.0, dtype: torch.dtype = torch.float64
+    seed: int = 2, kv_heads: int = 4, sharp: float = 1.0, dtype: torch.dtype = torch.float64, layers: int = 2
 ) -> Transformer:
-    """Two random layers. Wide weights make the answers varied and the confidences anything from 0.1 to 1."""
+    """Random layers. Wide weights make the answers varied and the confidences anything from 0.1 to 1."""
     config = TransformerConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_layers=2,
+        num_layers=layers,
         num_heads=4,
         num_kv_heads=kv_heads,
         head_dim=8,
@@ -133,7 +133,7 @@ class Spy:
 
     def __post_init__(self) -> None:
         self.calls: list[tuple[Canvas, Query, Plan]] = []
-        self.logits: list[Tensor] = []
+        self.logits: list[Tensor] = []  # [B, K, Q, V] of each call, 0 where nothing was answered
 
     @property
     def spec(self) -> ModelSpec:
@@ -146,13 +146,27 @@ class Spy:
     def head(self, hidden: Tensor) -> Tensor:
         logits = self.inner.head(hidden)
         logits[..., MASK] += self.raise_mask
-        self.logits.append(logits.clone())
+        self.logits.append(self.calls[-1][2].answers.spread(logits.clone()))
         return logits
 
     @property
     def computed(self) -> list[list[int]]:
         """Positions computed per forward and row; 0 for a finished row."""
-        return [(plan.computed * ~canvas.done).tolist() for canvas, _, plan in self.calls]
+        return [plan.computed.tolist() for _, _, plan in self.calls]
+
+
+def computed(plan: Plan) -> Tensor:
+    """`[B, L+1] bool` the columns that a pack holds, without the empty slot."""
+    assert plan.pack is not None
+    at = torch.zeros_like(plan.wanted.computed)
+    at[plan.pack.row, plan.pack.column] = True
+    at[:, -1] = False
+    return at
+
+
+def columns(plan: Plan) -> list[list[int]]:
+    """The same, by row."""
+    return [row.nonzero()[:, 0].tolist() for row in computed(plan)]
 
 
 def canvas(masked: Tensor, **changes: Any) -> Canvas:
@@ -171,7 +185,10 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
         "done": zero > 0,
         "origin": 0,
         "padded": False,
-        "sizes": Sizes(length, length, length, True),
+        "sizes": Sizes(
+            length, length, batch * length, batch * length, length, whole=True, rows=((length, 0, length),) * batch
+        ),
         "noise": CounterNoise(),
+        "width": length,
     }
     return Canvas(**{**fields, **changes})

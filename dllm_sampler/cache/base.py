@@ -1,4 +1,4 @@
-"""What every cache shares: the default layer, the two shapes of a plan."""
+"""What every cache shares: the default layer on a pack, and the padded form for caches that drive layers themselves."""
 
 from __future__ import annotations
 
@@ -12,26 +12,35 @@ from dllm_sampler import select
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.promises import keep_promises
+from dllm_sampler.packing import Answers, Pack, Request, visible
 from dllm_sampler.protocols import Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
+
+
+@dataclass(frozen=True)
+class PaddedPlan(Plan):
+    """The padded form of a request: each row has as many positions as the longest one.
+
+    For caches that drive layers themselves; fillers cost what positions cost.
+    """
+
+    positions: Tensor = field(kw_only=True)  # [B, M] sorted columns, padded with L
+    keys: Tensor | None = field(kw_only=True)  # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] by row; None: all
+    contiguous: bool = field(kw_only=True)  # positions are the columns 0..M-1 of every row
+    slots: Tensor | None = field(kw_only=True)  # [B*M] where the positions lie in a buffer of B*(L+1) columns
 
 
 @dataclass
 class Cache:
-    """Decides which rows a forward computes. The configured object is a template; `init` returns a live copy.
+    """Decides which columns a forward computes. The configured object is a template; `init` returns a live copy.
 
-    A cache says in `computes` which columns the next forward computes. The loop counts them between two steps, so
-    that plans have static sizes; queries lose the positions whose predicting row is not among them.
+    A cache says in `computes` which columns the next forward computes. The engine packs them, and queries lose the
+    positions that nothing predicts then.
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        forwards = ("due", "computes", "plan", "part", "run")
-        promises = {"settles": forwards, "covers": ("narrow", "computes", "plan"), "count": ("computes",)}
-        keep_promises(cls, Cache, promises)
-
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
+    pads: ClassVar[bool] = False  # drives layers itself, on the padded form
     syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
     chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
     foresees: ClassVar[bool] = False  # wants to know what the next forward commits: a scheduler that `plans`
@@ -52,20 +61,6 @@ class Cache:
     def steady(self) -> bool:
         """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
         return False
-
-    @property
-    def settles(self) -> bool:
-        """Whether every forward that a row makes in a block, but the first, computes the columns of `span`."""
-        return False
-
-    @property
-    def covers(self) -> bool:
-        """Whether every forward predicts all of the block, so that `narrow` drops nothing of it."""
-        return False
-
-    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """`[B]` first column and `[B]` end of what a forward computes inside a block, where the cache `settles`."""
-        return canvas.begin, canvas.end
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
@@ -101,61 +96,53 @@ class Cache:
         """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
         return canvas.age == 0
 
-    def expect(self, ahead: Tensor) -> None:
-        """Take note of `Scheduler.ahead [B, L+1]`, what the next forward will commit (see `foresees`)."""
+    def expect(self, ahead: Tensor, most: int) -> None:
+        """Take note of `Scheduler.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
 
     def computes(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
         return None
 
-    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
-        """`[B]` how many columns that is before `limit [B]`, for the host to size the next step by; None: all."""
-        computed = self.computes(canvas)
-        if computed is None:
-            return None
-        seen = canvas.seen() if limit is None else canvas.seen() & (canvas.columns() < limit[:, None])
-        return (computed & seen).sum(1)
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+        """Drop the positions outside `answered [B, L+1] bool`, which nothing will predict, unless the query is exact.
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """Drop the positions that nothing will predict, unless the query is exact."""
-        return query if query.exact or canvas.sizes.whole else query.drop(canvas, self.answered(canvas))
-
-    def answered(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1] bool` columns that the next forward predicts."""
-        computed = canvas.in_block() if self.spec.encoder else self.computes(canvas)
-        if computed is None or not self.spec.shift:
-            return canvas.seen() if computed is None else computed
-        # The row's very first position has no row before it and is predicted by its own.
-        return torch.where(canvas.columns() > canvas.begin[:, None], computed.roll(1, 1), computed)
+        Not asked where every column is computed.
+        """
+        return query if query.exact else query.drop(canvas, answered)
 
     def predictors(self, columns: Tensor) -> Tensor:
         """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
         return columns.roll(-1, 1) if self.spec.shift else columns
 
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """Which rows to compute for `query`, and what they see; default: by `computes`."""
-        sizes = canvas.sizes
-        if self.settles and self.stores and not (sizes.opens or sizes.whole):
-            return self.run(canvas, query)
-        computed = None if sizes.whole else self.computes(canvas)
-        return self.whole(canvas, query) if computed is None else self.part(canvas, query, computed)
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+        """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
+        answers = Answers.of(wanted, canvas.sizes)
+        sees, computed = extent(canvas, wanted.query), wanted.entries(canvas)
+        if self.pads:
+            return self.padded(canvas, wanted, answers, sees, computed)
+        pack = Pack.of(canvas, wanted, answers, self.spec)
+        return Plan(self, wanted, answers, sees, computed, pack, PackedAttention(pack, sees))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """Drive one layer on `hidden [B*K, M, D]`; default: store the fresh keys and values, attend, feed forward."""
+        """Drive one layer on the pack `hidden [1, T, D]`: store keys and values, attend, feed forward.
+
+        A cache that `pads` overrides this and gets `[B, M, D]`.
+        """
+        assert plan.pack is not None and plan.attention is not None
         q, k, v = parts.qkv(hidden, rope)
-        if plan.candidates > 1:
-            hidden = hidden + self._attend_forked(index, parts, q, k, v, plan)
-            return hidden + parts.mlp(hidden)
-        k, v, mask = self.store(index, k, v, plan)
-        hidden = hidden + parts.attend(q, k, v, mask)
+        stored = None
+        if self.slots is not None:
+            self.slots.store(index, k, v, plan.pack.slots)
+            stored = self.slots.keys[index], self.slots.values[index]
+        hidden = hidden + parts.output(plan.attention(q, k, v, stored))
         return hidden + parts.mlp(hidden)
 
-    def store(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keep the fresh `k, v [B*K, Hkv, M, Dh]`; return the `k, v [B*K, Hkv, S, Dh]` to attend to and their mask."""
+    def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keep the fresh `k, v [B, Hkv, M, Dh]`; return the `k, v [B, Hkv, S, Dh]` to attend to and their mask."""
         if self.slots is not None:
             self.slots.write(index, k, v, plan)
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
-        return k, v, _mask(plan.keys)
+        return k, v, mask_of(plan.keys)
 
     def rows(self, plan: Plan) -> Tensor:
         """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
@@ -179,76 +166,21 @@ class Cache:
         """Whether guidance may use an earlier forward's difference between the branches; None: never does."""
         return None
 
-    def fork(self, plan: Plan, canvas: Canvas, candidates: int, tree: bool) -> Plan:
-        """The plan for `candidates` hypotheses at once, each of which sees its own rows and what is stored.
-
-        tree: side by side on the sequence axis; else on the batch axis, where each has a copy of what is stored.
-        """
-        if candidates == 1:
-            return plan
-        if not tree:
-            keys = None if plan.keys is None else plan.keys.repeat_interleave(candidates, 0)
-            return replace(plan, candidates=candidates, keys=keys)
-        batch, width = plan.positions.shape
-        seen = canvas.seen() if plan.keys is None else plan.keys
-        seen = (seen if seen.dim() == 3 else seen[:, None]).expand(batch, width, -1)  # [B, M, S]
-        at = plan.positions[:, None].expand(-1, width, -1)
-        branch = torch.arange(candidates * width, device=at.device) // width  # [K*M]
-        keys = seen.gather(2, at).repeat(1, candidates, candidates) & (branch[:, None] == branch)  # [B, K*M, K*M]
-        if self.slots is not None and not plan.contiguous:
-            keys = torch.cat([seen.scatter(2, at, False).repeat(1, candidates, 1), keys], 2)
-        return replace(plan, candidates=candidates, tree=keys)
-
-    def _attend_forked(self, index: int, parts: LayerParts, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """Attention `[B*K, M, D]` of K candidates; the keys and values of candidate 0 are stored."""
-        many = plan.candidates
-        stored: list[Tensor] = []
-        if self.slots is not None:
-            self.slots.write(index, k[::many], v[::many], plan)
-            if not plan.contiguous:
-                stored = list(self.slots.read(index, self.slots.columns))  # [B, Hkv, L+1, Dh]
-        if plan.tree is None:
-            if stored:
-                k, v = (_overlaid(old, new, plan) for old, new in zip(stored, (k, v), strict=True))
-            # A forward that computes every column needs no stored one, the empty slot is not among its keys.
-            return parts.attend(q, k, v, _mask(None if plan.keys is None else plan.keys[..., : k.shape[2]]))
-        q, k, v = (_beside(heads, many) for heads in (q, k, v))  # [B, H, K*M, Dh]
-        if stored:
-            k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(stored, (k, v), strict=True))
-        return parts.attend(q, k, v, _mask(plan.tree)).unflatten(1, (many, -1)).flatten(0, 1)
-
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
 
-    def whole(self, canvas: Canvas, query: Query) -> Plan:
-        """A plan that computes every column."""
-        seen = visible(canvas, query)
-        length = canvas.sizes.reach or canvas.length
-        positions = select.numbers(length, seen.device).expand(seen.shape[0], length)
-        keys = keys_of(canvas, query, seen, positions)
-        if keys is not None and not self.stores:
-            keys = keys[..., :length]
-        return Plan(self, positions, keys, seen.sum(1), contiguous=True, visible=extent(canvas, query))
-
-    def part(self, canvas: Canvas, query: Query, chosen: Tensor) -> Plan:
-        """A plan that computes the set `chosen [B, L+1] bool`, `sizes.computed` columns, against every stored one."""
-        seen = visible(canvas, query)
-        chosen = chosen & seen & ~canvas.done[:, None]
-        positions = select.columns(chosen, max(1, canvas.sizes.computed))  # [B, M]
-        keys = keys_of(canvas, query, seen, positions)
-        computed = chosen.sum(1)
-        return Plan(self, positions, keys, computed, slots=places(canvas, positions), visible=extent(canvas, query))
-
-    def run(self, canvas: Canvas, query: Query) -> Plan:
-        """`part` where no row opens a block: the run of columns `span`."""
-        first, end = self.span(canvas)
-        if query.limit is not None:
-            end = torch.minimum(end, query.limit)
-        column = first[:, None] + select.numbers(max(1, canvas.sizes.computed), first.device)  # [B, M]
-        positions = column.masked_fill(column >= end[:, None], canvas.length)
-        keyed = canvas.padded or canvas.grid is not None or query.limit is not None
-        keys = keys_of(canvas, query, visible(canvas, query), positions) if keyed else None
-        return Plan(self, positions, keys, end - first, slots=places(canvas, positions), visible=extent(canvas, query))
+    def padded(self, canvas: Canvas, wanted: Request, answers: Answers, sees: Visible, computed: Tensor) -> PaddedPlan:
+        """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
+        seen = visible(canvas, wanted.query)
+        whole = canvas.sizes.whole
+        if whole:
+            positions = select.numbers(canvas.length, seen.device).expand(seen.shape[0], canvas.length)
+        else:
+            positions = select.columns(wanted.computed, canvas.sizes.longest)  # [B, M]
+        keys = keys_of(canvas, wanted.query, seen, positions)
+        slots = None if whole else places(canvas, positions)
+        common = (self, wanted, answers, sees, computed)
+        return PaddedPlan(*common, positions=positions, keys=keys, contiguous=whole, slots=slots)
 
 
 def places(canvas: Canvas, positions: Tensor) -> Tensor:
@@ -257,40 +189,21 @@ def places(canvas: Canvas, positions: Tensor) -> Tensor:
     return (positions + select.numbers(batch * columns, positions.device)[::columns, None]).flatten()
 
 
-def _mask(keys: Tensor | None) -> Tensor | None:
+def mask_of(keys: Tensor | None) -> Tensor | None:
     """Keys seen, `[N, S]` or `[N, M, S]`, as attention wants them."""
     if keys is None:
         return None
     return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
 
 
-def _overlaid(stored: Tensor, fresh: Tensor, plan: Plan) -> Tensor:
-    """`stored [B, Hkv, L+1, Dh]` once per candidate, with the candidate's own `fresh [B*K, Hkv, M, Dh]` laid over."""
-    columns = stored.shape[2] if plan.keys is not None else stored.shape[2] - 1
-    at = plan.positions.repeat_interleave(plan.candidates, 0)[:, None, :, None]  # [B*K, 1, M, 1]
-    copies = stored.repeat_interleave(plan.candidates, 0).to(fresh.dtype)
-    return copies.scatter(2, at.expand(-1, *fresh.shape[1:2], -1, fresh.shape[3]), fresh)[:, :, :columns]
-
-
-def _beside(heads: Tensor, candidates: int) -> Tensor:
-    """`[B*K, H, M, Dh]` to `[B, H, K*M, Dh]`."""
-    return heads.unflatten(0, (-1, candidates)).transpose(1, 2).flatten(2, 3)
-
-
-def visible(canvas: Canvas, query: Query) -> Tensor:
-    """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
-    seen = canvas.seen()  # [B, L+1]
-    return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
-
-
 def extent(canvas: Canvas, query: Query) -> Visible:
-    """What `visible` and `keys_of` say, in numbers."""
+    """What `visible` and the blocks of the canvas say, in numbers."""
     end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
     return Visible(canvas.begin, end, canvas.grid)
 
 
 def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
-    """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `Plan.keys` has it."""
+    """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
     if canvas.grid is not None:
         begin = canvas.begin[:, None]
         return seen[:, None] & block_causal(positions - begin, canvas.columns() - begin, canvas.grid)

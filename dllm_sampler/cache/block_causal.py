@@ -11,7 +11,8 @@ from torch import Tensor
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Denoiser, ModelSpec, Plan
+from dllm_sampler.packing import answerable, computable, measure, read, request
+from dllm_sampler.protocols import Denoiser, ModelSpec
 
 StorePasses = Literal["ride", "separate"]
 
@@ -33,7 +34,6 @@ class BlockCausalCache(Cache):
     store_pass: StorePasses = "ride"
 
     clean: Tensor = field(init=False, repr=False, compare=False)  # [B] what is stored before this column is final
-    begun: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
@@ -50,38 +50,26 @@ class BlockCausalCache(Cache):
         """See `Cache.steady`."""
         return True
 
-    @property
-    def settles(self) -> bool:
-        """See `Cache.settles`."""
-        return True
-
-    @property
-    def covers(self) -> bool:
-        """See `Cache.covers`."""
-        return not self.spec.shift
-
-    def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.span`. The forward that opens a block stores for good what it finds finished."""
-        return canvas.on_grid(canvas.start), canvas.stop
-
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """See `Cache.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
         if self.twin is not None:
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
-        sizes = replace(canvas.sizes, computed=canvas.origin, whole=False)
-        one = replace(canvas, **rows, sizes=sizes)
+        one = replace(canvas, **rows)
         one = replace(one, stop=one.on_grid(one.start))
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
-        plan = cache.part(one, query, cache.computes(one))
-        _, spent = denoiser(one, query, plan)
+        computed = computable(one, query, cache.computes(one))
+        wanted = request(query, computed, answerable(one, computed, self.spec))
+        measured = measure(one, wanted, torch.zeros_like(one.start)).tolist()  # the one read before the first step
+        one = replace(one, sizes=read(measured).sizes)
+        _, spent = denoiser(one, query, cache.plan(one, wanted))
         assert self.slots is not None and cache.slots is not None
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):
             for buffer, source in zip(mine, its, strict=True):
                 buffer.copy_(source.repeat_interleave(samples, 0))
-        self.clean, self.begun = canvas.on_grid(canvas.start), True
+        self.clean = canvas.on_grid(canvas.start)
         return torch.stack([spent.rows, *[torch.zeros_like(spent.rows)] * (samples - 1)], 1).flatten()
 
     def computes(self, canvas: Canvas) -> Tensor:
@@ -89,31 +77,9 @@ class BlockCausalCache(Cache):
         first = torch.minimum(self.clean, canvas.on_grid(canvas.start))[:, None]
         return (canvas.columns() >= first) & (canvas.columns() < canvas.stop[:, None])
 
-    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
-        """See `Cache.count`."""
-        if limit is not None:
-            return super().count(canvas, limit)
-        return canvas.stop - torch.minimum(self.clean, canvas.on_grid(canvas.start))
-
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
-        """See `Cache.narrow`."""
-        return super().narrow(self._sized(canvas), query)
-
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
-        """See `Cache.plan`."""
-        return super().plan(self._sized(canvas), query)
-
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
         full = (canvas.noise_left() == 0) & ~written
         clean = torch.where(full, canvas.stop, canvas.on_grid(canvas.start))
         self.clean = torch.where(canvas.done, self.clean, clean)
-        self.begun = True
-
-    def _sized(self, canvas: Canvas) -> Canvas:
-        """The first forward, of which the host knows no size yet, ends with the first block too."""
-        if self.begun:
-            return canvas
-        sizes = replace(canvas.sizes, computed=canvas.origin + canvas.sizes.block, whole=False)
-        return replace(canvas, sizes=sizes)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Cache, put, written
+from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
@@ -27,11 +27,13 @@ class D2Cache(Cache):
     attention (mean over heads, a row that is not computed looks at itself) mixed with the identity. Gaps between
     chosen columns are closed where these lie at most `gap` apart.
 
-    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. Three slips of the
-    published code are not repeated: its stored confidences are those of the first forward for good, masks that were
-    not computed can be committed from empty logits, and the block by whose length it rounds is what is left of it. It
-    also fills the rows of a batch up to the same number of columns, by score; here a row computes in a batch what it
-    computes alone. At the end of a block it prefers the masks of the block that is full, here those of the next one.
+    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it: a schedule's share
+    is cut to what is predicted. Four slips of the published code are not repeated: its stored confidences are those of
+    the first forward for good, masks that were not computed can be committed from empty logits, the block by whose
+    length it rounds is what is left of it, and on Dream the prompt's last row, which the rollout may have chosen, is
+    computed only where the first mask is. It also fills the rows of a batch up to the same number of columns, by score;
+    here a row computes in a batch what it computes alone. At the end of a block it prefers the masks of the block that
+    is full, here those of the next one.
 
     Args:
         masks: how many masks are computed.
@@ -40,6 +42,7 @@ class D2Cache(Cache):
         gap: distance of chosen columns up to which those in between are computed too; 0: none.
     """
 
+    pads: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 
     masks: int = 32
@@ -108,17 +111,18 @@ class D2Cache(Cache):
         ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
         return among & ((ordered <= self.rollout) | (place == 0))
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
-        query = super().narrow(canvas, query)
+        query = super().narrow(canvas, query, answered)
         if query.exact:
             return query
-        sizes = canvas.sizes
-        width = canvas.length - canvas.origin if sizes.whole else min(sizes.computed, canvas.length - canvas.origin)
-        return query.join(canvas, canvas.masked & self.answered(canvas), max(width, query.positions.shape[1]))
+        return query.join(
+            canvas, canvas.masked & answered, max(canvas.length - canvas.origin, query.positions.shape[1])
+        )
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""
+        assert isinstance(plan, PaddedPlan)
         q, k, v = parts.qkv(hidden, rope)
         k, v, mask = self.store(index, k, v, plan)
         hidden = hidden + parts.attend(q, k, v, mask)

@@ -35,6 +35,7 @@ class GreedyCache(Cache):
     refresh_every: int = 2
     window: int = 4
     ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `Scheduler.ahead`
+    most: int = field(init=False, default=0, repr=False, compare=False)  # no row commits more in a forward
     wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the last one wrote
 
     def __post_init__(self) -> None:
@@ -53,20 +54,14 @@ class GreedyCache(Cache):
         """See `Cache.due`."""
         return canvas.age % self.refresh_every == 0
 
-    def expect(self, ahead: Tensor) -> None:
+    def expect(self, ahead: Tensor, most: int) -> None:
         """See `Cache.expect`."""
-        self.ahead = ahead
-
-    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor:
-        """See `Cache.count`."""
-        sure, free = self._sure(canvas)
-        beside = torch.minimum(self.window * (self.ahead > 0).sum(1), free.sum(1))
-        return torch.where(self.due(canvas), canvas.end - canvas.begin, sure.sum(1) + beside)
+        self.ahead, self.most = ahead, most
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         chosen, free = self._sure(canvas)
-        for place in range(1, canvas.sizes.masks + 1):
+        for place in range(1, self.most + 1):
             own = self.ahead == place  # [B, L+1], none where the row commits fewer
             away = canvas.columns() - own.long().argmax(1, keepdim=True)
             turn = torch.where(away < 0, -2 * away - 1, 2 * away)  # left comes before right

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Cache, changed
+from dllm_sampler.cache.base import Cache, PaddedPlan, changed
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Request
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
-@dataclass(frozen=True)
-class IntervalPlan(Plan):
+@dataclass(frozen=True, kw_only=True)
+class IntervalPlan(PaddedPlan):
     """Every column, of which a layer computes what is due."""
 
-    split: int = 0  # the response begins at this column
-    begin: Tensor | None = None  # [B] first column of the row
-    seen: Tensor | None = None  # [B, G] bool: response columns that exist
-    urgent: Tensor | None = None  # [B, G] bool: those whose token was replaced or taken back by the last step
+    split: int  # the response begins at this column
+    begin: Tensor  # [B] first column of the row
+    seen: Tensor  # [B, G] bool: response columns that exist
+    urgent: Tensor  # [B, G] bool: those whose token was replaced or taken back by the last step
 
 
 @dataclass
@@ -46,6 +47,8 @@ class IntervalCache(Cache):
         guidance_every: under classifier-free guidance, forwards from one with the branch without prompt to the next;
             the difference between the branches is reused in between. The first five make it in any case.
     """
+
+    pads: ClassVar[bool] = True
 
     prompt_every: int = 100
     response_every: int = 7
@@ -72,11 +75,11 @@ class IntervalCache(Cache):
         live.urgent = torch.zeros_like(canvas.masked)
         return live
 
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
         split = canvas.origin - int(self.spec.shift)
         response = slice(split, canvas.length)
-        plan = super().plan(canvas, query)
+        plan = super().plan(canvas, wanted)
         return IntervalPlan(
             **vars(plan),
             split=split,
@@ -109,7 +112,7 @@ class IntervalCache(Cache):
 
     def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
         """`[B, R]` columns that layer `index` computes of its input `hidden [B, L, D]`; None: none."""
-        assert plan.seen is not None and plan.urgent is not None and self.slots is not None
+        assert self.slots is not None
         (batch, length), split = hidden.shape[:2], plan.split
         prompt, response = self.fresh if index else (True, True)
         due = [torch.arange(0 if prompt else split, length if response else split, device=hidden.device)]
@@ -141,14 +144,14 @@ class IntervalCache(Cache):
 
     def rows(self, plan: Plan) -> Tensor:
         """See `Cache.rows`."""
-        assert isinstance(plan, IntervalPlan) and plan.seen is not None and plan.begin is not None
+        assert isinstance(plan, IntervalPlan)
         prompt, response = self.fresh
         answer = plan.seen.sum(1)  # [B]
         some = (plan.split - plan.begin) * prompt
         share = int(self.ratio * (plan.seen.shape[1] - int(self.spec.shift)))
         some = some + (answer if response else answer.clamp(max=share))
         layers = self.spec.num_layers
-        return (plan.computed + some * (layers - 1) + layers - 1) // layers
+        return ((plan.computed + some * (layers - 1) + layers - 1) // layers) * (plan.computed > 0)
 
     def reuses_guidance(self) -> bool | None:
         """See `Cache.reuses_guidance`."""

@@ -18,5 +18,5 @@ class DualCache(WindowCache):
     """
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.span`."""
+        """See `WindowCache.span`."""
         return self.first(canvas), canvas.stop

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import Cache, put, visible, written
+from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Request, visible
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticPlan(Plan):
+class ElasticPlan(PaddedPlan):
     """What the layers must know besides. Padded positions are the empty slot L."""
 
     chosen: Tensor  # [B, L+1] bool: the planned positions as a set
@@ -36,7 +37,8 @@ class ElasticCache(Cache):
     tokens committed by the last step, and the tracked tokens: those that each layer's window looked at most in the
     last forward. Layer by layer it compares the attention of the tracked tokens, averaged over heads, with what their
     stored queries and the stored keys give; where the cosine similarity falls below `gamma`, all deeper layers compute
-    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed.
+    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed: a
+    schedule's share is cut to it, and a block takes a forward per window of its masks at least.
 
     Published with `blocks=full`, which the window replaces; inside shorter blocks it ends where the block does. Masks
     behind a committed end of text come last, as if the published code had dropped them. Each row of a batch decides
@@ -53,6 +55,7 @@ class ElasticCache(Cache):
         full_every: steps from one whole forward to the next (1: no reuse, exact); None: the first step only.
     """
 
+    pads: ClassVar[bool] = True
     syncs: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 
@@ -111,14 +114,15 @@ class ElasticCache(Cache):
         """See `Cache.computes`."""
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
-    def narrow(self, canvas: Canvas, query: Query) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`: the window alone, in its own width."""
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
 
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
-        plan, seen = super().plan(canvas, query), visible(canvas, query)
+        plan, seen = super().plan(canvas, wanted), visible(canvas, wanted.query)
+        assert isinstance(plan, PaddedPlan)
         noise = canvas.length - canvas.origin
         width = min(self.window, noise) if self.block_caching else noise
         chosen = torch.ones_like(seen) if plan.contiguous else self.computes(canvas) & seen
@@ -222,7 +226,7 @@ class ElasticCache(Cache):
         layers = self.spec.num_layers
         reused = self.refresh_from.clamp(min=0)
         total = plan.computed * reused + plan.columns * (layers - reused)
-        return (total + layers - 1) // layers
+        return ((total + layers - 1) // layers) * plan.live
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`: what the step wrote is stale until the next forward, which computes it."""

@@ -31,11 +31,6 @@ class _Periodic(Cache):
         """See `Cache.steady`."""
         return self.every is None
 
-    @property
-    def settles(self) -> bool:
-        """See `Cache.settles`."""
-        return self.every is None
-
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)

@@ -24,5 +24,5 @@ class PrefixCache(WindowCache):
     keeps_noise: ClassVar[bool] = False
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.span`."""
+        """See `WindowCache.span`."""
         return self.first(canvas), canvas.end

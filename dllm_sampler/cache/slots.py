@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.protocols import ModelSpec, Plan
+from dllm_sampler.protocols import ModelSpec
+
+if TYPE_CHECKING:
+    from dllm_sampler.cache.base import PaddedPlan
 
 
 class Slots:
@@ -39,7 +43,12 @@ class Slots:
         """Whether nobody has asked for any yet."""
         return not {"keys", "values"} & vars(self).keys()
 
-    def write(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+    def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store `k, v [1, Hkv, T, Dh]` of a pack at `slots [T]`, counted over all rows, of layer `index`."""
+        for buffer, fresh in ((self.keys[index], k), (self.values[index], v)):
+            buffer.flatten(0, 1).index_copy_(0, slots, fresh[0].transpose(0, 1).to(buffer.dtype))
+
+    def write(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> None:
         """Store `k, v [B, Hkv, M, Dh]` at the plan's positions of layer `index`."""
         for slots, fresh in ((self.keys[index], k), (self.values[index], v)):
             fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]

@@ -1,23 +1,24 @@
 """Sparse-dLLM: a dual cache that throws out the keys the active block hardly looks at."""
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.cache.base import visible
+from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Request, visible
 from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparsePlan(Plan):
+class SparsePlan(PaddedPlan):
     """What the layers must know besides."""
 
     due: Tensor  # [B] bool: rows that compute and see every column
@@ -44,6 +45,8 @@ class SparseCache(DualCache):
         kernel: neighbours pooled, an odd number; 1: none.
         delay: whole forwards after the one that opens the block; the last one sorts.
     """
+
+    pads: ClassVar[bool] = True
 
     keep: float = 0.5
     kernel: int = 3
@@ -80,13 +83,14 @@ class SparseCache(DualCache):
         """See `Cache.due`."""
         return canvas.age <= self.delay
 
-    def plan(self, canvas: Canvas, query: Query) -> Plan:
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
-        plan, sizes = super().plan(canvas, query), canvas.sizes
+        plan, sizes = super().plan(canvas, wanted), canvas.sizes
+        assert isinstance(plan, PaddedPlan)
         back = self.back
         # Whoever sorts computes the prompt too, so that a forward as narrow as the widest block holds no such row.
-        narrow = not sizes.whole and sizes.computed <= sizes.block + back <= canvas.length - canvas.origin
-        seen, at = visible(canvas, query), plan.positions
+        narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.length - canvas.origin
+        seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(
             **vars(plan),
             due=self.due(canvas),
@@ -107,7 +111,7 @@ class SparseCache(DualCache):
             self.sort(index, q, k, v, plan)
         return hidden + parts.mlp(hidden)
 
-    def store(self, index: int, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
         """What is kept and the fresh `k, v [B, Hkv, M, Dh]`; rows that compute every column see the fresh ones only."""
         assert isinstance(plan, SparsePlan) and self.slots is not None
         if plan.contiguous:

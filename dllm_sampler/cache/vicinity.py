@@ -34,11 +34,6 @@ class VicinityCache(Cache):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise UserError(f"cache.{name} must be a whole number from 0 on, not {value!r}")
 
-    @property
-    def covers(self) -> bool:
-        """See `Cache.covers`."""
-        return True
-
     def due(self, canvas: Canvas) -> Tensor:
         """See `Cache.due`."""
         return (canvas.age == 0) | (canvas.step < self.warmup)

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import Cache
@@ -22,19 +21,9 @@ class WindowCache(Cache, ABC):
         """See `Cache.steady`."""
         return True
 
-    @property
-    def settles(self) -> bool:
-        """See `Cache.settles`."""
-        return True
-
-    @property
-    def covers(self) -> bool:
-        """See `Cache.covers`."""
-        return True
-
     @abstractmethod
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Cache.span`."""
+        """`[B]` first column and `[B]` end of what a forward computes inside a block."""
 
     @property
     def back(self) -> int:
@@ -49,10 +38,3 @@ class WindowCache(Cache, ABC):
         """See `Cache.computes`."""
         (first, end), column = self.span(canvas), canvas.columns()
         return self.due(canvas)[:, None] | ((column >= first[:, None]) & (column < end[:, None]))
-
-    def count(self, canvas: Canvas, limit: Tensor | None = None) -> Tensor | None:
-        """See `Cache.count`."""
-        if limit is not None:
-            return super().count(canvas, limit)
-        first, end = self.span(canvas)
-        return torch.where(self.due(canvas), canvas.end - canvas.begin, end - first)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.canvas import Canvas
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Guide
 
 
@@ -32,7 +33,7 @@ class LinearTemperature(Guide):
         """See `Guide.draws`."""
         return True
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         left = (self.steps - canvas.age.to(logits.dtype)).clamp(min=0) / self.steps  # [B]
-        return logits / (self.low + (self.high - self.low) * left)[:, None, None, None]
+        return logits / (self.low + (self.high - self.low) * left)[answers.row, None]

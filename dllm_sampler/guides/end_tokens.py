@@ -6,8 +6,9 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Guide, ModelSpec
 
 Mode = Literal["ban", "defer"]
@@ -51,7 +52,7 @@ class EndTokens(Guide):
         turn = () if self.mode == "ban" or spec.eot_id is None else (spec.eot_id,)
         return replace(self, ids=(spec.eos_id, *turn))
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         assert self.ids is not None
         logits = logits.clone()

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.canvas import Canvas
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Guide
 
 
@@ -50,7 +51,7 @@ class Temperature(_Rewrite):
         """See `Guide.draws`."""
         return self.value > 0
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         return tempered(logits, self.value) if self.value > 0 else logits
 
@@ -70,7 +71,7 @@ class TopK(_Rewrite):
         if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
             raise UserError(f"top_k must be a whole number of at least 1, not {self.k!r}")
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         worst = logits.topk(min(self.k, logits.shape[-1]), -1).values[..., -1:]
         return logits.masked_fill(logits < worst, -torch.inf)
@@ -92,7 +93,7 @@ class TopP(_Rewrite):
         if not number or not 0 < self.p <= 1:
             raise UserError(f"top_p must be a probability above 0, at most 1, not {self.p!r}")
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         if self.p == 1:  # rounding lets the sum pass 1 before the last token
             return logits

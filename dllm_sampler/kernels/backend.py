@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, wraps
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -38,24 +38,6 @@ class LayerKernels:
 
 
 @dataclass(frozen=True)
-class StepKernels:
-    """What a step does beside the model: `kernels.commit.choose`, `readout.drift`, the rest as in `bookkeeping`."""
-
-    choose: Callable[..., Tensor]
-    commit: Callable[..., tuple[Tensor, ...]]
-    drift: Callable[..., Tensor]
-    eligible: Callable[..., Tensor]
-    noise: Callable[..., tuple[Tensor, Tensor]]
-    noise_left: Callable[..., Tensor]
-    vouch: Callable[..., tuple[Tensor, Tensor]]
-    write: Callable[..., tuple[Tensor, Tensor]]
-    note: Callable[..., None]
-    advance: Callable[..., tuple[Tensor, ...]]
-    report: Callable[..., Tensor]
-    ended: Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
 class Backend:
     """The kernels of one implementation; the first two have the signatures of those in `kernels.reference`."""
 
@@ -63,7 +45,6 @@ class Backend:
     readout: Callable[..., Statistics]
     head: Callable[..., Statistics]
     layer: LayerKernels | None = None  # None: a layer's modules do it
-    step: StepKernels | None = None  # None: torch does it
 
 
 TORCH = Backend("torch", reference.readout, reference.head)
@@ -146,31 +127,18 @@ def warn(sentence: str) -> None:
 
 @cache
 def _triton() -> Backend:
-    from dllm_sampler import bookkeeping as plain
-    from dllm_sampler import launches
-    from dllm_sampler import readout as readouts
-    from dllm_sampler.kernels import attention, bookkeeping, commit, head, linear, norm, readout, rope, swiglu
+    from dllm_sampler.kernels import attention, head, linear, norm, readout, rope, swiglu
 
     return Backend(
         "triton",
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
         LayerKernels(
-            guarded(attention.block_attention, attention.attention_reference),
+            guarded(attention.packed_attention, attention.packed_attention_reference),
             guarded(linear.linear, linear.linear_reference),
             guarded(norm.norm, norm.norm_reference),
-            guarded(rope.qkv_rope, rope.qkv_rope_reference),
+            guarded(rope.packed_qkv_rope, rope.packed_qkv_rope_reference),
             guarded(swiglu.swiglu, swiglu.swiglu_reference),
-        ),
-        StepKernels(
-            guarded(commit.choose, reference.choose),
-            guarded(commit.commit, launches.torchs(plain.commit)),
-            guarded(readout.drift, launches.torchs(readouts.drift)),
-            **{
-                one.name: guarded(getattr(bookkeeping, one.name), launches.torchs(getattr(plain, one.name)))
-                for one in fields(StepKernels)
-                if hasattr(bookkeeping, one.name)
-            },
         ),
     )
 

@@ -196,13 +196,6 @@ def readout(
     return out
 
 
-def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
-    """See `dllm_sampler.readout.drift`."""
-    found = readout(now, then=Then(then, norm, index)).divergence
-    assert found is not None
-    return found
-
-
 def _shape(
     vocab: int, mask_id: int | None, size: int, draw: bool, measured: bool, diverge: bool, top: int
 ) -> tuple[dict[str, Any], int]:

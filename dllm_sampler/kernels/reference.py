@@ -7,10 +7,9 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler import launches, select
 from dllm_sampler import readout as readouts
 from dllm_sampler.guides.truncation import tempered
-from dllm_sampler.kernels.statistics import Statistics, Then, check, check_rule
+from dllm_sampler.kernels.statistics import Statistics, Then, check
 from dllm_sampler.noise import token_noise
 
 NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
@@ -94,16 +93,6 @@ def head(
         top=top,
         out=out,
     )
-
-
-def choose(score: Tensor, eligible: Tensor, *, wanted: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-    """See `kernels.commit.choose`."""
-    check_rule(wanted, count)
-    with launches.by(None):
-        if count is None:
-            assert wanted is not None
-            return select.at_least_one(wanted, score, eligible)
-        return select.top(score, eligible, count)
 
 
 def _scale(logits: Tensor, mask_id: int | None, temperature: float, measured: bool) -> tuple[Tensor, Tensor]:

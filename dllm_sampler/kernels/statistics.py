@@ -48,13 +48,13 @@ class Statistics:
             ids=torch.empty(rows, top, dtype=torch.int64, device=device) if top else None,
         )
 
-    def readout(self, shape: tuple[int, int, int], needs: frozenset[str]) -> Readout:
-        """As `readout.measure` returns it for `[B, K, Q] = shape`, with what the plug-ins need."""
+    def readout(self, needs: frozenset[str]) -> Readout:
+        """As `readout.measure` returns it, with what the plug-ins need."""
         names = needs & {"margin", "gap", "entropy", "logsumexp", "current"}
         return Readout(
-            self.token.view(shape),
-            self.confidence.view(shape),
-            **{name: value.view(shape) for name in names if (value := getattr(self, name)) is not None},
+            self.token,
+            self.confidence,
+            **{name: value for name in names if (value := getattr(self, name)) is not None},
         )
 
 
@@ -87,13 +87,3 @@ def check(
         raise UserError(f"rows must be [N, width] with neighbours in memory, not {tuple(rows.shape)} {rows.stride()}")
     if then is not None and (then.rows.stride(1) != 1 or then.rows.dtype != rows.dtype):
         raise UserError(f"the rows of one forward before must be {rows.dtype} with neighbours in memory")
-
-
-def check_rule(wanted: Tensor | None, count: Tensor | None) -> None:
-    """Refuse a choice without a rule, or with two.
-
-    Raises:
-        UserError: not exactly one of them is given.
-    """
-    if (wanted is None) == (count is None):
-        raise UserError("choose needs what is wanted or a count, one of them")

@@ -10,6 +10,7 @@ from torch import Tensor
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 
 
@@ -35,13 +36,13 @@ class GuidedDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Guided hidden states `[B, K, Q, D]`: row i predicts `query.positions[:, i]`."""
+        """Guided hidden states `[R, D]`, one for each of `plan.answers`."""
         reuse = plan.cache.reuses_guidance()
         if reuse is not None:
             return self._sparse(canvas, query, plan, reuse)
         conditional, spent = self.denoiser(canvas, query, plan)
         unconditional, other = self._unconditional(canvas, query, plan)
-        hidden = unconditional + (self.scale + 1) * (conditional - unconditional)  # [B, K, Q, D]
+        hidden = unconditional + (self.scale + 1) * (conditional - unconditional)  # [R, D]
         return hidden, Spent(spent.nfe, spent.rows + other.rows)
 
     def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
@@ -59,15 +60,16 @@ class GuidedDenoiser:
         """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
         columns = torch.arange(canvas.origin, canvas.length + 1, device=canvas.ids.device)
         every = Query.at(canvas, columns.expand(len(canvas.ids), -1))
-        conditional, spent = self.denoiser(canvas, every, plan)  # [B, 1, G+1, D]
+        whole = replace(plan, answers=Answers.every(every))
+        conditional, spent = self.denoiser(canvas, every, whole)  # [B*(G+1), D]
         if not reuse:
-            unconditional, other = self._unconditional(canvas, every, plan)
+            unconditional, other = self._unconditional(canvas, every, whole)
             plan.cache.difference = conditional - unconditional
             spent = Spent(spent.nfe, spent.rows + other.rows)
         assert plan.cache.difference is not None
         hidden = conditional + self.scale * plan.cache.difference
-        at = (query.positions - canvas.origin).clamp(min=0)[:, None, :, None]
-        return hidden.gather(2, at.expand(-1, -1, -1, hidden.shape[-1])), spent
+        row, position = plan.answers.row, plan.answers.position
+        return hidden[row * len(columns) + (position - canvas.origin).clamp(min=0)], spent
 
     def using(self, backend: Backend) -> GuidedDenoiser:
         """Guidance around the same model on other kernels."""

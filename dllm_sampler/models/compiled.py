@@ -50,6 +50,10 @@ class CompiledParts:
         """See `LayerParts.attend`."""
         return compiled(Layer.attend)(self.layer, q, k, v, mask)
 
+    def output(self, heads: Tensor) -> Tensor:
+        """See `LayerParts.output`."""
+        return compiled(Layer.output)(self.layer, heads)
+
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
         """See `LayerParts.weights`."""
         return compiled(Layer.weights)(self.layer, q, k, mask)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.packing import predictors
 from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
 
@@ -102,32 +104,38 @@ class TransformerDenoiser:
     # Not inference_mode: its tensors could not enter a later backward pass of the training loop around us.
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[B, K, Q, D]` after the final norm: row i predicts `query.positions[:, i]`."""
-        batch, candidates, width = query.ids.shape
-        # Hypotheses are written onto whole rows first: fillers land in the empty slot, whatever is computed.
-        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
-        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
-        ids = rows.gather(2, _repeat(plan.positions, candidates))  # [B, K, M]
-        predictors = self._predictors(canvas, query.positions)
-        answers, columns = _index(predictors, plan), plan.positions
-        if query.blind:
-            answers, plan = _shadows(canvas, query, plan, answers)
-            ids = torch.cat([ids, torch.full_like(query.ids, self.mask_id)], 2)  # [B, K, M+Q]
-            columns = torch.cat([columns, predictors], 1)
-        plan = plan.cache.fork(plan, canvas, candidates, query.tree)
-        model = self.transformer
+        """Hidden states `[R, D]` after the final norm, one for each of `plan.answers`."""
+        if isinstance(plan, PaddedPlan):
+            return self._padded(canvas, query, plan), spent(canvas, plan)
+        pack, model = plan.pack, self.transformer
+        assert pack is not None
         kernels = None if self.compile else self.kernels
         drive = fused.drive(kernels, model, canvas, query, plan) or partial(_drive, plan, self.compile)
-        # Rotary positions count from the row's first token, so that padding changes nothing.
-        positions = _repeat(columns - canvas.begin[:, None], candidates)
+        soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
-            ids.flatten(0, 1),
-            positions=positions.flatten(0, 1),
-            soft=None if query.soft is None else _soft(query, plan),
+            pack.ids(canvas, query, self.mask_id)[None],
+            positions=(pack.column - canvas.begin.index_select(0, pack.row))[
+                None
+            ],  # rotary positions count from the row's first token
+            soft=soft,
             drive=drive,
-            rows=_repeat(answers, candidates).flatten(0, 1),
+            rows=pack.answers[None],
         )
-        return hidden.view(batch, candidates, width, -1), spent(canvas, query, plan)
+        return hidden[0], spent(canvas, plan)
+
+    def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
+        """The same for a cache that drives layers on the padded form."""
+        if query.ids.shape[1] > 1 or query.blind or query.soft is not None:
+            raise UserError(f"cache={type(plan.cache).__name__} takes plain queries only: use another cache, or none")
+        columns = predictors(canvas, query.positions) if self.shift else query.positions  # [B, Q]
+        at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
+        hidden = self.transformer(
+            canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),
+            positions=plan.positions - canvas.begin[:, None],
+            drive=partial(_drive, plan, self.compile),
+            rows=at.clamp(max=plan.positions.shape[1] - 1),  # any row for what is not computed, nobody reads it
+        )  # [B, Q, D]
+        return plan.answers.pick(hidden[:, None])
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
@@ -145,64 +153,11 @@ class TransformerDenoiser:
         alone = type(head) is nn.Linear and head.bias is None and not fused.hooked(head)
         return weight if alone and type(weight) is Tensor and not torch.is_autocast_enabled(device) else None
 
-    def _predictors(self, canvas: Canvas, columns: Tensor) -> Tensor:
-        """`[B, Q]` column of the row that predicts each of `columns [B, Q]`."""
-        if not self.shift:
-            return columns
-        # The row's very first position has no row before it and reads its own.
-        return torch.where(columns > canvas.begin[:, None], columns - 1, columns)
 
-
-def spent(canvas: Canvas, query: Query, plan: Plan) -> Spent:
-    """The cost of one pass: rows of finished generations and filler candidates are free."""
-    live = (~canvas.done).long()  # [B]
-    candidates = query.ids.shape[1] if query.live is None else query.live
-    return Spent(live, plan.cache.rows(plan) * candidates * live)
+def spent(canvas: Canvas, plan: Plan) -> Spent:
+    """The cost of one pass; rows of finished generations are free."""
+    return Spent((~canvas.done).long(), plan.cache.rows(plan))
 
 
 def _drive(plan: Plan, compile: bool, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
     return plan.cache.layer(index, CompiledParts(layer) if compile else layer, hidden, rope, plan)
-
-
-def _index(columns: Tensor, plan: Plan) -> Tensor:
-    """`[B, Q]` index of each of `columns [B, Q]` among the planned ones; any valid index for those not planned."""
-    index = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
-    return index.clamp(max=plan.positions.shape[1] - 1)
-
-
-def _shadows(canvas: Canvas, query: Query, plan: Plan, answers: Tensor) -> tuple[Tensor, Plan]:
-    """Answers and plan with one more row per queried position: a mask token that does not see that position's token.
-
-    Shadows stand where their position's prediction is made. Each sees the canvas but for its own position, and the
-    other shadows; the canvas sees none of them. Only the block has shadows, and they answer for what is committed.
-    """
-    batch, width = plan.positions.shape
-    asked = query.positions
-    there = (asked >= canvas.start[:, None]) & (asked < canvas.stop[:, None])  # [B, Q]
-    seen = torch.ones_like(plan.positions, dtype=torch.bool) if plan.keys is None else plan.keys  # [B, M]
-    if seen.dim() == 2:
-        seen = seen[:, None].expand(-1, width, -1)  # [B, M, M]
-    own = seen.gather(1, answers[..., None].expand(-1, -1, width))  # [B, Q, M]: what the row sees that it shadows
-    others = own & (plan.positions[:, None] != asked[..., None])
-    shadows = there[:, None]  # [B, 1, Q]: shadows that are seen
-    real = torch.cat([seen, torch.zeros_like(shadows).expand(-1, width, -1)], 2)
-    keys = torch.cat([real, torch.cat([others, shadows.expand(-1, asked.shape[1], -1)], 2)], 1)  # [B, M+Q, M+Q]
-    row = torch.arange(width, width + asked.shape[1], device=asked.device).expand(batch, -1)
-    answers = torch.where(there & ~canvas.masked.gather(1, asked), row, answers)
-    return answers, replace(plan, keys=keys, computed=plan.computed + there.sum(1))
-
-
-def _soft(query: Query, plan: Plan) -> tuple[Tensor, Tensor]:
-    """The query's embeddings `[B*K, M, D]` laid over the computed rows, and the bool `[B*K, M]` where there are any."""
-    assert query.soft is not None
-    candidates, width, size = query.soft.shape[1:]
-    source = torch.searchsorted(query.positions.contiguous(), plan.positions.contiguous())  # [B, M]
-    source = source.clamp(max=width - 1)
-    where = query.positions.gather(1, source) == plan.positions
-    values = query.soft.gather(2, _repeat(source, candidates)[..., None].expand(-1, -1, -1, size))  # [B, K, M, D]
-    return values.flatten(0, 1), _repeat(where, candidates).flatten(0, 1)
-
-
-def _repeat(rows: Tensor, candidates: int) -> Tensor:
-    """`[B, M]` to `[B, K, M]`."""
-    return rows[:, None].expand(-1, candidates, -1)

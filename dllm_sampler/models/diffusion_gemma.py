@@ -110,12 +110,12 @@ class DiffusionGemmaDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[B, K, Q, D]`: row i predicts `query.positions[:, i]`, which lie in the block."""
+        """Hidden states `[R, D]`, one for each of `plan.answers`, which lie in the block."""
         batch, candidates, width = query.ids.shape
         if query.soft is not None:
             raise UserError("DiffusionGemma takes tokens and the last step's logits only, no soft embeddings")
         memory, encoded = self._encode(canvas, plan)
-        columns = canvas.window(max(1, canvas.sizes.block))  # [B, W]
+        columns = canvas.window(canvas.sizes.block)  # [B, W]
         memory.width = columns.shape[1]
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
@@ -136,9 +136,9 @@ class DiffusionGemmaDenoiser:
         place = (query.positions - canvas.start[:, None]).clamp(0, columns.shape[1] - 1)  # [B, Q]
         hidden = hidden.gather(1, _each(place, candidates)[..., None].expand(-1, -1, hidden.shape[-1]))
         live = (~canvas.done).long()  # [B]
-        count = candidates if query.live is None else query.live
+        count = candidates if query.live is None else query.live.sum(1)
         computed = (canvas.stop - canvas.start) * count + encoded
-        return hidden.view(batch, candidates, width, -1), Spent(live, computed * live)
+        return plan.answers.pick(hidden.view(batch, candidates, width, -1)), Spent(live, computed * live)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class MaskedLMDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Logits `[B, K, Q, V]`: row i predicts `query.positions[:, i]`."""
+        """Logits `[R, V]`, one row for each of `plan.answers`."""
         batch, candidates, width = query.ids.shape
         if query.soft is not None:
             raise UserError("a masked LM of transformers takes tokens only, no soft embeddings")
@@ -73,7 +73,7 @@ class MaskedLMDenoiser:
         asked = (query.positions - begin).clamp(0, canvas.length - 1)  # [B, Q]
         asked = asked[:, None].expand(-1, candidates, -1).flatten(0, 1)[..., None]
         logits = logits.gather(1, asked.expand(-1, -1, logits.shape[-1]))  # [B*K, Q, V]
-        return logits.view(batch, candidates, width, -1), spent(canvas, query, plan)
+        return plan.answers.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         """The logits themselves."""

@@ -167,7 +167,10 @@ class Layer(nn.Module):
         """
         # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
         k, v = k.to(q.dtype), v.to(q.dtype)
-        heads = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.grouped)  # [N, H, M, Dh]
+        return self.output(F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.grouped))
+
+    def output(self, heads: Tensor) -> Tensor:
+        """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:

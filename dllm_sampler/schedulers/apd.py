@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Carry, Guide, ModelSpec
 from dllm_sampler.schedulers.leftright import Leftmost
 
@@ -26,7 +27,7 @@ class _Known(Guide):
 
     size: int
 
-    def __call__(self, logits: Tensor, canvas: Canvas, query: Query) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         beyond = torch.arange(logits.shape[-1], device=logits.device) >= self.size
         return logits.masked_fill(beyond, -torch.inf)
 
@@ -105,7 +106,7 @@ class ParallelDecoding(Leftmost):
         """See `Scheduler.tell`."""
         assert readout.raw is not None
         at, ids = query.positions, readout.token[:, 0]
-        first, width = canvas.frontier(), max(1, min(canvas.sizes.masks, self.horizon or canvas.length))
+        first, width = canvas.frontier(), min(at.shape[1], self.horizon or canvas.length)
         place = at - first[:, None]  # [B, Q]
         draft = self.draft(canvas, query) & (place < width)
         text = canvas.ids.scatter(1, at, torch.where(draft, ids, canvas.ids.gather(1, at)))

@@ -98,9 +98,9 @@ class Around(Scheduler):
         """See `Scheduler.init`."""
         return self.inner.init(canvas)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
-        """The inner scheduler's query, as wide as it wants it."""
-        return self.inner.ask(canvas, canvas.sizes.block if self.inner.asks == "window" else width, carry)
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The inner scheduler's query."""
+        return self.inner.ask(canvas, carry)
 
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """See `Scheduler.pace`."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec, Outlook, Scheduler
+from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.checks import check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -66,10 +66,6 @@ class Eoser(Around):
         factor = (self.low + (self.high - self.low) * self._progress(canvas))[:, None, None]
         held = torch.where(readout.token == self.eos, readout.confidence * factor, readout.confidence)
         return self.inner.tell(canvas, query, replace(readout, confidence=held), carry)
-
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
-        """See `Scheduler.outlook`: the inner scheduler's, whose counts stay."""
-        return self.inner.outlook(canvas, carry)
 
     def _progress(self, canvas: Canvas) -> Tensor:
         """`[B]` how far decoding is, from 0 to 1."""

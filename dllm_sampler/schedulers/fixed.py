@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Outlook, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
 
@@ -22,7 +22,9 @@ class FixedSteps(Scheduler):
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
     `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Steps are shared among
     blocks in proportion to their length. Each step commits at least one position, none is spent on a
-    finished block, and a block's last step commits all that is left.
+    finished block, and a block's last step commits all that is left. Under a cache that predicts a part of the masks
+    (Elastic-Cache, d2Cache) a share is one of all masks too; what of it is not predicted waits, at most until the
+    last step: from then on each forward commits all that is predicted.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
@@ -64,15 +66,16 @@ class FixedSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        eligible, opens = canvas.eligible(query.positions), canvas.age == 0
-        left = eligible.sum(1)  # [B] every mask of the block is asked
+        # Counted on the canvas: a cache may choose which masks are asked, and the query of a row that is done has room
+        # for a part of them.
+        opens, left = canvas.age == 0, canvas.noise_left()
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
         count = self.share(canvas, masks, steps, left)
         score = self.rate(canvas, query, readout)
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
-        choice = Choice(canvas, query.positions, score, count=count, among=eligible)
+        choice = Choice(canvas, query.positions, score, count=count)
         return Edit(readout.token[:, 0], choice), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
@@ -82,14 +85,6 @@ class FixedSteps(Scheduler):
         else:
             count = timestep_share(left, steps, canvas.age, self.eps)
         return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))
-
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
-        """See `Scheduler.outlook`."""
-        opens, left = canvas.age == 0, canvas.noise_left()
-        rest = torch.where(opens, block_steps(canvas, self.steps), carry[1]) - canvas.age
-        # An even share of what was there at first is an even share of what is left; Dream's may be one less.
-        least = left // rest.clamp(min=1) if self.schedule == "uniform" else torch.ones_like(left)
-        return Outlook(torch.minimum(left, rest).clamp(min=1), least.clamp(min=1))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B, Q]` what ranks the masks, higher first."""

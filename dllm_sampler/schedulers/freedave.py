@@ -28,7 +28,7 @@ class FreeDave(Verifier):
     Forwards usually fall with `draft`; no bound says so, since a longer step may end at a state that drafts less well.
 
     Args:
-        inner, layout, eager: see `Verifier`.
+        inner, eager: see `Verifier`.
         draft: states per forward, the certain one included; 1 is the inner scheduler itself; `auto`: as many as take
             hardly longer than one, measured while it runs (tokens stay, forwards depend on the machine).
         match: what makes a draft the next state.

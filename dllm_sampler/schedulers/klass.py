@@ -21,8 +21,10 @@ class Klass(FixedSteps):
     """Commit every mask whose distribution has hardly moved for some forwards and whose confidence is high.
 
     Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
-    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Keeps the last
-    forward's predictions, as large as the block's logits.
+    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Under a cache that
+    predicts a part of the masks it also does where fewer are ready than the share, since the last step could not take
+    all the rest; and a mask that was passed over has no history. Keeps the last forward's predictions, as large as the
+    block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
@@ -75,20 +77,23 @@ class Klass(FixedSteps):
         opened, asked, then, moves = carry
         edit, opened = super().tell(canvas, query, readout, opened)
         share = edit.choice
-        assert share is not None and share.among is not None and share.count is not None
+        assert share is not None and share.count is not None
         now = Law.of(readout)
-        # Masks only become fewer: every one that counts was asked in the last forward too.
-        at = query.positions.contiguous()
+        at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
         row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
-        past = past.masked_fill((canvas.age == 0)[:, None, None], torch.inf)
+        # Masks only become fewer, but a cache that chooses among them may not have asked this one last time.
+        new = (asked.gather(1, last) != at) | (canvas.age == 0)[:, None]
+        past = past.masked_fill(new[..., None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
-        ready = share.among & (sure > self.threshold) & (past < self.divergence).all(-1)
+        ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
-        follow = ready.any(1) & (canvas.age + 1 < opened[1])  # the last takes all
-        among = torch.where(follow[:, None], chosen, share.among)
+        # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
+        free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])
+        follow = chosen.sum(1) >= share.count.masked_fill(free, 1)
+        among = torch.where(follow[:, None], chosen, eligible)
         count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
         return Edit(edit.ids, replace(share, among=among, count=count)), (opened, at, now, past)

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Outlook, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.schedulers.checks import check_count
 
 
@@ -40,9 +39,9 @@ class Leftmost(Scheduler):
         """A mask that is passed over would break the order."""
         return True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, beyond which nothing is seen."""
-        limit, masks = canvas.ahead(self.horizon), canvas.masked & canvas.in_block()
+        limit, masks, width = canvas.ahead(self.horizon), canvas.masked & canvas.in_block(), canvas.width
         if limit is not None:
             masks = masks & (canvas.columns() < limit[:, None])
             width = min(width, self.horizon or width)
@@ -76,8 +75,3 @@ class LeftToRight(Leftmost):
         """See `Scheduler.tell`."""
         draft = self.draft(canvas, query)
         return Edit(readout.token[:, 0], draft & (draft.cumsum(1) <= self.tokens_per_step)), carry
-
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook | None:
-        """See `Scheduler.outlook`."""
-        lasts = (canvas.noise_left() + self.tokens_per_step - 1) // self.tokens_per_step
-        return Outlook(lasts.clamp(min=1), torch.full_like(lasts, self.tokens_per_step))

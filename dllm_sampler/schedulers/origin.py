@@ -44,9 +44,9 @@ class Origin(Scheduler):
         """`[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks that chance opens in this step."""
-        asked = select.columns(canvas.masked & canvas.in_block(), width)  # [B, Q]
+        asked = select.columns(canvas.masked & canvas.in_block(), canvas.width)  # [B, Q]
         odds = timestep_odds(self._steps(canvas, carry), canvas.age, self.eps)[:, None]
         opened = (canvas.noise.uniform(canvas, asked) < odds) & (asked < canvas.length)
         return Query.at(canvas, torch.where(opened, asked, canvas.length).sort(1).values, exact=True)

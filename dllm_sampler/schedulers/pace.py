@@ -34,9 +34,9 @@ class Pace:
         batch, columns = canvas.ids.shape
         # Prompts of nearly one length share a table: their forwards differ less than the slack.
         table = self.tables.setdefault((batch, columns.bit_length(), sizes.block), {1: []})
-        now = sizes.branches
+        now = canvas.branches
         # A forward that opens a block is wider, and one with few masks left takes fewer branches than it may.
-        if now in table and not sizes.opens and sizes.masks >= now:
+        if now in table and not sizes.opens and sizes.queries >= now:
             table[now].append(seconds)
             del table[now][self.tries :]
         widest = max(table)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Outlook, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.schedulers.budget import check_steps, even_share
 
 
@@ -54,9 +54,12 @@ class RandomOrder(Scheduler):
         turn = select.rank(self._number(canvas, canvas.columns().expand_as(noise)), noise)  # [B, L+1]
         return torch.where(noise & (turn < share[:, None]), turn + 1, 0)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """What comes next, and nothing else."""
-        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, width), exact=True)
+        most = 1  # positions of a step: a block's share of the steps is rounded, by a factor of 2 at most
+        if self.steps is not None:
+            most = min(canvas.width, -(-2 * (canvas.length - canvas.origin) // self.steps))
+        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), exact=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -64,12 +67,6 @@ class RandomOrder(Scheduler):
         # A stop may have joined later positions, and a block that this forward sized may have lost some.
         choice = Choice(canvas, query.positions, self._number(canvas, query.positions), count=share)
         return Edit(readout.token[:, 0], choice), carry
-
-    def outlook(self, canvas: Canvas, carry: Carry) -> Outlook:
-        """See `Scheduler.outlook`. The host counts the masks of a step, which become fewer, but by no fixed number."""
-        left = canvas.noise_left()
-        _, (_, steps) = even_share(canvas, self.steps, carry, left)
-        return Outlook(torch.minimum(left, steps - canvas.age).clamp(min=1), torch.zeros_like(left))
 
     def bound(self, tokens: int) -> int:
         """A block that is sized by its first forward (AdaBlock) may commit nothing in it: one more per block."""

@@ -41,9 +41,9 @@ class Remasking(Scheduler):
         """`[B, L+1]` confidence at commit; infinite where nothing is recorded."""
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block; committed positions to be taken back, not to be predicted, so a cache need not have them."""
-        return replace(Query.window(canvas, max(1, canvas.sizes.block)), exact=True)
+        return replace(Query.window(canvas), exact=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` positions of the block, and steps it may take: at most one per position."""

@@ -50,11 +50,12 @@ class SlowFast(Threshold):
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero, zero, zero[:, None].double().repeat(1, self.window)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Masks of the block, or of the window in a fast phase."""
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
-        query = Query.at(canvas, select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), width))
+        masks = canvas.masked & canvas.in_block() & (canvas.columns() < end)
+        query = Query.at(canvas, select.columns(masks, canvas.width))
         return replace(query, limit=torch.where(fast > 0, edge, canvas.end)) if self.truncate else query
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -76,9 +77,10 @@ class SlowFast(Threshold):
         edge = torch.where(over & (edge == 0), mean.long(), edge)
         fast = torch.where(running, fast + 1, fast.masked_fill(over, 0))
 
-        # Every mask before the edge was asked, in either phase.
-        open_ = (eligible ^ commit) & (query.positions < edge[:, None])
-        full = (fast >= 0) & ~open_.any(1)
+        # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
+        filled = (commit & (query.positions < edge[:, None])).sum(1)
+        open_ = replace(canvas, stop=edge).noise_left() > filled
+        full = (fast >= 0) & ~(open_ & eligible.any(1))
         left = torch.where(full, edge, left)
         return Edit(readout.token[:, 0], commit), self._fresh(full, left, edge, slow, fast, seen)
 

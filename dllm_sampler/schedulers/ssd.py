@@ -17,7 +17,7 @@ class SelfSpeculative(Verifier):
     steps and one of the steps j, j + 1 ..., so that a walk goes on where the model takes the next step but one first.
 
     Args:
-        inner, layout, eager: see `Verifier`.
+        inner, eager: see `Verifier`.
         length: steps drafted; 0 is the inner scheduler itself.
         width: guesses per level; 1: a chain.
         nodes: candidates per forward at most, the canvas included; the chain comes first, then swaps near its root.

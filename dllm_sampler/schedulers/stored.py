@@ -26,10 +26,10 @@ class StorePass(Around):
         no = torch.zeros_like(canvas.done)
         return no, no, torch.zeros_like(canvas.step), super().init(canvas)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""
         canvas, _, idle = self._inside(canvas, *carry[:3])
-        return super().ask(canvas, width, carry[3]).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
+        return super().ask(canvas, carry[3]).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, NamedTuple, Self, get_args
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from dllm_sampler.protocols import Blocks, Carry, ModelSpec, block_over
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 
-Layout = Literal["batch", "tree"]
 Branch = tuple[int, int]  # the first so many guessed steps, and one later one besides (0: none)
 
 
@@ -61,8 +60,6 @@ class Verifier(Around):
 
     Args:
         inner: the scheduler whose decoding is sped up: one that asks for its block and takes nothing back.
-        layout: `batch`: candidates are rows of a larger batch, each with a copy of the cached keys; `tree`: they lie
-            side by side on the sequence axis, share the cached keys, and a mask keeps them apart. Equal results.
         eager: guess over the end of the block, into the next one, and open that without a forward of its own where
             the guess was right (one block ends per forward at most; a stop may then leave other tokens behind the
             end token). It needs blocks that are not sized on opening, and a cache that opening a block does not
@@ -71,7 +68,6 @@ class Verifier(Around):
 
     late: ClassVar[int] = 0  # steps that candidate 0 is ahead: made certain by one forward, written by the next
 
-    layout: Layout = "batch"
     eager: bool = False
     mask_id: int = field(init=False, default=-1)
     lookahead: int = field(init=False, default=0)  # columns of the next block that `eager` looks at
@@ -79,8 +75,6 @@ class Verifier(Around):
 
     def __post_init__(self) -> None:
         inner, name = type(self.inner).__name__, type(self).__name__
-        if self.layout not in get_args(Layout):
-            raise UserError(f"scheduler.layout must be batch or tree, not {self.layout!r}")
         if self.inner.drafts:
             raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
         if self.inner.revises or self.inner.blind or not self.inner.plain:
@@ -140,34 +134,34 @@ class Verifier(Around):
         zero = torch.zeros_like(canvas.start)
         return Held(super().init(canvas), zero - 1, zero, zero, canvas.ids[:, :0], None)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The inner scheduler's query, for the canvas and for what it may become."""
-        query = super().ask(canvas, width, carry.inner)
+        query, width = super().ask(canvas, carry.inner), canvas.width
         if self.eager:
             columns, width = canvas.columns(), min(width + self.lookahead, canvas.length - canvas.origin)
             near = (columns >= canvas.start[:, None]) & (columns < canvas.stop[:, None] + self.lookahead)
             query = Query.at(canvas, select.columns(canvas.masked & near, width))
         # What is written late must be asked even where nothing predicts it any more.
         exact, step = query.exact or self.late > 0, carry.step[:, None] if self.draws else None
-        query = replace(query, tree=self.layout == "tree", step=step, exact=exact)
+        query = replace(query, step=step, exact=exact)
         branches = self.branches(width)
-        if canvas.sizes.branches is not None:
-            branches = branches[: canvas.sizes.branches - 1]
-        opens = canvas.sizes.all_open and not self.eager
-        if carry.readout is None or opens or not (branches or self.late):
+        if canvas.branches is not None:
+            branches = branches[: canvas.branches - 1]
+        if carry.readout is None or not (branches or self.late):
             return query
         late = self.late
         guess = self._guess(canvas, carry, late + max((max(branch) for branch in branches), default=0))
         token, level = guess.token.gather(1, query.positions), guess.level.gather(1, query.positions)
-        now, ids, steps, live = query.ids[:, 0], [], [], torch.zeros_like(guess.depth)
+        now, ids, steps, live = query.ids[:, 0], [], [], []
         for first, extra in [(0, 0), *branches]:
             there = guess.depth >= late + max(first, extra)  # [B]
             taken = (level <= late + first) | (level == late + extra) & (extra > 0)
             ids.append(torch.where(taken & there[:, None], token, now))
             steps.append(carry.step + torch.where(there, late, 0) + first + (extra > 0))  # what opens is not late
-            live = live + there
+            live.append(there)
         step = torch.stack(steps, 1) if self.draws else None
-        return replace(query, ids=torch.stack(ids, 1), step=step, live=live.clamp(min=1))
+        live[0] = torch.ones_like(live[0])  # the canvas itself
+        return replace(query, ids=torch.stack(ids, 1), step=step, live=torch.stack(live, 1))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """Walk along the candidates as far as the inner scheduler goes, and take its next step, which is certain."""
@@ -216,6 +210,8 @@ class Verifier(Around):
         """One step along the candidates, in the rows where the state it leads to is among them."""
         there = self._step(here, query, readout.of(here.node))
         same = (query.ids == there.state.ids.gather(1, query.positions)[:, None]).all(2)  # [B, K]
+        if query.live is not None:
+            same = same & query.live
         if query.step is not None:
             same = same & (query.step == there.state.step[:, None])  # its tokens are drawn with the step's noise
         found = same.any(1) & self._foreseen(canvas, here.state, there.state)

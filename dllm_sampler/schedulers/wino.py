@@ -66,9 +66,9 @@ class Wino(Scheduler):
         """Shadows take tokens back."""
         return self.back > 0
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block, committed positions without their token."""
-        return replace(Query.window(canvas, max(1, canvas.sizes.block)), blind=True)
+        return replace(Query.window(canvas), blind=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -17,6 +17,7 @@ from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.eval.conformance.published import EarlyStop, StopAt
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import Noise, ReplayNoise
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Guide
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
@@ -81,9 +82,9 @@ class Greedy(ReplayNoise):
     seed: int = 0
     layout: Literal["dream", "llada", "sdar"] = "sdar"
 
-    def tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return torch.zeros(*positions.shape, vocab, device=positions.device)
+        return torch.zeros(len(answers.place), vocab, device=answers.place.device)
 
 
 def sdar(line: Line, checkpoints: Checkpoints) -> Setup:

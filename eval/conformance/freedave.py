@@ -29,7 +29,6 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.verifier import Layout
 from dllm_sampler.stops import NoStop
 
 
@@ -88,19 +87,20 @@ class Noted(PublishedFreeDave):
 
     events: Events = field(default_factory=Events)
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The first forward behind a forced commit drafts no full block."""
-        query = super().ask(canvas, width, carry)
+        query = super().ask(canvas, carry)
         open_ = (query.ids[0] == self.mask_id).any(1)  # [K] of one row, fuller from one candidate to the next
-        if not self.events.forced or int(canvas.age[0]) != 1 or bool(open_.all()):
+        live = torch.ones_like(open_) if query.live is None else query.live[0]
+        if not self.events.forced or int(canvas.age[0]) != 1 or not bool((live & ~open_).any()):
             return query
-        kept = max(1, int(open_.sum()))
-        step, live = query.step, query.live
+        kept = max(1, int((live & open_).sum()))
+        step = query.step
         return replace(
             query,
             ids=query.ids[:, :kept],
             step=None if step is None else step[:, :kept],
-            live=None if live is None else live.clamp(max=kept),
+            live=None if query.live is None else query.live[:, :kept],
         )
 
     def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
@@ -133,7 +133,7 @@ class PublishedEager(ForcedFirst):
         """Tokens and confidences held, `[L+1]`; whether they are those of the forward that opened the block."""
         return canvas.ids[0], torch.zeros(canvas.length + 1), True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The window, under each draft."""
         start, stop = int(canvas.start[0]), int(canvas.stop[0])
         size = min(stop + -(-self.draft // self.block) * self.block, canvas.length) - start
@@ -240,8 +240,7 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
             events=events or Events(),
         )
     elif args.draft_steps is not None:
-        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        scheduler = Noted(scheduler, layout, draft=args.draft_steps, match="subset", events=events or Events())
+        scheduler = Noted(scheduler, draft=args.draft_steps, match="subset", events=events or Events())
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
@@ -285,8 +284,7 @@ def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
             ),
         )
     elif args.draft_steps is not None:
-        layout: Layout = "tree" if args.draft_mode == "tree_attention" else "batch"
-        scheduler = Noted(scheduler, layout=layout, events=events, draft=args.draft_steps)
+        scheduler = Noted(scheduler, events=events, draft=args.draft_steps)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler import layout
 from dllm_sampler.blocks import FullBlock
-from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.none import once
 from dllm_sampler.canvas import Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.noise import CounterNoise
@@ -71,9 +71,9 @@ def log_likelihood(
         canvas = replace(canvas, ids=ids, masked=masked)
         positions = torch.arange(area.start, area.stop, device=spec.device).expand(rows, -1)
         query = Query.at(canvas, positions, exact=True)
-        cache = NoCache().init(canvas, spec)
-        hidden_states, _ = denoiser(canvas, query, cache.plan(canvas, query))
-        logits = denoiser.head(hidden_states)[:, 0]  # [rows, length, V]
+        canvas, plan = once(canvas, query, spec)
+        hidden_states, _ = denoiser(canvas, query, plan)
+        logits = plan.answers.spread(denoiser.head(hidden_states))[:, 0]  # [rows, length, V]
         said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         own = said.gather(-1, target.expand(rows, -1)[..., None])[..., 0].double()
         weight = part / part.sum(1, keepdim=True) * length

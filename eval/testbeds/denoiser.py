@@ -46,7 +46,7 @@ class LawDenoiser:
         )
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Log-probabilities `[B, K, Q, V]` at `query.positions`."""
+        """Log-probabilities `[R, V]`, one row for each of `plan.answers`."""
         if query.soft is not None:
             raise UserError("a test bed takes tokens only, no soft embeddings")
         (batch, candidates, _), spec, law = query.ids.shape, self.spec, self.law
@@ -66,7 +66,7 @@ class LawDenoiser:
         # Logarithms of 0 would be infinite, and differences of two of them NaN.
         table = table.clamp_(min=torch.finfo(table.dtype).tiny).log_().view(batch, candidates, -1, spec.vocab_size)
         at = query.positions[:, None, :, None].expand(-1, candidates, -1, spec.vocab_size)
-        return table.gather(2, at), spent(canvas, query, plan)
+        return plan.answers.pick(table.gather(2, at)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         """The log-probabilities themselves, as a copy: the readout overwrites it."""

@@ -44,11 +44,12 @@ from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops import EndOfText
-from tests import played, toys
-from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, Script, history, run, same, sampler
+from tests import scripted, toys
+from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same, sampler, written
 from tests.turns import by_turns
 from tests.unit.test_schedulers import committed
 from tests.unit.test_schedulers_apd import paired, table
+from tests.unit.test_schedulers_learn2pd import filter_file
 
 ALL: list[Scheduler] = [
     ForcedFirst(Threshold(0.6)),
@@ -88,19 +89,19 @@ def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
 
 
 def test_forced_first_commits_the_first_position_of_a_block_alone() -> None:
-    script = Script([[0.2, 0.9, 0.9, 0.2, 0.9, 0.9]])
+    script = written([[0.2, 0.9, 0.9, 0.2, 0.9, 0.9]])
     blocks = {"name": "fixed", "length": 3}
-    assert script.play(ForcedFirst(Threshold(0.5)), blocks=blocks)[0] == [[0], [1, 2], [3], [4, 5]]
+    assert script.history(ForcedFirst(Threshold(0.5)), blocks=blocks)[0] == [[0], [1, 2], [3], [4, 5]]
     assert ForcedFirst(FixedSteps(score="margin")).needs == {"margin"}
 
 
 def test_unrolling_wastes_forwards() -> None:
-    model = played.constant([0.9 - 0.01 * i for i in range(8)])
+    model = scripted.constant([0.9 - 0.01 * i for i in range(8)])
     # Eight masks and two tokens expected per forward: four forwards, three of them for nothing.
-    assert played.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=4), 8) == [list(range(8)), [], [], []]
-    assert played.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=3), 8) == [list(range(8)), [], []]
-    assert played.play(model, Unrolled(Threshold(2.0), tpf=2, maximum=3), 8) == [[i] for i in range(8)]
-    assert played.play(model, Unrolled(Threshold(0.8), tpf=8, maximum=4), 8) == [list(range(8))]
+    assert scripted.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=4), 8) == [list(range(8)), [], [], []]
+    assert scripted.play(model, Unrolled(Threshold(0.8), tpf=2, maximum=3), 8) == [list(range(8)), [], []]
+    assert scripted.play(model, Unrolled(Threshold(2.0), tpf=2, maximum=3), 8) == [[i] for i in range(8)]
+    assert scripted.play(model, Unrolled(Threshold(0.8), tpf=8, maximum=4), 8) == [list(range(8))]
 
 
 def test_unrolling_changes_no_token() -> None:
@@ -122,26 +123,26 @@ def test_unrolling_by_nothing_is_refused(name: str) -> None:
 @pytest.mark.parametrize("rule", [PublishedDInferThreshold(0.9), PublishedCredit(0.9)])
 def test_dinfer_passes_over_mask_candidates(rule: Scheduler) -> None:
     """Position 1 wants the mask token until its neighbour is there."""
-    table = played.constant([0.8, 0.7], [1, 2])
+    table = scripted.constant([0.8, 0.7], [1, 2])
 
     def says(canvas: Canvas) -> torch.Tensor:
         logits = table.says(canvas).clone()
         logits[:, 2, 7] = torch.where(canvas.masked[:, 1], 5.0, -5.0)
         return logits
 
-    assert played.play(played.Script(says), rule, 2, compat=True) == [[0], [1]]
+    assert scripted.play(scripted.Script(says), rule, 2, compat=True) == [[0], [1]]
     # Counted as the best one, it would keep all else from being committed.
-    assert played.play(played.Script(says), DInferThreshold(0.9), 2, compat=True, max_steps=3) == [[], [], []]
+    assert scripted.play(scripted.Script(says), DInferThreshold(0.9), 2, compat=True, max_steps=3) == [[], [], []]
 
 
 def test_wino_is_bounded_by_the_step_before() -> None:
-    script = Script(
+    script = written(
         says=[[0.9, 0.8, 0.7, 0.2, 0.3, 0.1], [0.5, 0.5, 0.5, 0.6, 0.55, 0.1], [0.9, 0.9, 0.9, 0.9, 0.9, 0.6]],
         shadows=[[0.0] * 6, [0.95, 0.6, 0.7, 0.0, 0.0, 0.0], [0.95, 0.0, 0.7, 0.99, 0.99, 0.0]],
     )
     # Forward 2 commits two and doubts two. The clean bound of 2 - 1 spares one, that of the step before, 3 - 1, none.
-    assert script.play(Wino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
-    assert script.play(PublishedWino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 2, 5]], [[], [1, 2], []])
+    assert script.history(Wino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
+    assert script.history(PublishedWino(0.5, 0.8)) == ([[0, 1, 2], [3, 4], [1, 2, 5]], [[], [1, 2], []])
 
 
 def test_localleap_near_an_anchor_asks_for_the_relaxed_threshold_alone() -> None:
@@ -153,8 +154,8 @@ def test_localleap_near_an_anchor_asks_for_the_relaxed_threshold_alone() -> None
 
 def test_slow_forwards_are_made_for_nothing() -> None:
     """Three are three, and the first stable edge is kept."""
-    script = Script([[0.5, 0.95, 0.16, 0.35, 0.2, 0.1, 0.25, 0.1]])
-    found = script.play(PublishedSlowFast(slow=3))[0]
+    script = written([[0.5, 0.95, 0.16, 0.35, 0.2, 0.1, 0.25, 0.1]])
+    found = script.history(PublishedSlowFast(slow=3))[0]
     assert found == [[1], [0], [3], [2], [6], [4], [5], [7], [], []]
     assert script.limits == [9] * 10
 
@@ -165,8 +166,8 @@ def test_apd_judges_by_the_best_token() -> None:
     clean, published = (
         kind(verifier=judge, mixture_weight=0.5) for kind in (ParallelDecoding, PublishedParallelDecoding)
     )
-    assert len(played.play(denoiser, clean, 40, temperature=1.0)) == 1
-    assert len(played.play(denoiser, published, 40, temperature=1.0)) > 10
+    assert len(scripted.play(denoiser, clean, 40, temperature=1.0)) == 1
+    assert len(scripted.play(denoiser, published, 40, temperature=1.0)) > 10
 
 
 def test_apd_tempers_twice() -> None:
@@ -208,11 +209,11 @@ def test_freedave_writes_a_certain_step_with_the_forward_that_verifies_it() -> N
 
 class TestRunningConfidence:
     def test_it_goes_back_to_earlier_blocks(self) -> None:
-        script = Script([[0.2, 0.3, 0.0, 0.0], [0.9, 0.3, 0.0, 0.0], [0.0, 0.0, 0.8, 0.7], [0.6, 0.6, 0.6, 0.6]])
+        script = written([[0.2, 0.3, 0.0, 0.0], [0.9, 0.3, 0.0, 0.0], [0.0, 0.0, 0.8, 0.7], [0.6, 0.6, 0.6, 0.6]])
         blocks = {"name": "fixed", "length": 2}
-        assert script.play(RunningConfidence(4), blocks=blocks) == ([[1], [0], [2], [3]], [[]] * 4)
+        assert script.history(RunningConfidence(4), blocks=blocks) == ([[1], [0], [2], [3]], [[]] * 4)
         # Of 0.9, 0.3, 0.8 and 0.7 the 0.3 goes back, although its block is closed.
-        found = script.play(PublishedRunningConfidence(4), blocks=blocks)
+        found = script.history(PublishedRunningConfidence(4), blocks=blocks)
         assert found == ([[1], [0], [2, 3], [1]], [[], [], [1], []])
         fired = 0
         for prompt in PROMPTS:
@@ -234,11 +235,11 @@ def test_what_works_on_all_blocks_needs_every_row(rule: Scheduler, cache: str) -
 
 
 def test_klass_keeps_its_history_from_block_to_block() -> None:
-    script, blocks = Script([[0.9] * 8]), {"name": "fixed", "length": 4}
+    script, blocks = written([[0.9] * 8]), {"name": "fixed", "length": 4}
     clean, published = (kind(threshold=0.5, history=1) for kind in (Klass, PublishedKlass))
-    assert script.play(clean, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
+    assert script.history(clean, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
     # Only the run's first forward has none.
-    assert script.play(published, blocks=blocks)[0] == [[0], [1, 2, 3], [4, 5, 6, 7]]
+    assert script.history(published, blocks=blocks)[0] == [[0], [1, 2, 3], [4, 5, 6, 7]]
     assert "probabilities" in published.needs
 
 
@@ -282,8 +283,8 @@ def test_origin_makes_steps_after_the_last_mask() -> None:
 
 def test_end_of_text_asks_who_committed(tmp_path: Path) -> None:
     """Two end tokens that only the fallback committed: the clean rule cuts at the first, published code guesses."""
-    path = played.filter_file(tmp_path, (torch.zeros(4, 4), torch.full((4,), -50.0)))
-    model = played.constant([0.6, 0.5, 0.9, 0.3], [6, 1, 6, 3])
+    path = filter_file(tmp_path, (torch.zeros(4, 4), torch.full((4,), -50.0)))
+    model = scripted.constant([0.6, 0.5, 0.9, 0.3], [6, 1, 6, 3])
     for stop, end in ((EndOfText("predicted", 0.0), 1), (PublishedEndOfText(), 3)):
         rule = LearnedFilter(path, steps=2)
         sampled = Sampler(model, scheduler=rule, blocks={"name": "fixed", "length": 4}, stop=stop)

@@ -61,11 +61,11 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.eoser": [{"low": 0.0}, {"low": 0.3, "progress": "step", "steps": 6}],
     "scheduler.freedave": [
         {},
-        {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5, "layout": "tree"},
+        {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5},
         {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset"},
         {"inner": {"name": "ccd", "warmup": 1}, "eager": True},
     ],
-    "scheduler.ssd": [{"width": 3, "layout": "tree"}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
+    "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
     "scheduler.klass": [
         {"threshold": 0.3, "divergence": 1.0},

@@ -152,19 +152,19 @@ def test_a_row_in_a_batch_is_the_row_alone(cache, scheduler, stop, length, token
 
 def test_rows_computed() -> None:
     """The first forward computes the prompt and the first block, the first one of each block the finished one too."""
-    spy = toys.Spy(toys.denoiser("causal"))
+    spy, total = toys.Spy(toys.denoiser("causal")), 0
     made = Sampler(spy, scheduler="fixed", blocks={"name": "fixed", "length": BLOCK}, stop="none", cache="block_causal")
     made.generate(PROMPTS, max_new_tokens=TOKENS)
     for row, prompt in enumerate(PROMPTS):
-        wanted, clean, total = [], 0, len(prompt) + TOKENS
-        for column in range(len(prompt), total):  # one position a step
-            low, stop = column // BLOCK * BLOCK, min((column // BLOCK + 1) * BLOCK, total)
+        wanted, clean, end = [], 0, len(prompt) + TOKENS
+        for column in range(len(prompt), end):  # one position a step
+            low, stop = column // BLOCK * BLOCK, min((column // BLOCK + 1) * BLOCK, end)
             wanted.append(stop - min(clean, low))
             clean = low
         assert [step[row] for step in spy.computed] == wanted
-    longest = max(len(prompt) for prompt in PROMPTS)
-    assert spy.calls[0][2].positions.shape[1] == longest + BLOCK
-    assert max(call[2].positions.shape[1] for call in spy.calls[1:]) == 2 * BLOCK
+        assert [len(toys.columns(plan)[row]) for _, _, plan in spy.calls] == wanted
+        total += sum(wanted)
+    assert sum(len(plan.pack.row) for _, _, plan in spy.calls if plan.pack is not None) == total
 
 
 def test_what_stands_behind_the_block_does_not_matter() -> None:

@@ -3,7 +3,7 @@
 Invariants 1 and 2 (both rules at their ends) are in test_reference.py, 7 (token names) in test_guarantees.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,12 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from dllm_sampler import Canvas, ModelSpec, Query, Readout, Sampler
+from dllm_sampler.cache.none import once
 from dllm_sampler.canvas import Edit
 from dllm_sampler.models.cfg import GuidedDenoiser
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.packing import Pack
 from dllm_sampler.protocols import Plan, Spent
 from dllm_sampler.schedulers.factor import Factor
 from tests import toys
@@ -40,7 +43,7 @@ def spied(kind: str, **plugins: Any) -> tuple[toys.Spy, Sampler]:
 )
 def test_2_a_larger_factor_never_commits_fewer(sure: list[float], small: float, more: float) -> None:
     canvas = toys.canvas(torch.ones(1, len(sure), dtype=torch.bool))
-    query = Query.masks(canvas, len(sure))
+    query = Query.masks(canvas)
     readout = Readout(
         torch.zeros(1, 1, len(sure), dtype=torch.long), torch.tensor(sure, dtype=torch.float64)[None, None]
     )
@@ -94,39 +97,42 @@ def test_3_with_one_block_only_the_prompt_is_frozen(kind: str, cache: str) -> No
     assert not torch.equal(uncached.trace.generated, result.trace.generated), "freezing changed nothing here"
 
 
-class BlockCausalLayer(Layer):
-    """Sees its own block and earlier ones; the prompt is one block."""
+@dataclass(frozen=True)
+class CausalAttention:
+    """An entry sees its own block and earlier ones; the prompt is one block."""
 
-    groups: Tensor  # [N, 1, M] block of each computed row
-    key_groups: Tensor  # [1, L+1] block of each column
+    canvas: Canvas
+    pack: Pack
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        causal = (self.key_groups[:, None, : k.shape[2]] <= self.groups[..., None]).expand(-1, 1, -1, -1)
-        return super().attend(q, k, v, causal if mask is None else causal & mask)
+    def groups(self, columns: Tensor) -> Tensor:
+        return torch.where(columns < self.canvas.origin, -1, (columns - self.canvas.origin) // BLOCK)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: tuple[Tensor, Tensor] | None) -> Tensor:
+        out = torch.zeros_like(q)
+        for row, (begin, end) in enumerate(zip(self.canvas.begin.tolist(), self.canvas.end.tolist(), strict=True)):
+            own = ((self.pack.row == row) & (self.pack.column < self.canvas.length)).nonzero()[:, 0]
+            columns, keys, values = self.pack.column[own], k[:, :, own], v[:, :, own]
+            if stored is not None:
+                columns = torch.arange(begin, end)
+                keys, values = (one[row, begin:end].transpose(0, 1)[None] for one in stored)
+            sees = self.groups(columns) <= self.groups(self.pack.column[own])[:, None]
+            out[:, :, own] = scaled_dot_product_attention(q[:, :, own], keys, values, sees)
+        return out
 
 
 @dataclass(frozen=True)
 class BlockCausal:
-    """A denoiser whose attention is block-causal; keys are in column order under every cache."""
+    """A denoiser whose attention is block-causal."""
 
     inner: TransformerDenoiser = field(default_factory=lambda: toys.wrapped(toys.transformer()))
-
-    def __post_init__(self) -> None:
-        for layer in self.inner.transformer.layers:
-            layer.__class__ = BlockCausalLayer
 
     @property
     def spec(self) -> ModelSpec:
         return self.inner.spec
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        def group(columns: Tensor) -> Tensor:
-            return torch.where(columns < canvas.origin, -1, (columns - canvas.origin) // BLOCK)
-
-        for layer in self.inner.transformer.layers:
-            assert isinstance(layer, BlockCausalLayer)
-            layer.groups, layer.key_groups = group(plan.positions)[:, None], group(canvas.columns())
-        return self.inner(canvas, query, plan)
+        assert plan.pack is not None
+        return self.inner(canvas, query, replace(plan, attention=CausalAttention(canvas, plan.pack)))
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.inner.head(hidden)
@@ -153,14 +159,13 @@ def test_4_a_block_causal_model_loses_nothing_to_a_cache(cache: str) -> None:
 @pytest.mark.parametrize("kind", toys.TOYS)
 def test_5_the_forward_that_opens_a_block_is_exact(kind: str, cache: str) -> None:
     spy, sampler = spied(kind, cache=cache)
-    none = toys.sampler(kind).plugins.cache
     sampler.generate(toys.PROMPTS[1], max_new_tokens=TOKENS)
     opening = [call for call in zip(spy.calls, spy.logits, strict=True) if int(call[0][0].age) == 0]
     assert len(opening) == 4  # blocks of 5 in 16
     for (canvas, query, _), logits in opening:
-        plain = none.init(canvas, spy.spec)
-        hidden, _ = spy.inner(canvas, query, plain.plan(canvas, query))
-        assert torch.equal(spy.inner.head(hidden), logits)
+        alone, plan = once(canvas, query, spy.spec)
+        hidden, _ = spy.inner(alone, query, plan)
+        assert torch.equal(plan.answers.spread(spy.inner.head(hidden)), logits)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -200,8 +205,7 @@ def test_a_window_sees_what_the_opening_forward_stored(kind: str, cache: str) ->
     stored: dict[int, tuple[Tensor, Tensor]] = {}
     windows = 0
     for (canvas, query, plan), logits in zip(spy.calls, spy.logits, strict=True):
-        ids, window = canvas.ids[:, :-1], plan.positions[0]
-        window = window[window < canvas.length]
+        ids, window = canvas.ids[:, :-1], torch.tensor(toys.columns(plan)[0])
 
         def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope, window: Tensor = window) -> Tensor:
             q, k, v = layer.qkv(hidden, rope)

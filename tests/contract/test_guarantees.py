@@ -176,7 +176,7 @@ class Vandal(Scheduler):
     cuts: bool = False
     plans: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride] - so that no cache refuses it
 
-    def ask(self, canvas: Canvas, width: int, carry: Any) -> Query:
+    def ask(self, canvas: Canvas, carry: Any) -> Query:
         everything = canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)
         return Query.at(canvas, everything.contiguous(), exact=True)
 

@@ -83,12 +83,10 @@ def test_weights_of_integers(graph: bool) -> None:
     same(it, {"backend": "torch"}, {"backend": "triton", "cuda_graph": graph}, cache="dual")
 
 
-@pytest.mark.parametrize("layout", ["batch", "tree"])
 @pytest.mark.parametrize("kind", ["gqa", "causal"])
-def test_drafts(kind: str, layout: str) -> None:
+def test_drafts(kind: str) -> None:
     cache = "block_causal" if kind == "causal" else "dual"
-    scheduler = {"name": "freedave", "layout": layout}
-    same(denoiser(kind, torch.float32), {"backend": "torch"}, {"backend": "triton"}, cache=cache, scheduler=scheduler)
+    same(denoiser(kind, torch.float32), {"backend": "torch"}, {"backend": "triton"}, cache=cache, scheduler="freedave")
 
 
 @pytest.mark.parametrize("cache", names("cache"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, Sampler, UserError, layout
+from dllm_sampler import Query, Result, Sampler, UserError, layout
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dkv_greedy import GreedyCache
 from dllm_sampler.cache.dual import DualCache
@@ -18,6 +18,7 @@ from dllm_sampler.canvas import Canvas
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.packing import request
 from tests import toys
 from tests.turns import by_turns
 
@@ -48,9 +49,9 @@ def steps(cache: Any, kind: str = "llada", **plugins: Any) -> Iterator[tuple[Can
         yield state.canvas, spy, state
 
 
-def computed(canvas: Canvas, positions: Tensor) -> Tensor:
-    """`[B, L+1] bool` of planned positions `[B, M]`."""
-    at = torch.zeros_like(canvas.masked).scatter(1, positions, True)
+def asked_by(canvas: Canvas, query: Query) -> Tensor:
+    """`[B, L+1] bool` queried positions."""
+    at = torch.zeros_like(canvas.masked).scatter(1, query.positions, True)
     at[:, -1] = False
     return at
 
@@ -124,7 +125,7 @@ def no_mask_misses_its_row(cache: DelayedCache) -> Iterator[tuple[Canvas, Delaye
     narrow = 0
     for _, spy, state in steps(cache, "dream", scheduler={"name": "fixed", "steps": 9}):
         called, query, plan = spy.calls[-1]
-        at = computed(called, plan.positions)
+        at = toys.computed(plan)
         needed = (called.masked & ~called.done[:, None]).roll(-1, 1)
         assert not (needed & ~at & called.seen()).any()
         asked = (called.masked & called.in_block()).sum(1) * ~called.done
@@ -140,16 +141,17 @@ def test_4_after_a_refresh_the_slots_are_those_of_a_fresh_forward(kind: str) -> 
     refreshed = 0
     for _, spy, state in steps(DelayedCache(3, per_block=True), kind):
         called, query, plan = spy.calls[-1]
-        if not plan.contiguous:
+        if not called.sizes.whole:
             continue
         other = DualCache().init(called, spy.spec)
-        spy.inner(called, query, other.whole(called, query))
+        assert torch.equal(plan.computed, (called.end - called.begin) * ~called.done)
+        spy.inner(called, query, other.plan(called, request(called, query, None, spy.spec)))
         for one, two in ((state.cache, other), (state.cache.twin, other.twin)):
             if one is not None:
                 assert one.slots is not None and two is not None and two.slots is not None
                 for name in ("keys", "values"):
                     for a, b in zip(getattr(one.slots, name), getattr(two.slots, name), strict=True):
-                        assert torch.equal(a[:, :-1], b[:, :-1])
+                        assert torch.equal(a[~called.done, :-1], b[~called.done, :-1])
         refreshed += 1
     assert refreshed > 3
 
@@ -168,8 +170,8 @@ def test_5_greedy_computes_the_coming_the_last_and_a_window() -> None:
     for after, spy, _ in steps(GreedyCache(3, 2), **plugins):
         called, query, plan = spy.calls[-1]
         if int(called.age[0]) % 3:
-            at = computed(called, plan.positions)
-            asked = computed(called, query.positions)
+            at = toys.computed(plan)
+            asked = asked_by(called, query)
             assert written is not None
             assert not ((asked | written) & ~at).any()
             assert not (at & ~called.masked & ~written).any()
@@ -186,11 +188,10 @@ def test_the_window_goes_outwards_left_first_and_skips_text() -> None:
     cache = GreedyCache(100, 3).init(canvas, toys.denoiser().spec)
     ahead = torch.zeros_like(canvas.ids)
     ahead[0, 4], ahead[0, 7] = 1, 2
-    cache.expect(ahead)
+    cache.expect(ahead, 2)
     at = cache.computes(canvas)[0].nonzero()[:, 0].tolist()
     # Around 4: 3 (one to the left), 6 (two to the right), 1 (three to the left); around 7: 8, then 0 is all there is.
     assert at == [0, 1, 3, 4, 6, 7, 8]
-    assert int(cache.count(canvas)) == 7
     ahead[0, 7] = 0
     assert cache.computes(canvas)[0].nonzero()[:, 0].tolist() == [1, 3, 4, 6]
 
@@ -215,7 +216,7 @@ def test_prefill_and_pd_never_compute_the_prompt_again(kind: str, back: int) -> 
         for _, spy, _ in steps(DelayedCache(2, mode), kind):  # pyright: ignore[reportArgumentType]
             called, _, plan = spy.calls[-1]
             prompt = called.seen() & (called.columns() < called.origin - back)
-            at = computed(called, plan.positions)
+            at = toys.computed(plan)
             assert not (at & prompt).any() or first
             if mode == "prefill" and not first:
                 every = called.end - called.origin + back
@@ -243,7 +244,7 @@ def test_what_is_taken_back_or_replaced_leaves_the_cache_at_once(name: str, kind
         assert not (state.cache.kept & (touched | canvas.masked)).any()
         if before is not None:
             # Whatever changed in the step before is computed, and so is every row that predicts a mask.
-            at = computed(called, plan.positions) | called.done[:, None]
+            at = toys.computed(plan) | called.done[:, None]
             assert not ((before[0] | called.masked) & ~at & called.seen()).any()
             evicted += int((touched & before[1]).sum())
         revised += int(touched.sum())
@@ -260,8 +261,8 @@ def test_a_stop_hears_only_of_what_was_computed(scheduler: Any) -> None:
     for cache in [DelayedCache(3), DualCache(), *([GreedyCache(2, 1)] if scheduler == "random_order" else [])]:
         for _, spy, _ in steps(cache, scheduler=scheduler, stop=prophet):
             called, query, plan = spy.calls[-1]
-            asked = computed(called, query.positions) & ~called.done[:, None]
-            assert not (asked & ~computed(called, plan.positions)).any()
+            asked = asked_by(called, query) & ~called.done[:, None]
+            assert not (asked & ~toys.computed(plan)).any()
             watched += int((asked & ~called.in_block()).sum())
     assert watched > 0
 

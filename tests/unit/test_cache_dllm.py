@@ -16,6 +16,7 @@ from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.transformer import SwiGLU
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.packing import request
 from tests import toys
 
 TOKENS = 16
@@ -135,8 +136,8 @@ def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
         def values(self, hidden: Tensor) -> Tensor:
             return new.transpose(1, 2)
 
-    query = Query.masks(canvas, 8)
-    plan = cache.plan(canvas, query)
+    wanted = request(canvas, Query.masks(canvas), None, spec)
+    plan = cache.plan(canvas, wanted)
     chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     assert chosen is not None and chosen.tolist() == [[3, 5, 7]]
     assert torch.equal(cache.slots.values[1][:, 2:8], new)
@@ -144,7 +145,7 @@ def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
     # A token that was replaced comes first, however alike its values are.
     cache.slots.values[1][:, :-1] = old
     cache.urgent[0, 6] = True
-    plan = cache.plan(canvas, query)
+    plan = cache.plan(canvas, wanted)
     chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     assert chosen is not None and chosen.tolist() == [[3, 6, 7]]
 

@@ -43,7 +43,7 @@ def test_the_window(kind: str) -> None:
     result = Sampler(spy, scheduler="fixed", cache=cache, blocks=blocks, stop="none").generate(
         toys.PROMPTS[:1], max_new_tokens=12
     )
-    columns = [plan.positions[0].tolist() for _, _, plan in spy.calls]
+    columns = [toys.columns(plan)[0] for _, _, plan in spy.calls]
     whole, first, second = list(range(15)), list(range(1, 12)), list(range(7, 15))
     assert columns == [whole] * 2 + [first] * 4 + [whole] + [second] * 5
     assert int(result.trace.rows) == sum(map(len, columns))
@@ -56,7 +56,7 @@ def test_the_shift_has_a_column_before_the_block() -> None:
     Sampler(spy, scheduler="fixed", cache=cache, blocks=blocks, stop="none").generate(
         toys.PROMPTS[:1], max_new_tokens=6
     )
-    assert spy.calls[1][2].positions.tolist() == [list(range(2, 9))]
+    assert toys.columns(spy.calls[1][2]) == [list(range(2, 9))]
 
 
 @pytest.mark.parametrize("field", ["before", "after", "warmup"])

@@ -1,4 +1,4 @@
-"""`Canvas.apply`, `commit` and `advance`: the guarantees that every plug-in may rely on."""
+"""`Canvas.apply`, `vouch` and `advance`: the guarantees that every plug-in may rely on."""
 
 import copy
 from dataclasses import fields, replace
@@ -91,23 +91,20 @@ def test_an_open_choice_is_committed_as_a_made_one(situation, failing, forbidden
     sure[0, 1, 0] = torch.nan if failing else 0.5
     for choice in choices(canvas, positions):
         given = replace(edit, commit=choice), replace(edit, commit=choice.made())
-        (ours, told), (theirs, made) = (canvas.commit(positions, one, bad, sure, forbidden) for one in given)
+        (ours, told), (theirs, made) = (canvas.vouch(positions, one, bad, sure, forbidden) for one in given)
         assert torch.equal(ours, theirs) and torch.equal(told.commit, made.commit)
-        assert (told.applied is None) == (edit.remask is not None or edit.end is not None)
+        failed = failing and bool(canvas.eligible(positions)[0, 0] & ~canvas.done[0])
+        assert ours.tolist() == [int(canvas.step[0]) + 1 if failed else 0] + [0] * (batch - 1)
+        assert not (told.commit[0].any() and failed), "a row that the model failed is not written to"
+        assert not (told.commit & (edit.ids == forbidden)).any()
         after, expected = (canvas.apply(positions, one) for one in (told, made))
         for name in ("ids", "masked", "end", "stop"):
             assert torch.equal(getattr(after, name), getattr(expected, name))
-        if told.applied is not None:
-            assert after is told.applied[0], "it is not written twice"
-        cut = replace(told, end=torch.ones(batch, dtype=torch.long))
-        assert torch.equal(
-            canvas.apply(positions, cut).masked, canvas.apply(positions, replace(made, end=cut.end)).masked
-        )
 
 
 def test_a_choice_is_made_once_and_by_who_reads_it():
     canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    query = Query.masks(canvas, 4)
+    query = Query.masks(canvas)
     for choice in choices(canvas, query.positions):
         edit, expected = Edit(query.positions, choice), choice.made()
         held = copy.deepcopy(edit)
@@ -115,16 +112,11 @@ def test_a_choice_is_made_once_and_by_who_reads_it():
         assert edit.commit is edit.commit and torch.equal(edit.commit, expected)
         assert edit.choice is None and replace(edit, ids=query.positions).commit is edit.commit
         assert torch.equal(held.commit, expected)
-    given = choices(canvas, query.positions)[0]
-    bad, sure = torch.zeros(2, dtype=torch.long), torch.ones(2, 1, 4)
-    for choice in (replace(given, canvas=replace(canvas)), replace(given, positions=query.positions.clone())):
-        _, told = canvas.commit(query.positions, Edit(query.positions, choice), bad, sure, None)
-        assert told.applied is None, "of something else: it is judged as any other edit"
 
 
 def test_one_rule_is_needed():
     canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    tables = canvas, Query.masks(canvas, 4).positions, torch.ones(2, 4)
+    tables = canvas, Query.masks(canvas).positions, torch.ones(2, 4)
     for rules in ({}, {"threshold": 0.5, "count": torch.ones(2)}, {"threshold": 0.0, "wanted": torch.ones(2, 4) > 0}):
         with pytest.raises(UserError, match="one rule"):
             Choice(*tables, **rules)
@@ -150,7 +142,7 @@ def test_one_rule_is_needed():
 def test_a_choice_that_does_not_fit_is_refused(given, said):
     """A kernel would read beyond its tables."""
     canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    tables = {"positions": Query.masks(canvas, 4).positions, "score": torch.ones(2, 4), "threshold": 0.5}
+    tables = {"positions": Query.masks(canvas).positions, "score": torch.ones(2, 4), "threshold": 0.5}
     with pytest.raises(UserError, match=f"a choice's {said}" if said[0] != "n" else said):
         Choice(canvas, **(tables | given))
 
@@ -181,7 +173,7 @@ def test_windows_and_queries():
     assert canvas.noise_left().tolist() == [3, 1]
     assert canvas.window(4).tolist() == [[1, 2, 3, 4], [4, 5, 6, 6]]
     assert canvas.window(4, back=1).tolist() == [[0, 1, 2, 3], [3, 4, 5, 6]]
-    masks, window = Query.masks(canvas, 3), Query.window(canvas, 4)
+    masks, window = Query.masks(canvas).trim(3), Query.window(canvas).trim(4)
     assert masks.positions.tolist() == [[1, 2, 4], [5, 6, 6]]
     assert canvas.eligible(masks.positions).tolist() == [[True, True, True], [True, False, False]]
     assert window.ids.tolist() == canvas.ids.gather(1, window.positions)[:, None].tolist()

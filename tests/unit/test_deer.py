@@ -120,7 +120,7 @@ class Autoregressive:
             for place, column in enumerate(query.positions[row].tolist()):
                 if column < end:
                     out[row, 0, place] = logits[column - begin - 1]
-        return out, spent(canvas, query, plan)
+        return plan.answers.pick(out), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         return hidden

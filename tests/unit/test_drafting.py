@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError
+from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError, layout, packing
 from dllm_sampler.eval.drafting import same_path
-from dllm_sampler.noise import ReplayNoise
+from dllm_sampler.loop import Engine
+from dllm_sampler.noise import CounterNoise, ReplayNoise
 from dllm_sampler.protocols import Plan, Spent
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.pace import Pace
@@ -49,16 +50,15 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
     cache, draft, prompts = ("none", "prefix", "dual")[turn % 3], 3 + turn % 4, random_prompts(turn)
     alone = run(BASES[base], toy, prompts, cache=cache)
     chain = {"name": "freedave", "inner": BASES[base], "draft": draft}
-    batch, tree = (run({**chain, "layout": layout}, toy, prompts, cache=cache) for layout in ("batch", "tree"))
+    freedave = run(chain, toy, prompts, cache=cache)
     ssd = {"name": "ssd", "inner": BASES[base], "length": draft - 1}
     speculative = run(ssd, toy, prompts, cache=cache)
-    mixed = run({**ssd, "width": 3, "layout": "tree"}, toy, prompts, cache=cache)
-    for drafted in (batch, tree, speculative, mixed):
+    tree = run({**ssd, "width": 3}, toy, prompts, cache=cache)
+    for drafted in (freedave, speculative, tree):
         assert same_path(alone, drafted).all()
         torch.testing.assert_close(drafted.trace.logprob, alone.trace.logprob, atol=1e-6, rtol=1e-6)
-    for other in (tree, speculative):
-        assert torch.equal(other.trace.generated, batch.trace.generated)
-        assert torch.equal(other.trace.rows, batch.trace.rows)
+    assert torch.equal(speculative.trace.generated, freedave.trace.generated)
+    assert torch.equal(speculative.trace.rows, freedave.trace.rows)
 
 
 @pytest.mark.parametrize(("store", "base"), by_turns(2, ["ride", "separate"], list(BASES)))
@@ -67,11 +67,7 @@ def test_block_causal_models_too(store: str, base: str) -> None:
     options: Settings = {"cache": {"name": "block_causal", "store_pass": store}, "prompts": random_prompts(len(base))}
     options["blocks"] = {"name": "fixed", "length": 8}
     alone = run(BASES[base], "causal", **options)
-    for draft in (
-        {"name": "freedave", "draft": 4},
-        {"name": "freedave", "draft": 3, "layout": "tree"},
-        {"name": "ssd"},
-    ):
+    for draft in ({"name": "freedave", "draft": 4}, {"name": "ssd", "width": 2}):
         drafted = run({**draft, "inner": BASES[base]}, "causal", **options)
         assert same_path(alone, drafted).all()
         assert (drafted.nfe <= alone.nfe).all()
@@ -98,10 +94,9 @@ def test_sampling_is_exact_too(guide: Settings) -> None:
     for base in ({"name": "fixed"}, {"name": "threshold", "threshold": 0.6}, {"name": "fixed", "score": "random"}):
         options = {"guide": guide, "temperature": 0.8, "cache": "prefix"}
         alone = run(base, **options)
-        for layout in ("batch", "tree"):
-            after = run({"name": "freedave", "inner": base, "draft": 5, "layout": layout}, **options)
-            assert same_path(alone, after).all()
-            assert after.nfe.sum() < alone.nfe.sum()
+        after = run({"name": "freedave", "inner": base, "draft": 5}, **options)
+        assert same_path(alone, after).all()
+        assert after.nfe.sum() < alone.nfe.sum()
 
 
 def test_more_branches_save_more_forwards() -> None:
@@ -139,7 +134,7 @@ class Scripted:
         own = query.positions[:, None] - canvas.begin[:, None, None]
         best = (own * 7 + masks) % toys.EOS  # [B, K, Q]
         hidden = torch.nn.functional.one_hot(best, toys.VOCAB).double() * (1 + (own * 13 % 11)[..., None] / 10)
-        return hidden, Spent((~canvas.done).long(), plan.computed * ~canvas.done)
+        return plan.answers.pick(hidden), Spent((~canvas.done).long(), plan.computed)
 
     def head(self, hidden: Tensor) -> Tensor:
         return hidden.clone()
@@ -175,25 +170,31 @@ def test_eager_drafts_cross_the_edge(length: int) -> None:
         assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
 
 
-@pytest.mark.parametrize(
-    ("toy", "cache", "tree"), by_turns(2, ["llada", "gqa", "cfg"], ["none", "prefix", "dual"], [False, True])
-)
-def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str, tree: bool) -> None:
+@pytest.mark.parametrize(("toy", "cache"), by_turns(3, ["llada", "gqa", "cfg"], ["none", "prefix", "dual"]))
+def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str) -> None:
     """One forward of three hypotheses gives what three forwards of one give; the first one's keys are stored."""
-    denoiser, sampler = toys.denoiser(toy), toys.sampler(toy, scheduler="fixed", cache=cache)
+    denoiser = toys.denoiser(toy)
     forwards: dict[bool, list[Tensor]] = {}
     for together in (True, False):
         spy = toys.Spy(denoiser)
-        spying = Sampler(spy, scheduler="fixed", cache=cache, blocks=sampler.plugins.blocks, stop="none")
-        *_, _ = spying.stream(toys.PROMPTS, max_new_tokens=12, every=1)
-        canvas, query, plan = spy.calls[3]  # inside a block: most of it comes from the slots
+        made = Engine(spy, toys.sampler(toy, scheduler="fixed", cache=cache).plugins, 1)
+        start = layout.canvas(toys.PROMPTS, 12, toys.SEEDS, spy.spec, made.plugins.blocks, CounterNoise(), False)
+        state = made.begin(start)
+        for step in range(1, 4):
+            made.step(state)
+            made.poll(state, step)
+        query, live = packing.trimmed(state.wanted, state.canvas.sizes).query, state.cache  # most is in the slots
         ids = torch.stack([query.ids[:, 0], *(torch.full_like(query.ids[:, 0], token) for token in (3, 8))], 1)
-        if together:
-            found = denoiser(canvas, replace(query, ids=ids, tree=tree), plan)[0]
-            forwards[True] = [*found.unbind(1), *(plan.cache.slots.keys if plan.cache.slots else [])]
-        else:
-            each = [denoiser(canvas, replace(query, ids=ids[:, k : k + 1]), plan)[0][:, 0] for k in (2, 1, 0)]
-            forwards[False] = [*reversed(each), *(plan.cache.slots.keys if plan.cache.slots else [])]
+        found = []
+        for chosen in [ids] if together else [ids[:, k : k + 1] for k in (2, 1, 0)]:
+            asked = replace(query, ids=chosen)
+            wanted = packing.request(state.canvas, asked, live.computes(state.canvas), spy.spec)
+            bad = torch.zeros_like(state.canvas.start)
+            sizes = packing.read(packing.measure(state.canvas, wanted, bad).tolist()).sizes
+            canvas = replace(state.canvas, sizes=sizes)
+            plan = live.plan(canvas, wanted)
+            found += reversed(plan.answers.spread(denoiser(canvas, asked, plan)[0]).unbind(1))
+        forwards[together] = [*reversed(found), *(live.slots.keys if live.slots else [])]
     real = query.positions < canvas.length
     for number, (one, other) in enumerate(zip(forwards[True], forwards[False], strict=True)):
         keep = real[..., None] if number < 3 else torch.arange(one.shape[1])[:, None, None] < canvas.length
@@ -211,7 +212,6 @@ REFUSED: dict[str, tuple[Settings, str]] = {
     "edge": ({"scheduler": {"name": "freedave", "eager": True}, "cache": "dual"}, "use scheduler.eager=false"),
     "sized": ({"scheduler": {"name": "freedave", "eager": True}, "blocks": "adablock"}, "use blocks=fixed"),
     "none": ({"scheduler": {"name": "freedave", "draft": 0}}, "scheduler.draft"),
-    "layout": ({"scheduler": {"name": "freedave", "layout": "star"}}, "layout"),
     "inner": ({"scheduler": {"name": "freedave", "inner": "treshold"}}, "did you mean 'threshold'"),
 }
 
@@ -236,13 +236,34 @@ def test_the_pace_grows_while_branches_are_free() -> None:
     def settle(seconds: dict[int, float]) -> list[int]:
         pace, asked = Pace(most=8, tries=2), [1]
         for _ in range(12):
-            sizes = replace(block.sizes, branches=asked[-1], opens=False)
-            asked.append(pace.next(replace(block, sizes=sizes), seconds[asked[-1]]))
+            sizes = replace(block.sizes, opens=False)
+            asked.append(pace.next(replace(block, sizes=sizes, branches=asked[-1]), seconds[asked[-1]]))
         return asked
 
     assert settle({1: 1.0, 2: 1.0, 4: 1.1, 8: 1.2})[-1] == 8
     assert settle({1: 1.0, 2: 1.1, 4: 2.0, 8: 4.0})[-1] == 2
     assert settle({1: 1.0, 2: 1.9})[-1] == 1
+
+
+def test_the_pace_hears_of_the_step_that_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Canvas] = []
+
+    def next_(self: Pace, canvas: Canvas, seconds: float) -> int:
+        heard.append(canvas)
+        return 1 + len(heard) % 5
+
+    monkeypatch.setattr(Pace, "next", next_)
+    spy = toys.Spy(toys.denoiser())
+    sampler = Sampler(spy, scheduler={"name": "freedave", "draft": "auto"}, blocks={"name": "fixed", "length": 9})
+    sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
+    counts = set()
+    for (canvas, query, _), told in zip(spy.calls, heard[1:], strict=True):
+        width, opens = query.positions.shape[1], bool(((canvas.age == 0) & ~canvas.done).any())
+        assert (told.sizes.queries, told.sizes.opens) == (width, opens)
+        if canvas.step.max() > 0:  # nothing is known yet
+            assert query.ids.shape[1] <= (told.branches or 0)
+        counts.add((query.ids.shape[1], told.branches))
+    assert {(count, count) for count in range(1, 6)} <= counts
 
 
 def test_the_pace_is_taken_behind_a_store_pass_too() -> None:

@@ -35,11 +35,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("kind", "cache", "names"),
     [
-        ("gqa", "none", {"qkv", "attend", "mlp"}),
-        ("cfg", "dual", {"qkv", "attend", "mlp"}),
+        ("gqa", "none", {"qkv", "output", "mlp"}),
+        ("cfg", "dual", {"qkv", "output", "mlp"}),
         ("dream", "d2", {"qkv", "attend", "mlp", "weights"}),
         ("llada", "dllm", {"qkv", "attend", "mlp", "values"}),
-        ("causal", "block_causal", {"qkv", "attend", "mlp"}),
+        ("causal", "block_causal", {"qkv", "output", "mlp"}),
     ],
 )
 def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) -> None:
@@ -48,7 +48,7 @@ def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) 
         for flag in (False, True)
     )
     assert torch.equal(plain.tokens, other.tokens) and torch.equal(plain.nfe, other.nfe)
-    assert sorted(parts) == sorted(names | {"_ask", "_tell", "_measure"})  # each once
+    assert sorted(parts) == sorted(names | {"ask", "_tell"})  # each once
 
 
 def test_a_model_of_others_is_refused() -> None:
@@ -60,7 +60,7 @@ def test_a_model_of_others_is_refused() -> None:
 
 def test_a_step_alone_is_compiled_whatever_the_model(parts: list[str]) -> None:
     Sampler(toys.Spy(toys.denoiser()), compile="step").generate(toys.PROMPTS[:2], max_new_tokens=6)
-    assert set(parts) == {"_ask", "_tell", "_measure"}
+    assert set(parts) == {"ask", "_tell"}
 
 
 def test_dynamo_takes_a_part_whole() -> None:
@@ -96,7 +96,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def use(backend: Any) -> None:
         made = {
-            part: torch.compile(part, backend=backend, fullgraph=True) for part in (loop.Engine._ask, loop.Engine._tell)
+            part: torch.compile(part, backend=backend, fullgraph=True) for part in (loop.Engine.ask, loop.Engine._tell)
         }
         monkeypatch.setattr(loop, "whole", lambda part: made.get(part, part))
 
@@ -128,7 +128,7 @@ def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> No
 class InPlace(StaticEngine):
     """Steps as they are recorded, and no recording."""
 
-    def _recorded(self, state: Any, record: Any, numbers: Any) -> None:
+    def _recorded(self, state: Any, record: Any) -> None:
         return None
 
 
@@ -138,7 +138,7 @@ def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeyp
     steps("eager")
 
     def engine(it: Sampler, plugins: Any, samples: int = 1) -> StaticEngine:
-        return InPlace(it.denoiser, plugins, 1, record=lambda run, wanted=None: run, compile=it.compile)
+        return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
 
     monkeypatch.setattr(Sampler, "_engine", engine)
     plain, other = answers(scheduler, cache)

@@ -12,7 +12,7 @@ from dllm_sampler import layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
-from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.none import NoCache, once
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
@@ -40,15 +40,17 @@ def canvas_of(model: Denoiser, prompts: list[list[int]] = PROMPTS) -> Canvas:
 
 def ask(model: Denoiser, canvas: Canvas, query: Query, cache: Cache | None = None) -> tuple[Tensor, Spent]:
     """Logits `[B, K, Q, V]` and what they cost."""
-    live = (cache or NoCache()).init(canvas, model.spec)
-    hidden, spent = model(canvas, query, live.plan(canvas, query))
-    return model.head(hidden), spent
+    canvas, plan = once(canvas, query, model.spec)
+    if cache is not None:
+        plan = cache.init(canvas, model.spec).plan(canvas, plan.wanted)
+    hidden, spent = model(canvas, query, plan)
+    return plan.answers.spread(model.head(hidden)), spent
 
 
 def test_each_row_of_a_padded_batch_answers_as_if_alone():
     model = denoiser()
     canvas = canvas_of(model)
-    logits, spent = ask(model, canvas, Query.window(canvas, 4))
+    logits, spent = ask(model, canvas, Query.window(canvas))
     for row, prompt in enumerate(PROMPTS):
         ids = torch.tensor([prompt + [39] * 4])
         close(logits[row, 0], model.transformer(ids)[0, len(prompt) :].detach())
@@ -74,16 +76,14 @@ def test_hypotheses_and_cost_of_candidates():
     canvas = canvas_of(model)
     positions = torch.tensor([[5, 7], [6, LENGTH], [5, 8]])
     guesses = torch.randint(0, 37, (3, 2, 2))
-    query = Query(positions, guesses, live=torch.tensor([2, 1, 2]))
+    query = Query(positions, guesses, live=torch.tensor([[True, True], [True, False], [True, True]]))
     one = [replace(query, ids=guesses[:, [k]], live=None) for k in range(2)]
-    # A cache stores one hypothesis only, so several are tried without one, on rows of equal length.
     alone = torch.cat([ask(model, canvas, each)[0] for each in one], 1)
-    same = canvas_of(model, [[1, 2, 3, 4, 5]] * 3)
-    both, spent = ask(model, same, query)
-    expected = torch.cat([ask(model, same, each)[0] for each in one], 1)
-    close(both[[0, 2]], expected[[0, 2]])
-    close(both[1, :, 0], expected[1, :, 0])
-    assert spent.rows.tolist() == [18, 9, 18]
+    both, spent = ask(model, canvas, query)
+    close(both[[0, 2]], alone[[0, 2]])
+    close(both[1, 0, 0], alone[1, 0, 0])
+    assert (both[1, 1] == 0).all(), "a candidate that is not alive has no answer"
+    assert spent.rows.tolist() == [18, 6, 14]
     ids = torch.tensor([[1, 2, 3, 4, 5, guesses[0, 1, 0], 39, guesses[0, 1, 1], 39]])
     close(alone[0, 1], model.transformer(ids)[0, [5, 7]].detach())
 
@@ -105,7 +105,7 @@ def test_finished_rows_cost_nothing():
     model = denoiser()
     canvas = canvas_of(model)
     canvas = replace(canvas, done=torch.tensor([False, True, False]))
-    _, spent = ask(model, canvas, Query.window(canvas, 4))
+    _, spent = ask(model, canvas, Query.window(canvas))
     assert spent.nfe.tolist() == [1, 0, 1]
     assert spent.rows.tolist() == [9, 0, 7]
 
@@ -116,7 +116,7 @@ def test_a_live_module_is_left_as_it_was():
     network.embed.weight.requires_grad_(False)
     before = {name: (id(weight), weight.data_ptr(), weight._version) for name, weight in network.named_parameters()}
     canvas = canvas_of(model)
-    logits, _ = ask(model, canvas, Query.window(canvas, 4), DualCache())
+    logits, _ = ask(model, canvas, Query.window(canvas), DualCache())
     assert not logits.requires_grad
     assert not logits.is_inference()
     after = {name: (id(weight), weight.data_ptr(), weight._version) for name, weight in network.named_parameters()}
@@ -132,7 +132,7 @@ def test_autocast_applies_and_leaves_training_intact():
     canvas = canvas_of(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model.spec.dtype == torch.bfloat16
-        query = Query.window(canvas, 4)
+        query = Query.window(canvas)
         logits, _ = ask(model, canvas, query, DualCache())
         assert logits.dtype == torch.bfloat16
         model.transformer(canvas.ids).float().sum().backward()
@@ -155,7 +155,7 @@ def test_wrapped_modules():
 
     plain = denoiser(dtype=torch.float32)
     canvas = canvas_of(plain)
-    query = Query.window(canvas, 4)
+    query = Query.window(canvas)
     expected, _ = ask(plain, canvas, query)
     wrapped = nn.parallel.DistributedDataParallel(plain.model)
     torch.testing.assert_close(ask(replace(plain, model=wrapped), canvas, query, DualCache())[0], expected)
@@ -182,7 +182,7 @@ def test_what_is_no_transformer_is_refused():
 def test_guidance_mixes_two_branches(cache: Cache):
     model = denoiser()
     canvas = canvas_of(model)
-    query = Query.window(canvas, 4)
+    query = Query.window(canvas)
     logits, spent = ask(guided(model, 0.5), canvas, query, cache)
     assert spent.nfe.tolist() == [1, 1, 1]
     assert spent.rows.tolist() == [18, 12, 14]
@@ -226,7 +226,7 @@ def test_masked_language_models(kind: str):
     assert not model.spec.cacheable
     assert model.spec.max_positions == (32 if kind == "roberta" else 34)
     canvas = canvas_of(model)
-    logits, spent = ask(model, canvas, Query.window(canvas, 4))
+    logits, spent = ask(model, canvas, Query.window(canvas))
     assert spent.rows.tolist() == [9, 6, 7]
     for row, prompt in enumerate(PROMPTS):
         with torch.no_grad():
@@ -253,7 +253,7 @@ def test_masked_language_models_load(tmp_path):
     spec = loaded.denoiser.spec
     assert (spec.mask_id, spec.eos_id, spec.pad_id, spec.cacheable) == (39, 2, 1, False)
     canvas = canvas_of(loaded.denoiser)
-    query = Query.window(canvas, 4)
+    query = Query.window(canvas)
     live = huggingface.wrap(network, loaded.tokenizer)
     torch.testing.assert_close(ask(loaded.denoiser, canvas, query)[0], ask(live, canvas, query)[0])
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

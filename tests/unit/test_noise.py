@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, CounterNoise, ReplayNoise
-from dllm_sampler.noise import SCALE, gumbel
+from dllm_sampler import Canvas, CounterNoise, Query, ReplayNoise
+from dllm_sampler.noise import SCALE, Noise, gumbel
+from dllm_sampler.packing import Answers
 from tests import toys
 
 NOISE = CounterNoise()
@@ -22,6 +23,11 @@ def rows(seeds: list[int], length: int, step: int = 0, begin: int = 0) -> Canvas
 
 def columns(canvas: Canvas) -> Tensor:
     return canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)
+
+
+def tokens(canvas: Canvas, at: Tensor, vocab: int, noise: Noise = NOISE) -> Tensor:
+    """`[B, Q, V]` noise of the tokens at `at [B, Q]`."""
+    return noise.tokens(canvas, Answers.every(Query.at(canvas, at)), vocab).view(*at.shape, vocab)
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:
@@ -52,7 +58,7 @@ def test_uniform(vary):
 def test_gumbel_moments(stream):
     canvas = rows(list(range(40)), 50)
     if stream == "tokens":
-        draws = NOISE.tokens(canvas, columns(canvas), 50).double()
+        draws = tokens(canvas, columns(canvas), 50).double()
     else:
         steps = [replace(canvas, step=canvas.step + i) for i in range(50)]
         draws = torch.stack([NOISE.order(one, columns(one), one.step) for one in steps])
@@ -65,7 +71,7 @@ def test_gumbel_moments(stream):
 def test_argmax_is_a_sample():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0, -math.inf])
     canvas = rows(list(range(300)), 100)
-    sample = (logits + NOISE.tokens(canvas, columns(canvas), 6)).argmax(-1)
+    sample = (logits + tokens(canvas, columns(canvas), 6)).argmax(-1)
     counts = torch.bincount(sample.flatten(), minlength=6).double()
     assert counts[5] == 0
     assert abs(chi_square(counts[:5], logits.double().softmax(-1)[:5] * sample.numel())) < 4
@@ -85,10 +91,10 @@ def test_every_part_of_the_key_matters():
     base = rows([5], 3)
     at = columns(base)
     draws = [
-        NOISE.tokens(base, at, 8),
-        NOISE.tokens(replace(base, row_seed=base.row_seed + 1), at, 8),
-        NOISE.tokens(replace(base, step=base.step + 1), at, 8),
-        NOISE.tokens(replace(base, row_seed=base.row_seed + 2**40), at, 8),
+        tokens(base, at, 8),
+        tokens(replace(base, row_seed=base.row_seed + 1), at, 8),
+        tokens(replace(base, step=base.step + 1), at, 8),
+        tokens(replace(base, row_seed=base.row_seed + 2**40), at, 8),
     ]
     drawn = torch.stack(draws).flatten()
     assert len(drawn.unique()) == drawn.numel()
@@ -99,25 +105,25 @@ def test_every_part_of_the_key_matters():
 def test_neighbours_order_and_padding_do_not_matter():
     batch = rows([3, 9, 4], 6)
     order = torch.tensor([[4, 0, 6], [6, 5, 1], [2, 2, 3]])
-    full, some = NOISE.tokens(batch, columns(batch), 5), NOISE.tokens(batch, order, 5)
+    full, some = tokens(batch, columns(batch), 5), tokens(batch, order, 5)
     for row in range(3):
         for place, column in enumerate(order[row].tolist()):
             if column < 6:
                 assert torch.equal(some[row, place], full[row, column])
     alone = rows([9], 6)
-    assert torch.equal(NOISE.tokens(alone, columns(alone), 5)[0], full[1])
+    assert torch.equal(tokens(alone, columns(alone), 5)[0], full[1])
     padded = rows([9], 10, begin=4)
-    assert torch.equal(NOISE.tokens(padded, columns(padded)[:, 4:], 5)[0], full[1])
+    assert torch.equal(tokens(padded, columns(padded)[:, 4:], 5)[0], full[1])
     # A larger vocabulary adds tokens and changes none.
-    assert torch.equal(NOISE.tokens(alone, columns(alone), 9)[..., :5], full[1:2])
+    assert torch.equal(tokens(alone, columns(alone), 9)[..., :5], full[1:2])
 
 
 def test_no_hidden_state():
     canvas = rows([1, 2], 4)
     state = torch.random.get_rng_state()
-    one = NOISE.tokens(canvas, columns(canvas), 7)
+    one = tokens(canvas, columns(canvas), 7)
     torch.manual_seed(99)
-    assert torch.equal(one, CounterNoise().tokens(canvas, columns(canvas), 7))
+    assert torch.equal(one, tokens(canvas, columns(canvas), 7, CounterNoise()))
     torch.random.set_rng_state(state)
     NOISE.uniform(canvas, columns(canvas))
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -129,8 +135,8 @@ def test_known_draws():
     at = columns(canvas)
     uniform = [0.5287873989879852, 0.48995427225487553, 0.12088632742439209, 0.22740345313096277]
     assert NOISE.uniform(canvas, at).flatten().tolist() == uniform
-    tokens = NOISE.tokens(canvas, at[:, :1], 2).flatten()
-    assert tokens.tolist() == pytest.approx([-0.15807918, 2.75881052, 1.37461495, -1.69220519], rel=1e-6)
+    drawn = tokens(canvas, at[:, :1], 2).flatten()
+    assert drawn.tolist() == pytest.approx([-0.15807918, 2.75881052, 1.37461495, -1.69220519], rel=1e-6)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2**31 - 65, 2**31 - 1])
@@ -145,7 +151,7 @@ def test_gumbel_noise_is_finite_at_both_ends(bits):
 def test_replay_draws_from_torchs_generator(layout):
     canvas = rows([0, 0], 3)
     at = torch.tensor([[0, 2], [1, 3]])  # 3 is the empty slot
-    found = ReplayNoise(5, layout).tokens(canvas, at, 4)
+    found = tokens(canvas, at, 4, ReplayNoise(5, layout))
     generator = torch.Generator().manual_seed(5)
     if layout == "llada":
         drawn = -torch.log(-torch.log(torch.rand(2, 3, 4, dtype=torch.float64, generator=generator)))

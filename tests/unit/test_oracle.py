@@ -15,7 +15,7 @@ from dllm_sampler.loop import Engine
 from dllm_sampler.stops import EndOfText, Prophet
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
-from tests.played import Script
+from tests.scripted import Script
 from tests.turns import by_turns
 
 TOKENS = 17
@@ -61,9 +61,10 @@ def test_its_steps_read_nothing() -> None:
     state = engine.begin(
         layout.canvas(rows, TOKENS, seeds, toys.denoiser().spec, engine.plugins.blocks, CounterNoise(), cuts=False)
     )
-    for _ in range(3):
+    for step in range(1, 4):
         with torch.no_grad(), no_host_reads():
             engine.step(state)
+        engine.poll(state, step)
 
 
 def model(*rules: tuple[int, set[int], set[int], float]) -> Script:

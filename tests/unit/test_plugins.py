@@ -7,6 +7,7 @@ import torch
 
 from dllm_sampler import Query, Sampler, UserError
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
+from dllm_sampler.packing import Answers
 from dllm_sampler.readout import read
 from dllm_sampler.schedulers.klass import Klass
 from dllm_sampler.schedulers.threshold import Threshold
@@ -82,10 +83,10 @@ def test_an_unfinished_row_ends_before_its_first_hole() -> None:
 def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) -> None:
     rows, width = 512, 16
     canvas = toys.canvas(torch.ones(rows, width, dtype=torch.bool), row_seed=torch.arange(rows))
-    query = Query.masks(canvas, width)
+    answers = Answers.every(Query.masks(canvas))
     spec = toys.denoiser().spec
-    logits = torch.full((rows, 1, width, spec.vocab_size), -torch.inf, dtype=dtype)
-    logits[..., 5:7] = 40.0
-    token = read(logits, logits, canvas, query, spec, (Temperature(1.0),), frozenset(), False).token
+    logits = torch.full((rows * width, spec.vocab_size), -torch.inf, dtype=dtype)
+    logits[:, 5:7] = 40.0
+    token = read(logits, logits, canvas, answers, spec, (Temperature(1.0),), frozenset(), False).token
     share = float((token == 5).double().mean())
     assert share == pytest.approx(0.5, abs=4 * 0.5 / (rows * width) ** 0.5)

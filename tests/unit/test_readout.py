@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dllm_sampler import Query, Readout, readout
 from dllm_sampler.guides import EndTokens, Temperature
+from dllm_sampler.packing import Answers
 from tests import toys
 
 NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "probabilities", "logits", "hidden"})
@@ -84,10 +85,11 @@ def test_what_is_not_finite_shows_in_the_confidence(bad):
 
 def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozenset[str] = frozenset()) -> Readout:
     canvas = toys.canvas(torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool))
-    query = Query.masks(canvas, logits.shape[2])
+    answers = Answers.every(Query.masks(canvas))
     spec = toys.denoiser().spec
     bound = tuple(guide.bind(spec) for guide in guides)
-    return readout.read(logits.clone(), logits, canvas, query, spec, bound, needs, allow_mask)
+    rows = logits.flatten(0, 2)
+    return readout.read(rows.clone(), rows, canvas, answers, spec, bound, needs, allow_mask)
 
 
 def test_the_mask_token_is_left_out_of_choice_and_confidence():

@@ -1,12 +1,13 @@
 """`Sampler`: what it returns, what it leaves alone, and what it refuses."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
 from dllm_sampler.blocks import FixedBlocks
@@ -191,18 +192,18 @@ class TestLiveModule:
         assert result.complete.all()
 
 
-class Breaking(nn.Module):
-    """A head that returns a bad number for one row from some forward on."""
+@dataclass
+class Breaking(toys.Spy):
+    """Says a bad number of one row from some forward on."""
 
-    def __init__(self, head: nn.Module, after: int, row: int, value: float):
-        super().__init__()
-        self.head, self.after, self.row, self.value, self.calls = head, after, row, value, 0
+    after: int = 3
+    row: int = 1
+    value: float = math.nan
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden).clone()
-        self.calls += 1
-        if self.calls > self.after:
-            logits[self.row, ..., 0] = self.value
+    def head(self, hidden: Tensor) -> Tensor:
+        logits = super().head(hidden)
+        if len(self.calls) > self.after:
+            logits[self.calls[-1][2].answers.row == self.row, 0] = self.value
         return logits
 
 
@@ -213,9 +214,7 @@ class TestNotFinite:
     def test_it_says_when_and_keeps_what_was_done(self, value: float, poll_every: int, cache: str) -> None:
         plugins: dict[str, Any] = {"scheduler": "fixed", "stop": "none", "cache": cache}
         full = Sampler(toys.denoiser(), **plugins).generate(toys.PROMPTS, max_new_tokens=9)
-        model = toys.transformer()
-        model.lm_head = Breaking(model.lm_head, after=3, row=1, value=value)  # type: ignore[assignment]
-        sampler = Sampler(toys.wrapped(model), poll_every=poll_every, **plugins)
+        sampler = Sampler(Breaking(toys.denoiser(), value=value), poll_every=poll_every, **plugins)
         with pytest.raises(NotFiniteError, match=r"NaN or infinite logits at step 4 for prompt 2") as error:
             sampler.generate(toys.PROMPTS, max_new_tokens=9)
         assert (error.value.step, error.value.rows) == (4, [2])

@@ -51,7 +51,7 @@ def told(scheduler: Scheduler, sure: list[list[float]], carry: Any = None, age: 
     canvas = toys.canvas(torch.ones_like(confidence, dtype=torch.bool))
     canvas = replace(canvas, age=canvas.age + age)
     readout = Readout(torch.zeros_like(confidence, dtype=torch.long)[:, None], confidence[:, None])
-    return scheduler.tell(canvas, Query.masks(canvas, confidence.shape[1]), readout, carry or scheduler.init(canvas))
+    return scheduler.tell(canvas, Query.masks(canvas), readout, carry or scheduler.init(canvas))
 
 
 def committed(scheduler: Scheduler, *sure: list[float]) -> list[list[int]]:
@@ -117,7 +117,7 @@ def test_fixed_steps_rank_by_their_score(score):
     scheduler = FixedSteps(steps=2, score=score)
     assert scheduler.needs == {score} - {"confidence"}
     readout = replace(Readout(torch.zeros(1, 1, 4, dtype=torch.long), values["confidence"]), **values)
-    edit, _ = scheduler.tell(canvas, Query.masks(canvas, 4), readout, scheduler.init(canvas))
+    edit, _ = scheduler.tell(canvas, Query.masks(canvas), readout, scheduler.init(canvas))
     expected = {"confidence": [1, 3], "margin": [0, 2], "entropy": [1, 2]}[score]
     assert edit.commit[0].nonzero()[:, 0].tolist() == expected
 
@@ -147,7 +147,7 @@ def test_order_by_chance_goes_by_the_score():
     canvas = replace(toys.canvas(torch.ones(many, 2, dtype=torch.bool)), row_seed=torch.arange(many))
     readout = Readout(torch.zeros(many, 1, 2, dtype=torch.long), sure[:, None])
     scheduler = FixedSteps(alg_temp=0.5)
-    edit, _ = scheduler.tell(canvas, Query.masks(canvas, 2), readout, scheduler.init(canvas))
+    edit, _ = scheduler.tell(canvas, Query.masks(canvas), readout, scheduler.init(canvas))
     assert edit.commit.sum(1).tolist() == [1] * many
     odds = 2.718281828459045 ** (0.7 / 0.5)
     p = odds / (1 + odds)
@@ -160,7 +160,7 @@ def test_origin_opens_at_the_rate_of_the_process():
     scheduler = Origin(steps=steps)
     opened = torch.full_like(canvas.start, steps)  # what `tell` hands on
     for age in range(steps):
-        query = scheduler.ask(replace(canvas, age=canvas.age + age), 20, opened)
+        query = scheduler.ask(replace(canvas, age=canvas.age + age), opened)
         share = float((query.positions < 20).double().mean())
         t, s = 1 - age * 0.999 / steps, 1 - (age + 1) * 0.999 / steps
         p = 1 - s / t if age < steps - 1 else 1.0

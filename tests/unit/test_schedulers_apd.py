@@ -18,9 +18,10 @@ from dllm_sampler.blocks import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.models import autoregressive
 from dllm_sampler.models.autoregressive import Reading
+from dllm_sampler.packing import Answers
 from dllm_sampler.schedulers.apd import ParallelDecoding, mixture
 from dllm_sampler.schedulers.leftright import LeftToRight
-from tests import played, toys
+from tests import scripted, toys
 from tests.turns import by_turns
 
 TOKENS = 17
@@ -59,11 +60,11 @@ def table(confidences: list[dict[int, float]], vocab: int = 8) -> Tensor:
     return rows.clamp(min=1e-9).log()
 
 
-def paired(model: Tensor, other: Tensor) -> tuple[played.Script, Expects]:
+def paired(model: Tensor, other: Tensor) -> tuple[scripted.Script, Expects]:
     """Two models that say `[n, V]` of the n positions behind a prompt of one token, whatever stands elsewhere."""
     whole = torch.cat([model[:1], model, model[:1]])
     return (
-        played.Script(lambda canvas: whole.expand(canvas.ids.shape[0], -1, -1)),
+        scripted.Script(lambda canvas: whole.expand(canvas.ids.shape[0], -1, -1)),
         Expects(lambda ids, position: other[position.clamp(max=len(other) - 1)]),  # row i speaks of i + 1
     )
 
@@ -78,11 +79,11 @@ def test_by_hand() -> None:
     denoiser, judge = paired(model, other)
     for weight, steps in ((0.5, [[0, 1], [2, 3]]), (0.8, [[0, 1, 2, 3]]), (0.0, [[0, 1], [2, 3]])):
         rule = ParallelDecoding(verifier=judge, mixture_weight=weight)
-        assert played.play(denoiser, rule, 4) == steps
+        assert scripted.play(denoiser, rule, 4) == steps
         result = Sampler(denoiser, scheduler=rule, blocks=FullBlock(), stop="none").generate([[0]], max_new_tokens=4)
         assert result.tokens[0].tolist() == [1, 2, 3, 5]  # nothing is corrected
     rule = ParallelDecoding(verifier=judge, mixture_weight=0.8, max_lookahead=3)
-    assert played.play(denoiser, rule, 4) == [[0, 1, 2], [3]]
+    assert scripted.play(denoiser, rule, 4) == [[0, 1, 2], [3]]
 
 
 def test_the_verifier_reads_the_draft() -> None:
@@ -90,7 +91,7 @@ def test_the_verifier_reads_the_draft() -> None:
     denoiser, _ = paired(table([{word: 0.9} for word in (1, 2, 3, 5, 6, 0, 2)]), torch.zeros(1, 8))
     judge = Expects(lambda ids, position: torch.nn.functional.one_hot((ids + 1) % 7, 8).double() * 9)
     rule = ParallelDecoding(verifier=judge, mixture_weight=0.0)
-    assert played.play(denoiser, rule, 7) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert scripted.play(denoiser, rule, 7) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_what_the_rule_did_not_vouch_for() -> None:
@@ -106,7 +107,7 @@ def test_what_the_rule_did_not_vouch_for() -> None:
 
     for weight, forced in ((0.0, True), (1.0, False)):
         edits.clear()
-        assert played.play(denoiser, Spy(verifier=judge, mixture_weight=weight), 2) == [[0, 1]]
+        assert scripted.play(denoiser, Spy(verifier=judge, mixture_weight=weight), 2) == [[0, 1]]
         assert edits[0].forced is not None and edits[0].forced.tolist() == [[forced, False]]
 
 
@@ -130,7 +131,7 @@ def test_a_verifier_of_the_same_mind_takes_everything(weight: float, temperature
     logits[:, -1] = -30  # the mask
     denoiser, judge = paired(logits, logits)
     rule = ParallelDecoding(verifier=judge, mixture_weight=weight)
-    assert played.play(denoiser, rule, 12, temperature=temperature) == [list(range(12))]
+    assert scripted.play(denoiser, rule, 12, temperature=temperature) == [list(range(12))]
 
 
 @pytest.mark.parametrize("cache", ["none", "trailing"])
@@ -153,8 +154,9 @@ def test_coupling() -> None:
     other = torch.full_like(own, -torch.inf)
     other[..., 1:3] = torch.randn(1, 1, size, 2, generator=generator, dtype=torch.float64)
     guides = Sampler(toys.denoiser(), temperature=1.0).plugins.guides
-    query, spec = Query.window(canvas, size), toys.denoiser().spec
-    seen = readout.read(own.clone(), own, canvas, query, spec, guides, frozenset({"raw", "draw"}), False)
+    answers, spec = Answers.every(Query.window(canvas)), toys.denoiser().spec
+    rows = own[0, 0]
+    seen = readout.read(rows.clone(), rows, canvas, answers, spec, guides, frozenset({"raw", "draw"}), False)
     assert seen.raw is not None and seen.draw is not None
     assert torch.equal(seen.raw, own)
     agree, before = [], torch.zeros(1, 1, size, dtype=torch.bool)
@@ -233,7 +235,7 @@ def computed(scheduler: Any, cache: Any, kind: str = "llada") -> list[list[int]]
     spy = toys.Spy(toys.denoiser(kind))
     sampler = Sampler(spy, scheduler=scheduler, cache=cache, blocks=FullBlock(), stop="none")
     sampler.generate(toys.PROMPTS[:1], max_new_tokens=8)
-    return [plan.positions[0].tolist() for _, _, plan in spy.calls]
+    return [toys.columns(plan)[0] for _, _, plan in spy.calls]
 
 
 @pytest.mark.parametrize(
@@ -271,10 +273,10 @@ def test_a_wide_window_is_no_cache() -> None:
 
 
 def test_left_to_right_by_hand() -> None:
-    model = played.constant([0.2, 0.9, 0.4, 0.8, 0.3])
-    assert played.play(model, LeftToRight(tokens_per_step=2), 5) == [[0, 1], [2, 3], [4]]
-    assert played.play(model, LeftToRight(tokens_per_step=9, max_lookahead=3), 5) == [[0, 1, 2], [3, 4]]
-    assert played.play(model, LeftToRight(tokens_per_step=2), 5, FixedBlocks(3)) == [[0, 1], [2], [3, 4]]
+    model = scripted.constant([0.2, 0.9, 0.4, 0.8, 0.3])
+    assert scripted.play(model, LeftToRight(tokens_per_step=2), 5) == [[0, 1], [2, 3], [4]]
+    assert scripted.play(model, LeftToRight(tokens_per_step=9, max_lookahead=3), 5) == [[0, 1, 2], [3, 4]]
+    assert scripted.play(model, LeftToRight(tokens_per_step=2), 5, FixedBlocks(3)) == [[0, 1], [2], [3, 4]]
 
 
 # The verifier

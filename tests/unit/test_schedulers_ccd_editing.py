@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -27,7 +28,9 @@ from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import EndOfText
-from tests.played import BLOCK, MASK, PROMPTS, TOKENS, Script, constant, play, run, same, toy
+from tests import toys
+from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
+from tests.toys import MASK
 
 # Certainty prior
 
@@ -42,7 +45,7 @@ def test_density_by_hand() -> None:
 
     play(constant([0.5, 0.5, 0.5, 0.9]), Spy(sigma=0.5), 4)
     near, far = float(torch.tensor(-2.0).exp()), float(torch.tensor(-8.0).exp())
-    total = 1 + 2 * near + 2 * far  # four sigma are two positions
+    total = 1 + 2 * near + 2 * far  # what is three positions away weighs 1.5e-8
     assert seen[0][0].tolist() == pytest.approx([(near + far) / total, far / total, 0, 0], abs=1e-7)
     # Position 0 (0.5 * 0.106) before position 3 (0.9 * 0): committed neighbours decide.
     order = play(constant([0.5, 0.5, 0.5, 0.9]), CertaintyPrior(sigma=0.5), 4)
@@ -54,9 +57,32 @@ def test_density_right_of_the_end_is_as_the_last_position() -> None:
     canvas = layout.canvas([[0]], 4, [0], spec, FullBlock(), CounterNoise(), False)
     at = torch.tensor([[4]])
     canvas = canvas.apply(at, Edit(torch.ones_like(at), at > 0))
-    weight = torch.exp(-(torch.arange(-4.0, 5.0) ** 2) / 4.5)  # a generation's length on either side
-    want = float((weight[:2].sum() + weight[5:].sum()) / weight.sum())
-    assert float(CertaintyPrior(sigma=1.5).density(canvas, torch.tensor([[3]]))) == pytest.approx(want)
+    weight = {offset: math.exp(-(offset**2) / 4.5) for offset in range(-12, 12)}
+    there = [*range(-6, -2), *range(1, 6)]  # four columns on either side of the generation, and the one that stands
+    want = sum(weight[offset] for offset in there) / sum(weight.values())
+    assert float(CertaintyPrior(sigma=1.5).density(canvas, torch.tensor([[3]]))) == pytest.approx(want, rel=1e-14)
+
+
+@pytest.mark.parametrize("sigma", [0.4, 3.0, 50.0])
+def test_density_is_the_published_sum(sigma: float) -> None:
+    """Every term written out: a wide Gaussian misses what lies beyond, a narrow one is not cut where it counts."""
+    spec, tokens, prompt = constant([0.5] * 9).spec, 9, 2
+    canvas = layout.canvas([[0] * prompt, [0]], tokens, [0, 0], spec, FullBlock(), CounterNoise(), False)
+    stands = [{0, 1, 4}, {2, 5, 8}]
+    masked = canvas.masked.clone()
+    for row, places in enumerate(stands):
+        masked[row, [prompt + place for place in places]] = False
+    found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), torch.arange(2, 11).expand(2, -1))
+
+    def weight(offset: int) -> float:
+        return math.exp(-(offset**2) / (2 * sigma**2))
+
+    total = sum(weight(offset) for offset in range(-3 * tokens, 3 * tokens))
+    for row, places in enumerate(stands):
+        right = {*range(tokens, 2 * tokens)} if tokens - 1 in places else set()
+        there = {*range(-tokens, 0)} | places | right
+        want = [sum(weight(other - place) for other in there) / total for place in range(tokens)]
+        assert found[row].tolist() == pytest.approx(want, rel=1e-12)
 
 
 def test_a_bell_stays_where_it_is() -> None:
@@ -86,8 +112,8 @@ def test_ccd_at_its_ends() -> None:
     baseline = full(FixedSteps(score="entropy"))
     assert same(full(Coherent(expand=0.0)), baseline)
     assert same(full(Coherent(warmup=TOKENS)), baseline)
-    sampler = Sampler(toy(), scheduler=Coherent(steps=4), blocks=FullBlock(), stop="none")
-    fixed = Sampler(toy(), scheduler=FixedSteps(4, "entropy"), blocks=FullBlock(), stop="none")
+    sampler = Sampler(toys.denoiser(), scheduler=Coherent(steps=4), blocks=FullBlock(), stop="none")
+    fixed = Sampler(toys.denoiser(), scheduler=FixedSteps(4, "entropy"), blocks=FullBlock(), stop="none")
     assert same(sampler.generate(PROMPTS, max_new_tokens=16), fixed.generate(PROMPTS, max_new_tokens=16))
 
 
@@ -96,7 +122,9 @@ def test_ccd_commits_its_share() -> None:
     result, baseline = full(Coherent(dynamic=False, warmup=2)), full(FixedSteps(score="entropy"))
     assert torch.equal(result.nfe, baseline.nfe)
     assert all(len(step) == 1 for row in range(len(PROMPTS)) for step in result.trace.steps(row))
-    two = Sampler(toy(), scheduler=Coherent(dynamic=False, steps=8, warmup=2), blocks=FullBlock(), stop="none")
+    two = Sampler(
+        toys.denoiser(), scheduler=Coherent(dynamic=False, steps=8, warmup=2), blocks=FullBlock(), stop="none"
+    )
     trace = two.generate(PROMPTS, max_new_tokens=16).trace
     assert all(len(step) == 2 for row in range(len(PROMPTS)) for step in trace.steps(row))
     assert not same(result, baseline)
@@ -205,7 +233,7 @@ def test_editing_ends(extra: int, forwards: int) -> None:
 
 def test_editing_fires_and_leaves_the_prompt() -> None:
     edits = 0
-    sampler = Sampler(toy(), scheduler=TokenEditing(0.6, 0.3), blocks=FixedBlocks(BLOCK), stop="none")
+    sampler = Sampler(toys.denoiser(), scheduler=TokenEditing(0.6, 0.3), blocks=FixedBlocks(BLOCK), stop="none")
     for prompt in PROMPTS:
         before, left = torch.full((TOKENS,), MASK), torch.ones(TOKENS, dtype=torch.bool)
         for commits in sampler.stream([prompt], max_new_tokens=TOKENS):

@@ -14,7 +14,8 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.threshold import Threshold
-from tests.played import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same, toy
+from tests import toys
+from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 
 # dInfer
 
@@ -79,7 +80,9 @@ def test_hierarchy_remasks_by_hand() -> None:
 
 def test_hierarchy_remasking_fires_and_ends() -> None:
     remasked = 0
-    sampler = Sampler(toy(), scheduler=Hierarchical(0.2, 0.6, remask=0.5), blocks=FixedBlocks(BLOCK), stop="none")
+    sampler = Sampler(
+        toys.denoiser(), scheduler=Hierarchical(0.2, 0.6, remask=0.5), blocks=FixedBlocks(BLOCK), stop="none"
+    )
     for prompt in PROMPTS:
         before = torch.ones(TOKENS, dtype=torch.bool)
         for commits in sampler.stream([prompt], max_new_tokens=TOKENS):
@@ -140,7 +143,9 @@ def test_periodic_cache_at_its_ends(periodic: type, plain: str) -> None:
 def test_periodic_cache_by_hand() -> None:
     """One per step in blocks of six, a refresh before every second narrow forward, each an extra forward."""
     prompt, wide, narrow = PROMPTS[1], 7 + 12, 6
-    sampler = Sampler(toy(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=2))
+    sampler = Sampler(
+        toys.denoiser(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=2)
+    )
     widths: list[int] = []
     for commits in sampler.stream([prompt], max_new_tokens=12):
         assert commits.result is None or int(commits.result.trace.nfe[0]) == 12
@@ -150,7 +155,7 @@ def test_periodic_cache_by_hand() -> None:
     assert int(result.trace.rows[0]) == 4 * wide + 8 * narrow
     # An odd number of narrow forwards: the count goes on in the next block, W n n n n | W n W ...
     result = Sampler(
-        toy(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=5)
+        toys.denoiser(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=5)
     ).generate([prompt], max_new_tokens=12)
     # W n n n n n | W W n n n n is what a reset or a refresh of its own would give; the opening one serves for both.
     assert int(result.trace.rows[0]) == 2 * wide + 10 * narrow

@@ -23,20 +23,9 @@ from dllm_sampler.schedulers.slowfast import SlowFast
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops import Prophet
-from tests.scripted import (
-    BLOCK,
-    INF,
-    MASK,
-    NEVER,
-    PROMPTS,
-    TOKENS,
-    Script,
-    history,
-    probabilities,
-    run,
-    same,
-    sampler,
-)
+from tests.contract.test_reference import probabilities
+from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same_answers, sampler, written
+from tests.toys import MASK
 from tests.turns import by_turns
 
 ALL: list[Scheduler] = [
@@ -65,7 +54,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> N
 
 @pytest.mark.parametrize("scheduler", ALL, ids=repr)
 def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
-    assert same(run(scheduler, stop=NEVER), run(scheduler))
+    assert same_answers(run(scheduler, stop=NEVER), run(scheduler))
 
 
 @pytest.mark.parametrize("scheduler", [Wino(0.3, least=2, most=4), RunningConfidence(9), Remdm(9, 2, 2)], ids=repr)
@@ -149,7 +138,7 @@ class TestKlass:
             before: Tensor | None = None
             moves: dict[int, list[float]] = {i: [] for i in range(start, start + BLOCK)}
             while masks := [i for i in range(start, start + BLOCK) if step_map[i] < 0]:
-                p = probabilities(ids)[len(prompt) :]
+                p = probabilities("llada", tuple(ids), len(prompt))[len(prompt) :]
                 sure = {i: float(p[i].max()) for i in masks}
                 if before is not None:
                     for i in moves:
@@ -178,26 +167,26 @@ class TestKlass:
 
     @pytest.mark.parametrize("steps", [None, 9, 4])
     def test_without_divergence_it_is_the_fixed_schedule(self, steps: int | None) -> None:
-        assert same(run(Klass(steps, divergence=0.0, threshold=0.0)), run(FixedSteps(steps)))
+        assert same_answers(run(Klass(steps, divergence=0.0, threshold=0.0)), run(FixedSteps(steps)))
 
     def test_with_any_divergence_it_is_a_threshold_from_the_second_forward_on(self) -> None:
         """By hand: the first forward has no history; 0.9 then moves, so 0.8 goes first although 0.9 is surer."""
-        script = Script([[0.8, 0.3, 0.5, 0.95], [0.8, 0.9, 0.5, 0.95]])
-        assert script.play(Klass(divergence=0.01, history=1))[0] == [[3], [0], [1], [2]]
-        assert script.play(Klass(divergence=INF, history=1))[0] == [[3], [0, 1], [2]]
-        assert script.play(Klass(divergence=INF, history=2))[0] == [[3], [1], [0], [2]]
-        assert script.play(FixedSteps())[0] == [[3], [1], [0], [2]]
+        script = written([[0.8, 0.3, 0.5, 0.95], [0.8, 0.9, 0.5, 0.95]])
+        assert script.history(Klass(divergence=0.01, history=1))[0] == [[3], [0], [1], [2]]
+        assert script.history(Klass(divergence=INF, history=1))[0] == [[3], [0, 1], [2]]
+        assert script.history(Klass(divergence=INF, history=2))[0] == [[3], [1], [0], [2]]
+        assert script.history(FixedSteps())[0] == [[3], [1], [0], [2]]
 
     def test_history_begins_with_the_block(self) -> None:
-        script = Script([[0.9] * 8])
+        script = written([[0.9] * 8])
         scheduler = Klass(threshold=0.5, history=1)
         blocks = FixedBlocks(4)
-        assert script.play(scheduler, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
+        assert script.history(scheduler, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
 
     def test_a_last_step_commits_all_that_is_left(self) -> None:
-        script = Script([[0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.3, 0.3]])
+        script = written([[0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.3, 0.3]])
         scheduler = Klass(2, threshold=0.5, history=1, take="surest")
-        assert script.play(scheduler)[0] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert script.history(scheduler)[0] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
     def test_the_last_step_is_that_of_the_block_as_it_was_opened(self) -> None:
         """Of six; the half that a stop leaves would have had three, and is not over in the third."""
@@ -213,7 +202,7 @@ class Halving(Stop):
 
     cuts: ClassVar[bool] = True
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         half = canvas.origin + (canvas.length - canvas.origin) // 2
         return replace(edit, end=torch.where(canvas.step == 1, half, canvas.end))
 
@@ -236,21 +225,21 @@ class TestSlowFast:
     SURE = ([0.5, 0.95, 0.16, 0.35, 0.2, 0.1, 0.25, 0.1],)
 
     def test_by_hand(self) -> None:
-        script = Script([*self.SURE])
+        script = written([*self.SURE])
         # Two slow forwards see the farthest 0.3 at position 3: the edge is 4. Fast forwards fill [0, 4), worse tokens
         # first than those beyond; only the second one leaves out what is beyond. Then edges follow one another.
-        assert script.play(SlowFast())[0] == [[1], [0], [3], [2], [6], [4], [5], [7]]
+        assert script.history(SlowFast())[0] == [[1], [0], [3], [2], [6], [4], [5], [7]]
         assert script.limits == [9, 9, 9, 5, 9, 9, 9, 9]
         script.limits.clear()
-        assert script.play(SlowFast(truncate=False))[0] == [[1], [0], [3], [2], [6], [4], [5], [7]]
+        assert script.history(SlowFast(truncate=False))[0] == [[1], [0], [3], [2], [6], [4], [5], [7]]
         assert script.limits == [None] * 8
-        assert script.play(Threshold())[0] == [[1], [0], [3], [6], [4], [2], [5], [7]]
+        assert script.history(Threshold())[0] == [[1], [0], [3], [6], [4], [2], [5], [7]]
 
     def test_unstable_estimates_are_averaged(self) -> None:
         # Estimates 4 and 1, rounded down 2: position 0 goes before the surer 4.
-        script = Script([[0.05, 0.25, 0.1, 0.5, 0.2, 0.1]])
-        assert script.play(SlowFast(slow=2))[0] == [[3], [1], [0], [4], [2], [5]]
-        assert script.play(Threshold())[0][:3] == [[3], [1], [4]]
+        script = written([[0.05, 0.25, 0.1, 0.5, 0.2, 0.1]])
+        assert script.history(SlowFast(slow=2))[0] == [[3], [1], [0], [4], [2], [5]]
+        assert script.history(Threshold())[0][:3] == [[3], [1], [4]]
 
     def test_above_one_it_commits_one_per_forward(self) -> None:
         for prompt in PROMPTS:
@@ -258,8 +247,8 @@ class TestSlowFast:
 
     @pytest.mark.parametrize("bar", [0.3, 0.9])
     def test_without_a_slow_phase_it_is_the_threshold(self, bar: float) -> None:
-        assert same(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
-        assert same(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
+        assert same_answers(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
+        assert same_answers(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
 
     @pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(BLOCK)])
     def test_borders_move_on_and_leave_no_mask_behind(self, blocks: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.blocks import FixedBlocks, FullBlock
@@ -24,8 +25,21 @@ from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import EndOfText, TruncateStop
-from tests.played import BLOCK, EOS, PROMPTS, TOKENS, Script, constant, filter_file, play, run, same, toy
+from tests import toys
+from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
+from tests.toys import EOS
 from tests.turns import by_turns
+
+
+def filter_file(folder: Path, *layers: tuple[Tensor, Tensor]) -> str:
+    path = folder / "filter.safetensors"
+    parts = {
+        f"fc{i}.{name}": t.float()
+        for i, layer in enumerate(layers, 1)
+        for name, t in zip(("weight", "bias"), layer, strict=True)
+    }
+    save_file(parts, path)
+    return str(path)
 
 
 @pytest.fixture
@@ -150,25 +164,25 @@ def test_filter_says_what_was_not_its_choice(random_filter: str) -> None:
 def test_filter_refusals(tmp_path: Path, random_filter: str) -> None:
     for blocks in (FixedBlocks(5), FullBlock(), {"name": "fixed", "length": 32}):
         with pytest.raises(UserError, match=r"trained on blocks of 6 positions.*blocks.length=6"):
-            Sampler(toy(), scheduler=LearnedFilter(random_filter), blocks=blocks)
-    sampler = Sampler(toy(), scheduler=LearnedFilter(random_filter), blocks=FixedBlocks(6))
+            Sampler(toys.denoiser(), scheduler=LearnedFilter(random_filter), blocks=blocks)
+    sampler = Sampler(toys.denoiser(), scheduler=LearnedFilter(random_filter), blocks=FixedBlocks(6))
     with pytest.raises(UserError, match="trained on blocks of 6"):
         sampler.generate([[1]], max_new_tokens=12, block_length=4)
     with pytest.raises(UserError, match=r"scheduler.filter is missing"):
-        Sampler(toy(), scheduler="learn2pd")
+        Sampler(toys.denoiser(), scheduler="learn2pd")
     text = tmp_path / "text"
     text.write_text("no tensors")
     for path in (text, tmp_path / "nowhere"):
         with pytest.raises(UserError, match=r"cannot be read as a safetensors file"):
-            Sampler(toy(), scheduler=LearnedFilter(str(path)))
+            Sampler(toys.denoiser(), scheduler=LearnedFilter(str(path)))
     with pytest.raises(UserError, match="maps 4 positions to 3"):
-        Sampler(toy(), scheduler=LearnedFilter(filter_file(tmp_path, (torch.zeros(3, 4), torch.zeros(3)))))
+        Sampler(toys.denoiser(), scheduler=LearnedFilter(filter_file(tmp_path, (torch.zeros(3, 4), torch.zeros(3)))))
     layers = ((torch.zeros(3, 4), torch.zeros(3)), (torch.zeros(4, 4), torch.zeros(4)))
     with pytest.raises(UserError, match="do not fit"):
-        Sampler(toy(), scheduler=LearnedFilter(filter_file(tmp_path, *layers)))
+        Sampler(toys.denoiser(), scheduler=LearnedFilter(filter_file(tmp_path, *layers)))
     save_file({"weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
     with pytest.raises(UserError, match=r"should hold fc1.weight"):
-        Sampler(toy(), scheduler=LearnedFilter(str(tmp_path / "other.safetensors")))
+        Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / "other.safetensors")))
 
 
 # End-of-Text prediction
@@ -202,7 +216,7 @@ def test_resolved_is_truncate() -> None:
     cut, truncated = run(scheduler, stop=EndOfText()), run(scheduler, stop=TruncateStop())
     assert same(cut, truncated)
     assert (cut.trace.end < cut.trace.ids.shape[1]).any()
-    sampler = Sampler(toy(), scheduler=scheduler, blocks=FixedBlocks(BLOCK), stop=EndOfText())
+    sampler = Sampler(toys.denoiser(), scheduler=scheduler, blocks=FixedBlocks(BLOCK), stop=EndOfText())
     for row, prompt in enumerate(PROMPTS):
         for commits in sampler.stream([prompt], max_new_tokens=TOKENS):
             ends = (commits.tokens[0] == EOS) & ~commits.masked[0]

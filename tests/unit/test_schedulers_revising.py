@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dllm_sampler import Query, Sampler, UserError, layout
 from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.cache.none import once
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -19,21 +20,23 @@ from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.remdm import Remdm
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
-from tests.scripted import BLOCK, EOS, MASK, PROMPTS, TOKENS, Script, Steps, history, run, same, toy
+from tests import toys
+from tests.scripted import BLOCK, PROMPTS, TOKENS, Steps, history, run, same_answers, written
+from tests.toys import EOS, MASK
 
 
 class TestWino:
     def test_by_hand(self) -> None:
-        script = Script(
+        script = written(
             says=[[0.9, 0.8, 0.7, 0.2, 0.3, 0.1], [0.5, 0.5, 0.5, 0.6, 0.55, 0.1], [0.9, 0.9, 0.9, 0.9, 0.9, 0.6]],
             shadows=[[0.0] * 6, [0.95, 0.6, 0.7, 0.0, 0.0, 0.0], [0.95, 0.0, 0.7, 0.99, 0.99, 0.0]],
         )
         # Forward 2 commits two and doubts two: it takes back the worse. Forward 4 commits one, and takes back none.
         scheduler = Wino(0.5, 0.8)
-        assert script.play(scheduler) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
+        assert script.history(scheduler) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
         # At most two at a time.
-        assert script.play(replace(scheduler, least=1, most=2))[0][0] == [0, 1]
-        assert script.play(replace(scheduler, share=0.2, least=1))[0][0] == [0]
+        assert script.history(replace(scheduler, least=1, most=2))[0][0] == [0, 1]
+        assert script.history(replace(scheduler, share=0.2, least=1))[0][0] == [0]
 
     @pytest.mark.parametrize("kind", ["llada", "dream", "cfg"])
     def test_takes_back_less_than_it_commits(self, kind: str) -> None:
@@ -51,7 +54,7 @@ class TestWino:
 
     def test_never_taking_back_it_is_a_capped_threshold(self) -> None:
         wide = run(Wino(0.3, 0.0, least=TOKENS, most=TOKENS))
-        assert same(wide, run(Threshold(0.3)))
+        assert same_answers(wide, run(Threshold(0.3)))
         capped = [history(Wino(0.0, 0.0, least=1, most=2), prompt)[0] for prompt in PROMPTS]
         assert {len(step) for steps in capped for step in steps} <= {1, 2}
         assert any(len(step) == 2 for steps in capped for step in steps)
@@ -65,8 +68,7 @@ class TestWino:
     def ask(ids: list[int], masked: list[bool], blind: bool, layers: int, shift: bool = False) -> Tensor:
         """`[Q, V]` logits at the second block of two, four wide."""
         scheduler = Wino(0.3) if blind else Threshold()
-        kind = "dream" if shift else "llada"
-        denoiser = toy(kind, layers)
+        denoiser = toys.wrapped(toys.transformer(layers=layers), shift)
         sampling = Sampler(denoiser, scheduler=scheduler, blocks=FixedBlocks(4), stop="none")
         start = layout.canvas([[3, 8]], 8, [0], denoiser.spec, sampling.plugins.blocks, CounterNoise(), False)
         canvas = replace(
@@ -76,10 +78,10 @@ class TestWino:
             start=start.start + 4,
             stop=start.stop + 4,
         )
-        query = replace(Query.window(canvas, 4), blind=blind)
-        live = sampling.plugins.cache.init(canvas, denoiser.spec)
-        hidden, _ = denoiser(canvas, query, live.plan(canvas, query))
-        return denoiser.head(hidden)[0, 0]
+        query = replace(Query.window(canvas), blind=blind)
+        canvas, plan = once(canvas, query, denoiser.spec)
+        hidden, _ = denoiser(canvas, query, plan)
+        return plan.answers.spread(denoiser.head(hidden))[0, 0]
 
     @pytest.mark.parametrize("shift", [False, True])
     def test_a_shadow_does_not_see_its_token(self, shift: bool) -> None:
@@ -101,19 +103,19 @@ class TestWino:
 
     def test_models_without_room_for_shadows_are_refused(self) -> None:
         with pytest.raises(UserError, match=r"scheduler=Wino adds shadow rows .* use another scheduler"):
-            Sampler(Script([[0.5]], cacheable=False), scheduler=Wino())
+            Sampler(written([[0.5]], cacheable=False), scheduler=Wino())
 
 
 class TestRunningConfidence:
     def test_by_hand(self) -> None:
-        script = Script([[0.6, 0.5, 0.4, 0.3], [0.0, 0.9, 0.8, 0.1], [0.95, 0.0, 0.0, 0.2]])
+        script = written([[0.6, 0.5, 0.4, 0.3], [0.0, 0.9, 0.8, 0.1], [0.95, 0.0, 0.0, 0.2]])
         # Position 0 goes back when two surer ones turn up, and returns when its new prediction is sure.
-        assert script.play(RunningConfidence()) == ([[0], [1, 2], [0], [3]], [[], [0], [], []])
+        assert script.history(RunningConfidence()) == ([[0], [1, 2], [0], [3]], [[], [0], [], []])
 
     @pytest.mark.parametrize("steps", [2, 4, 8])
     def test_where_nothing_gets_surer_it_is_the_fixed_schedule(self, steps: int) -> None:
-        script = Script([[0.3, 0.9, 0.5, 0.7, 0.2, 0.6, 0.4, 0.8]])
-        assert script.play(RunningConfidence(steps)) == script.play(FixedSteps(steps))
+        script = written([[0.3, 0.9, 0.5, 0.7, 0.2, 0.6, 0.4, 0.8]])
+        assert script.history(RunningConfidence(steps)) == script.history(FixedSteps(steps))
 
     @pytest.mark.parametrize("steps", [9, 12, 18])
     def test_counts_and_revisions(self, steps: int) -> None:
@@ -134,15 +136,15 @@ class TestRunningConfidence:
 
 class TestRemdm:
     def test_by_hand(self) -> None:
-        script = Script([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]])
+        script = written([[0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]])
         # After 7 of 8 steps the two least sure go, one of them in the very step that would have committed it.
-        opened, taken = script.play(Remdm(tokens=2))
+        opened, taken = script.history(Remdm(tokens=2))
         assert opened == [[0], [1], [2], [3], [4], [5], [], [5, 6], [7]]
         assert taken == [[], [], [], [], [], [], [5], [], []]
 
     @pytest.mark.parametrize("steps", [None, 9, 6, 3])
     def test_without_revisions_it_is_the_fixed_schedule(self, steps: int | None) -> None:
-        assert same(run(Remdm(steps, revisions=0)), run(FixedSteps(steps)))
+        assert same_answers(run(Remdm(steps, revisions=0)), run(FixedSteps(steps)))
 
     @pytest.mark.parametrize(("steps", "revisions", "tokens"), [(18, 1, 1), (9, 2, 2), (3, 1, 3), (18, 3, 99)])
     def test_every_block_adds_its_revisions(self, steps: int, revisions: int, tokens: int) -> None:
@@ -159,7 +161,7 @@ class TestRemdm:
 class TestDilated:
     @staticmethod
     def levels(length: int, **settings: Any) -> Steps:
-        return Script([[0.5] * length]).play(Dilated(**settings))[0]
+        return written([[0.5] * length]).history(Dilated(**settings))[0]
 
     def test_by_hand(self) -> None:
         assert self.levels(8) == [[0, 4], [2, 6], [1, 3, 5, 7]]
@@ -170,10 +172,10 @@ class TestDilated:
         assert self.levels(1) == [[0]]
 
     def test_doubtful_positions_wait(self) -> None:
-        script = Script([[0.9, 0.9, 0.1, 0.9, 0.2, 0.9, 0.9, 0.9], [0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9]])
-        assert script.play(Dilated())[0] == [[0], [4, 6], [1, 2, 3, 5, 7]]
-        assert script.play(Dilated(skip=0.0))[0] == [[0, 4], [2, 6], [1, 3, 5, 7]]
-        assert script.play(Dilated(skip=1.0))[0] == [[], [], list(range(8))]
+        script = written([[0.9, 0.9, 0.1, 0.9, 0.2, 0.9, 0.9, 0.9], [0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9]])
+        assert script.history(Dilated())[0] == [[0], [4, 6], [1, 2, 3, 5, 7]]
+        assert script.history(Dilated(skip=0.0))[0] == [[0, 4], [2, 6], [1, 3, 5, 7]]
+        assert script.history(Dilated(skip=1.0))[0] == [[], [], list(range(8))]
 
     @pytest.mark.parametrize("length", range(4, 34))
     def test_neighbours_never_go_together_before_the_last_level(self, length: int) -> None:

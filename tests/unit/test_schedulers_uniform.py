@@ -11,10 +11,11 @@ from torch import Tensor
 from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError, readout
 from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Denoiser, Plan, Spent
 from dllm_sampler.schedulers.block_refine import BlockRefine
 from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
-from tests import played, toys
+from tests import scripted, toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_syncs import no_host_reads
 
@@ -99,7 +100,7 @@ def test_the_noise_is_uniform_and_does_not_repeat() -> None:
 
 def accepted(bound: float, entropies: list[float], **settings: Any) -> list[list[int]]:
     """What each of five forwards leaves accepted where positions have these probabilities of their best token."""
-    model = played.constant(entropies)
+    model = scripted.constant(entropies)
     scheduler = EntropyRenoise(bound, 5, 1.0, 1.0, None, None, **settings)
     steps = list(Sampler(model, scheduler=scheduler, blocks="full", stop="none").stream([[0]], max_new_tokens=4))
     return [(~step.masked[0]).nonzero()[:, 0].tolist() for step in steps]
@@ -113,7 +114,7 @@ def test_the_bound() -> None:
     assert accepted(0.3, sure) == [[0, 2]] * 4 + [[0, 1, 2, 3]]
 
 
-def says(tokens: list[list[int]], sure: list[list[float]]) -> played.Script:
+def says(tokens: list[list[int]], sure: list[list[float]]) -> scripted.Script:
     """A model that says in forward n what the n-th lists say, the last ones from there on; one prompt token."""
 
     def logits(canvas: Canvas) -> Tensor:
@@ -124,7 +125,7 @@ def says(tokens: list[list[int]], sure: list[list[float]]) -> played.Script:
             table[place, token], table[place, 7] = p, 0
         return table.log()[None]
 
-    return played.Script(logits)
+    return scripted.Script(logits)
 
 
 def test_acceptance_is_decided_anew_and_the_answer_is_the_last_best_canvas() -> None:
@@ -158,8 +159,7 @@ def test_the_temperature_falls_linearly() -> None:
     guide = LinearTemperature(0.4, 0.8, 4)
     canvas = toys.canvas(torch.ones(3, 2, dtype=torch.bool))
     canvas = replace(canvas, age=torch.tensor([0, 3, 9]))
-    logits = torch.ones(3, 1, 2, 5)
-    found = 1 / guide(logits, canvas, Query.window(canvas, 2))[:, 0, 0, 0]
+    found = 1 / guide(torch.ones(6, 5), canvas, Answers.every(Query.window(canvas)))[::2, 0]
     torch.testing.assert_close(found, torch.tensor([0.8, 0.5, 0.4]))
 
 
@@ -170,14 +170,14 @@ def test_a_users_temperature_comes_before() -> None:
 
 @pytest.mark.parametrize(("steps", "counts"), [(2, [4, 4]), (3, [3, 3, 2]), (8, [1] * 8), (16, [1, 0] * 7 + [1])])
 def test_the_rising_quota(steps: int, counts: list[int]) -> None:
-    model = played.constant([0.5 + 0.01 * i for i in range(8)])
-    found = [len(step) for step in played.play(model, BlockRefine(steps, 1.0), 8)]
+    model = scripted.constant([0.5 + 0.01 * i for i in range(8)])
+    found = [len(step) for step in scripted.play(model, BlockRefine(steps, 1.0), 8)]
     assert found == counts
 
 
 def test_the_threshold_of_block_refinement() -> None:
-    model = played.constant([0.99, 0.5, 0.6, 0.97, 0.95])
-    assert played.play(model, BlockRefine(5, 0.95), 5) == [[0, 3], [], [4], [2], [1]]
+    model = scripted.constant([0.99, 0.5, 0.6, 0.97, 0.95])
+    assert scripted.play(model, BlockRefine(5, 0.95), 5) == [[0, 3], [], [4], [2], [1]]
 
 
 def test_a_step_reads_nothing() -> None:
@@ -185,10 +185,17 @@ def test_a_step_reads_nothing() -> None:
         sampler, _ = uniform(scheduler)
         plugins, seen = sampler.plugins, toys.canvas(torch.ones(2, 9, dtype=torch.bool))
         carry = plugins.scheduler.init(seen)
-        query = Query.window(seen, 9)
-        logits = torch.randn(2, 1, 9, toys.VOCAB, dtype=torch.float64)
+        query = Query.window(seen)
+        logits = torch.randn(18, toys.VOCAB, dtype=torch.float64)
         read = readout.read(
-            logits, logits, seen, query, sampler.denoiser.spec, plugins.guides, plugins.scheduler.needs, False
+            logits,
+            logits,
+            seen,
+            Answers.every(query),
+            sampler.denoiser.spec,
+            plugins.guides,
+            plugins.scheduler.needs,
+            False,
         )
         with no_host_reads():
             plugins.scheduler.tell(seen.renoised(toys.VOCAB), query, read, carry)

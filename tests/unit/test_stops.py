@@ -24,7 +24,9 @@ def judged(stop: Stop, canvas: Canvas, commits: dict[int, int]) -> tuple[Edit, C
     positions = torch.arange(canvas.length)[None]
     chosen = torch.tensor([[column in commits for column in range(canvas.length)]])
     ids = torch.tensor([[commits.get(column, 0) for column in range(canvas.length)]])
-    edit = stop.bind(toys.denoiser().spec)(canvas, Query.at(canvas, positions), None, Edit(ids, chosen))  # type: ignore[arg-type]
+    edit = Edit(ids, chosen)
+    after = canvas.apply(positions, edit)
+    edit = stop.bind(toys.denoiser().spec)(canvas, after, Query.at(canvas, positions), None, edit)  # type: ignore[arg-type]
     return edit, canvas.apply(positions, edit)
 
 
@@ -78,7 +80,7 @@ def test_an_end_token_in_the_prompt_does_not_count(stop):
 
 def test_none():
     edit = Edit(torch.tensor([[E]]), torch.tensor([[True]]))
-    assert NoStop()(None, None, None, edit) is edit  # type: ignore[arg-type]
+    assert NoStop()(None, None, None, None, edit) is edit  # type: ignore[arg-type]
 
 
 def test_a_plug_in_is_bound_to_one_model_at_a_time():

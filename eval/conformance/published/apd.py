@@ -38,8 +38,7 @@ class EndsAnywhere(BlockStop):
     Source: APD's loop, left to right without a verifier too, arXiv 2506.00413.
     """
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after = canvas.apply(query.positions, edit)
         finish = ((after.ids == self.eos) & ~after.masked & after.seen()).any(1)
         return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)

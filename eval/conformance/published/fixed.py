@@ -61,7 +61,7 @@ class AnyBlock(PublishedFixedSteps):
         """See `Scheduler.whole`. It commits outside the block."""
         return True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
 

@@ -35,7 +35,7 @@ class PublishedKlass(Klass):
         """See `Scheduler.whole`. A later block's masks have a history."""
         return True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
 

@@ -19,8 +19,9 @@ class PublishedEndOfText(EndOfText):
     mode: Literal["resolved", "predicted"] = "predicted"
     min_conf: float = 0.0
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         # The code guesses among the masks from before the step. Those that the step vouches for are no end tokens here.
         vouched = edit if edit.forced is None else replace(edit, commit=edit.commit & ~edit.forced)
-        return replace(edit, end=super().__call__(canvas, query, readout, vouched).end)
+        after = canvas.apply(query.positions, vouched)
+        return replace(edit, end=super().__call__(canvas, after, query, readout, vouched).end)

@@ -26,7 +26,7 @@ class PublishedRunningConfidence(RunningConfidence):
         """See `Scheduler.whole`. Earlier blocks are written again."""
         return True
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Everything up to the block's end."""
         columns = canvas.columns()[:, canvas.origin : -1].expand(len(canvas.ids), -1)
         return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))

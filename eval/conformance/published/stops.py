@@ -37,12 +37,12 @@ class EarlyStop(PrefixStop):
     Source: LLaDA2's loop, arXiv 2512.15745.
     """
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        before, edit = edit.finish, super().__call__(canvas, query, readout, edit)
+        before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
         assert edit.finish is not None
         committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
-        looks = committed | block_over(canvas.apply(query.positions, edit), edit)
+        looks = committed | block_over(after, edit)
         asked = (canvas.ids[:, : canvas.origin] == self.eos).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
@@ -60,9 +60,8 @@ class AllEnd(BlockStop):
 
     drafting: bool = False
 
-    def __call__(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        after = canvas.apply(query.positions, edit)
         columns = canvas.columns()
         first = canvas.start if canvas.grid is None else canvas.on_grid(canvas.start)
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])

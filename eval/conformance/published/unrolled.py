@@ -43,9 +43,9 @@ class Unrolled(Around):
         zero = torch.zeros_like(canvas.start)
         return super().init(canvas), zero, zero, zero > 0
 
-    def ask(self, canvas: Canvas, width: int, carry: Carry) -> Query:
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""
-        return super().ask(canvas, width, carry[0])
+        return super().ask(canvas, carry[0])
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -34,11 +34,6 @@ class PublishedWindow(WindowCache):
         return super().suit(spec, scheduler)
 
     @property
-    def covers(self) -> bool:
-        """See `Cache.covers`."""
-        return not self.spec.shift
-
-    @property
     def back(self) -> int:
         """See `WindowCache.back`."""
         return 0

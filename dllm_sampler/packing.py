@@ -1,0 +1,284 @@
+"""Packed steps: the positions that the rows of a batch compute in one forward, side by side, and no others.
+
+A pack has T *entries*, sorted by row, candidate and column. A network sees them as one row `[1, T, D]`; only attention
+and the writing of keys and values know which row an entry belongs to. Of the T hidden states R are *answers*, which
+the LM head turns into logits. T and R are numbers of the host, read once between two steps (`measure`); where fewer
+entries are left than the host was told, *fillers* take their place: they stand at the empty slot of the last row.
+
+Letters: B rows, K candidates, Q queried positions, L columns, T entries, R answers, S segments of a row (its
+candidates, or the canvas and its shadows).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.canvas import Canvas, Query, Sizes
+
+if TYPE_CHECKING:
+    from dllm_sampler.protocols import ModelSpec
+
+
+class Request(NamedTuple):
+    """What the next forward is asked for, as sets: no size is known yet."""
+
+    query: Query
+    computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
+    asked: Tensor  # [B, K, Q] bool: queried positions that will be answered
+
+    def shadows(self, canvas: Canvas) -> Tensor:
+        """`[B, Q] bool` positions of a blind query that get a shadow: all of the block."""
+        return self.asked[:, 0] & canvas.inside(self.query.positions)
+
+    def entries(self, canvas: Canvas) -> Tensor:
+        """`[B]` entries of each row."""
+        count = self.computed.sum(1)
+        if self.query.live is not None:
+            count = count * self.query.live.sum(1)
+        elif self.query.ids.shape[1] > 1:
+            count = count * self.query.ids.shape[1]
+        return count + self.shadows(canvas).sum(1) if self.query.blind else count
+
+
+def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
+    """`[B, L+1] bool` columns of live rows that a forward computes, of those `chosen [B, L+1]`; None: of all."""
+    seen = visible(canvas, query) & ~canvas.done[:, None]
+    return seen if chosen is None else chosen & seen
+
+
+def request(query: Query, computed: Tensor, answered: Tensor) -> Request:
+    """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
+    asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
+    live = query.live
+    asked = asked.expand(query.ids.shape) if live is None else asked & live[..., None]
+    return Request(query, computed, asked)
+
+
+def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
+    """`[B, L+1] bool` columns that are predicted where the columns `computed [B, L+1]` are."""
+    if spec.encoder:
+        return computed & canvas.in_block()
+    return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed))) if spec.shift else computed
+
+
+def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
+    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`, under a logit shift (Dream)."""
+    # The row's very first position has none before it and reads its own; the empty slot stays what it is.
+    inside = (columns > canvas.begin[:, None]) & (columns < canvas.length)
+    return torch.where(inside, columns - 1, columns)
+
+
+def visible(canvas: Canvas, query: Query) -> Tensor:
+    """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
+    seen = canvas.seen()
+    return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
+
+
+def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
+    """`[9, B] int64` what the host wants to know before the next step, by row; see `read`."""
+    end = canvas.end if wanted.query.limit is None else torch.minimum(canvas.end, wanted.query.limit)
+    queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
+    block = canvas.stop - canvas.start
+    return torch.stack(
+        [wanted.entries(canvas), answers, queried, block, canvas.begin, end, canvas.age, canvas.done.long(), bad]
+    )
+
+
+class Found(NamedTuple):
+    """What the host read."""
+
+    sizes: Sizes
+    finished: bool  # every row is done
+    bad: bool  # the model returned no finite statistics for some row
+
+
+def read(measured: list[list[int]]) -> Found:
+    """`measure`, on the host."""
+    entries, answers, queries, block, begin, end, age, done, bad = measured
+    live = [row for row, over in enumerate(done) if not over]
+    rows = tuple(zip(entries, begin, end, strict=True))
+    sizes = Sizes(
+        queries=max([1, *(queries[row] for row in live)]),
+        block=max([1, *(block[row] for row in live)]),
+        computed=max(1, sum(entries)),
+        answers=max(1, sum(answers)),
+        longest=max(1, *entries),
+        whole=all(count in (0, last - first) for count, first, last in rows),
+        opens=any(age[row] == 0 for row in live),
+        rows=rows,
+    )
+    return Found(sizes, not live, any(bad))
+
+
+def largest(canvas: Canvas, wanted: Request) -> Sizes:
+    """Sizes that are large enough whatever the request turns out to be."""
+    batch, candidates, width = wanted.query.ids.shape
+    longest = canvas.length * candidates + width * wanted.query.blind
+    answers = batch * candidates * width
+    return Sizes(width, canvas.width, batch * longest, answers, longest, whole=canvas.sizes.whole)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Which of the `[B, K, Q]` queried places a forward answers, and how to go from one form to the other."""
+
+    place: Tensor  # [R] in the flat [B*K*Q]; B*K*Q for a filler
+    query: Query
+    whole: bool  # every place is answered, in order
+
+    @staticmethod
+    def of(wanted: Request, sizes: Sizes) -> Answers:
+        """The answers of a request."""
+        flat = wanted.asked.flatten()
+        # As many answers as places: then each place has one, unless the size was rounded up.
+        if sizes.answers == len(flat) and sizes.rows is not None:
+            return Answers.every(wanted.query)
+        place = torch.nonzero_static(flat, size=sizes.answers, fill_value=len(flat))[:, 0]
+        return Answers(place, wanted.query, False)
+
+    @staticmethod
+    def every(query: Query) -> Answers:
+        """One answer for each place."""
+        return Answers(select.numbers(query.ids.numel(), query.ids.device), query, True)
+
+    @cached_property
+    def _there(self) -> Tensor:
+        return self.place.clamp(max=self.query.ids.numel() - 1)  # [R]
+
+    @cached_property
+    def row(self) -> Tensor:
+        """`[R]` the row of the batch."""
+        return self._there // (self.query.ids.shape[1] * self.query.ids.shape[2])
+
+    @cached_property
+    def candidate(self) -> Tensor:
+        """`[R]` which of the row's candidates."""
+        return self._there // self.query.ids.shape[2] % self.query.ids.shape[1]
+
+    @cached_property
+    def position(self) -> Tensor:
+        """`[R]` the column that is predicted."""
+        flat = self.row * self.query.ids.shape[2] + self._there % self.query.ids.shape[2]
+        return self.query.positions.flatten()[flat]
+
+    def step(self, canvas: Canvas) -> Tensor:
+        """`[R]` the forward that keys each answer's noise."""
+        if self.query.step is None:
+            return canvas.step[self.row]
+        steps = self.query.step.expand(self.query.ids.shape[:2])
+        return steps.flatten()[self.row * self.query.ids.shape[1] + self.candidate]
+
+    def pick(self, values: Tensor) -> Tensor:
+        """`[R, ...]` of values `[B, K, Q, ...]`."""
+        flat = values.flatten(0, 2)
+        return flat if self.whole else flat.index_select(0, self._there)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """`[B, K, Q, ...]` of values `[R, ...]`; 0 where nothing is answered."""
+        shape = self.query.ids.shape
+        if self.whole:
+            return values.unflatten(0, shape)
+        size = shape.numel()
+        room = values.new_zeros(size + 1, *values.shape[1:])  # fillers go behind the last place
+        return room.index_copy_(0, self.place, values)[:size].unflatten(0, shape)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The entries of a forward.
+
+    Entries of one segment belong together: a candidate sees its own only. A blind query has two segments, the canvas
+    and its shadows: shadows see one another, and the canvas but for the column that they stand in for.
+    """
+
+    place: Tensor  # [T] in the flat [B*S*(L+1)]
+    row: Tensor  # [T]
+    column: Tensor  # [T]; L for a filler
+    segment: Tensor | None  # [T]; None: each row has one
+    unseen: Tensor | None  # [T] the column that a shadow does not see; -1: none; None: there are no shadows
+    answers: Tensor  # [R] the entry that answers
+    slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
+    chosen: Tensor  # [B, S, L+1] bool: the entries as a set
+    overwritten: Tensor | None  # [B, L+1] bool: stored columns that several segments compute for themselves
+    sizes: Sizes
+
+    @staticmethod
+    def of(canvas: Canvas, wanted: Request, answers: Answers, spec: ModelSpec) -> Pack:
+        """Pack a request."""
+        query, sizes, columns = wanted.query, canvas.sizes, canvas.length + 1
+        batch, device = len(canvas.ids), canvas.ids.device
+        chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
+        predict = predictors(canvas, query.positions) if spec.shift else query.positions  # [B, Q]
+        there = wanted.shadows(canvas) if query.blind else None
+        if there is not None:
+            shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)
+            chosen, segments = torch.stack([wanted.computed, shadow], 1), 2
+        elif segments > 1:
+            chosen = chosen.expand(-1, segments, -1)
+            chosen = chosen if query.live is None else chosen & query.live[..., None]
+        size = batch * segments * columns
+        # A filler stands at the last place of all, the empty slot of the last row.
+        place = torch.nonzero_static(chosen.reshape(-1), size=sizes.computed, fill_value=size - 1)[:, 0]
+        column, line = place % columns, place // columns
+        row = line if segments == 1 else line // segments
+        segment = None if segments == 1 else line % segments
+        slots = place if segment is None else torch.where(segment == 0, row * columns + column, batch * columns - 1)
+        # The entry that answers each place: candidate and predicting column, or a shadow where the token is known.
+        at = predict[:, None].expand(query.ids.shape)  # [B, K, Q]
+        origin = select.numbers(batch * query.ids.shape[1], device).view(batch, -1, 1) * columns
+        unseen = None
+        if there is not None:
+            known = there[:, None] & ~canvas.masked.gather(1, query.positions)[:, None]
+            origin = origin * 2 + known * columns
+            hides = torch.full_like(canvas.ids, -1).scatter(1, predict, query.positions)  # [B, L+1]
+            unseen = torch.where(line % 2 == 1, hides.flatten()[row * columns + column], -1)
+        return Pack(
+            place,
+            row,
+            column,
+            segment,
+            unseen,
+            torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1),
+            slots,
+            chosen,
+            wanted.computed if segments > 1 and not query.blind else None,
+            sizes,
+        )
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """`[B+1]` where the entries of each row begin, and where the last ones end."""
+        counts = self.chosen.sum((1, 2))
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+    def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
+        """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""
+        rows = canvas.ids[:, None].expand(-1, query.ids.shape[1], -1)  # [B, K, L+1]
+        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
+        if not query.blind:
+            return rows.flatten().index_select(0, self.place)
+        assert self.segment is not None and mask_id is not None
+        shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]
+        return shadowed.masked_fill(self.segment == 1, mask_id)
+
+    def soft(self, query: Query, columns: int) -> tuple[Tensor, Tensor]:
+        """Embeddings `[T, D]` of a query that brings some, and `[T] bool` the entries that they stand at."""
+        assert query.soft is not None
+        width = query.positions.shape[1]
+        index = torch.full((len(query.positions), columns), width, device=query.positions.device)
+        index = index.scatter(1, query.positions, select.numbers(width, index.device).expand_as(query.positions))
+        at = index.flatten()[self.row * columns + self.column]  # [T]
+        line = self.row if self.segment is None else self.row * query.ids.shape[1] + self.segment
+        values = query.soft.flatten(0, 2)[line * width + at.clamp(max=width - 1)]
+        return values, (at < width) & (self.column < columns - 1)
+
+
+def trimmed(wanted: Request, sizes: Sizes) -> Request:
+    """The request without the last query columns, which no row uses."""
+    return wanted._replace(query=wanted.query.trim(sizes.queries), asked=wanted.asked[..., : sizes.queries])
