@@ -147,16 +147,20 @@ class StaticEngine(Engine):
     def step(self, state: State) -> None:
         """See `Engine.step`."""
         if not isinstance(state, InPlace) or self.record is None or state.canvas.sizes.computed > MOST:
-            return super().step(state)
+            super().step(state)
+            return
         state.canvas = replace(state.canvas, sizes=rounded(state.canvas))
         steps = state.buffers.steps
         key = state.buffers.copy_in(state), state.canvas.sizes
         if key not in steps:
             steps[key] = None
-            return super().step(state)
+            super().step(state)
+            state.buffers.copy_in(state)  # what it leaves has buffers, also where no other step follows
+            return
         step = steps[key] = steps[key] or self._recorded(state, self.record)
         if step is None:
-            return super().step(state)
+            super().step(state)
+            return
         step.replay()
         restored(state, step.after)
 

@@ -118,11 +118,12 @@ class Engine:
         """
         if step % self.poll_every and not (last or self.plugins.cache.stores):
             state.canvas = replace(state.canvas, sizes=packing.largest(state.canvas, state.wanted))
+            state.branches = state.canvas.branches
             return
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
         before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
-        if self.plugins.scheduler.drafts:
+        if self.plugins.scheduler.drafts and (step or before.branches is None):
             # The next step has been asked for already: what the scheduler says now holds for the one after it.
             made = replace(before if step else state.canvas, branches=state.branches)
             branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
@@ -169,7 +170,7 @@ class Engine:
             query = query.join(canvas, watched & answered, canvas.length)
         if state.previous is not None:
             query = replace(query, previous=state.previous)
-        state.wanted = packing.request(query, computed, answered)
+        state.wanted = Request.of(query, computed, answered)
         state.measured = packing.measure(canvas, state.wanted, state.bad)
 
     def _tell(self, state: State, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:

@@ -32,6 +32,13 @@ class Request(NamedTuple):
     computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
     asked: Tensor  # [B, K, Q] bool: queried positions that will be answered
 
+    @staticmethod
+    def of(query: Query, computed: Tensor, answered: Tensor) -> Request:
+        """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
+        asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
+        asked = asked.expand(query.ids.shape) if query.live is None else asked & query.live[..., None]
+        return Request(query, computed, asked)
+
     def shadows(self, canvas: Canvas) -> Tensor:
         """`[B, Q] bool` positions of a blind query that get a shadow: all of the block."""
         return self.asked[:, 0] & canvas.inside(self.query.positions)
@@ -52,12 +59,10 @@ def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
     return seen if chosen is None else chosen & seen
 
 
-def request(query: Query, computed: Tensor, answered: Tensor) -> Request:
-    """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
-    asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
-    live = query.live
-    asked = asked.expand(query.ids.shape) if live is None else asked & live[..., None]
-    return Request(query, computed, asked)
+def request(canvas: Canvas, query: Query, chosen: Tensor | None, spec: ModelSpec) -> Request:
+    """The request for `query` when a forward computes the columns `chosen [B, L+1]`; None: all of them."""
+    computed = computable(canvas, query, chosen)
+    return Request.of(query, computed, answerable(canvas, computed, spec))
 
 
 def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:

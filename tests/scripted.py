@@ -25,7 +25,7 @@ Steps = list[list[int]]
 
 @dataclass
 class Script:
-    """A model whose logits `[B, L+1, V]` are a function of the canvas; `shadows`: where a blind query asks what is known."""
+    """A model whose logits `[B, L+1, V]` are a function of the canvas; `shadows` answer blind queries of tokens."""
 
     says: Says
     shadows: Says | None = None

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Sampler
+from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Sampler, packing
+from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Sizes
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -153,6 +155,15 @@ class Spy:
     def computed(self) -> list[list[int]]:
         """Positions computed per forward and row; 0 for a finished row."""
         return [plan.computed.tolist() for _, _, plan in self.calls]
+
+
+def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = None) -> tuple[Canvas, Plan]:
+    """The canvas in the sizes that a query needs, and how a live cache computes it; by default without a cache."""
+    live = NoCache().init(canvas, spec) if live is None else live
+    wanted = packing.request(canvas, query, live.computes(canvas), spec)
+    sized = packing.read(packing.measure(canvas, wanted, torch.zeros_like(canvas.start)).tolist()).sizes
+    canvas = replace(canvas, sizes=sized)
+    return canvas, live.plan(canvas, wanted)
 
 
 def computed(plan: Plan) -> Tensor:

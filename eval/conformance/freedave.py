@@ -47,7 +47,7 @@ class Arguments(BaseModel):
     dual_cache: bool = False
     confidence_threshold: float | None = None
     early_exit: bool = False
-    draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"
+    draft_mode: Literal["batch_expanding", "tree_attention"] = "tree_attention"  # two ways to the same numbers
     decoding_steps: Size | None = None
     mask_token_id: int | None = None
     eos_token_id: int | None = None

@@ -20,6 +20,7 @@ from dllm_sampler.eval.conformance.diffusion_gemma import Watched
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser, Memory
 from dllm_sampler.noise import CounterNoise
+from tests import toys
 from tests.contract.test_syncs import no_host_reads
 
 DATA = Path(__file__).parent / "data"
@@ -51,8 +52,9 @@ def laid_out(prompts: list[list[int]], tokens: int = CANVAS) -> tuple[Canvas, Ca
 def ask(canvas: Canvas, live: Cache, shown: Tensor, previous: Tensor | None = None) -> Tensor:
     """Logits `[B, K, CANVAS, V]` where the block shows `shown [B, K, CANVAS]`."""
     query = Query(canvas.window(CANVAS), shown, previous=previous)
-    hidden, _ = denoiser()(canvas, query, live.plan(canvas, query))
-    return denoiser().head(hidden)
+    canvas, plan = toys.planned(canvas, query, denoiser().spec, live)
+    hidden, _ = denoiser()(canvas, query, plan)
+    return plan.answers.spread(denoiser().head(hidden))
 
 
 def close(one: Tensor, two: Tensor) -> None:
@@ -63,7 +65,7 @@ def test_recorded_forward_with_and_without_self_conditioning() -> None:
     canvas, live = laid_out(REFERENCE["prompt_ids"].tolist())
     shown = REFERENCE["canvas_ids"][:, None]
     close(ask(canvas, live, shown)[:, 0], REFERENCE["logits"])
-    later = replace(canvas, age=canvas.age + 1, sizes=replace(canvas.sizes, opens=False))
+    later = replace(canvas, age=canvas.age + 1)
     fed = REFERENCE["self_conditioning_logits"]
     close(ask(later, live, shown, fed)[:, 0], REFERENCE["logits_self_conditioned"])
     # What the last block left behind is void when a block opens.

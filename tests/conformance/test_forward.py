@@ -13,11 +13,12 @@ from dllm_sampler import layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Canvas, Query, Sizes
+from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.eval.conformance.published import PublishedDualCache, PublishedPrefixCache
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from dllm_sampler.noise import CounterNoise
+from tests import toys
 
 DATA = Path(__file__).parent / "data"
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
@@ -47,8 +48,9 @@ def laid_out(model: TransformerDenoiser, ids: Tensor, begin: Tensor) -> Canvas:
 def ask(model: TransformerDenoiser, live: Cache, canvas: Canvas, first: int, last: int) -> Tensor:
     """Logits that predict the columns `first` to `last`, exclusive."""
     query = Query.at(canvas, torch.arange(first, last).expand(canvas.ids.shape[0], -1), exact=True)
-    hidden, _ = model(canvas, query, live.plan(canvas, query))
-    return model.head(hidden)[:, 0]
+    canvas, plan = toys.planned(canvas, query, model.spec, live)
+    hidden, _ = model(canvas, query, plan)
+    return plan.answers.spread(model.head(hidden))[:, 0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -119,11 +121,11 @@ def test_dream_cached_forward(cached: Cache, case: str, last: int):
     canvas = laid_out(model, data["full.input_ids"], torch.zeros(1, dtype=torch.long))
     start, stop = torch.tensor([20]), torch.tensor([32])
     live = cached.init(canvas, model.spec)
-    canvas = replace(canvas, start=start, stop=stop, sizes=Sizes(12, 12, canvas.length, True))
+    canvas = replace(canvas, start=start, stop=stop)
     ask(model, live, canvas, 20, 32)  # the forward that opens the block fills the slots
 
     inner = torch.cat((data["prefix.new_ids"], canvas.ids[:, -1:]), 1)
-    canvas = replace(canvas, ids=inner, age=torch.ones_like(start), sizes=Sizes(12, 12, last - 20, False))
+    canvas = replace(canvas, ids=inner, age=torch.ones_like(start))
     # In the published window nothing answers for position 20.
     logits = ask(model, live, canvas, 20, last)
     close(logits[:, 1:], data[f"{case}.logits"][:, :-1])

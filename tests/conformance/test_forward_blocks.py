@@ -12,13 +12,13 @@ from torch import Tensor
 from dllm_sampler import Sampler, layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from dllm_sampler.models.moe import MoE
 from dllm_sampler.models.transformer import block_causal
 from dllm_sampler.noise import CounterNoise
+from tests import toys
 
 DATA = Path(__file__).parent / "data"
 MASK = 286
@@ -91,23 +91,23 @@ def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canva
 def test_sdar_cached_forward(length: int) -> None:
     model, data = denoiser("tiny-sdar"), reference("tiny-sdar")
     canvas = at_last_block(model, data[f"b{length}.input_ids"], length)
-    query = Query.window(canvas, length)
+    query = Query.window(canvas)
     wanted = data[f"b{length}.logits_cached_last_block"]
     live = BlockCausalCache().init(canvas, model.spec)
     nothing = Edit(query.ids[:, 0], torch.zeros_like(query.ids[:, 0], dtype=torch.bool))
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):  # the first one stores the prompt, the second one reads it
-        plan = live.plan(canvas, live.narrow(canvas, query))
+        canvas, plan = toys.planned(canvas, query, model.spec, live)
         assert int(plan.computed) == (length if forward else 48)
         hidden, _ = model(canvas, query, plan)
-        close(model.head(hidden)[:, 0], wanted)
+        close(model.head(hidden), wanted[0])
         live.observe(canvas, query, nothing, blank)
-        canvas = replace(canvas, age=canvas.age + 1, sizes=replace(canvas.sizes, computed=length, whole=False))
+        canvas = replace(canvas, age=canvas.age + 1)
     assert live.slots is not None
     close(live.slots.read(0, 48 - length)[0], data[f"b{length}.cache_key_layer0"])
-    plain = NoCache().init(canvas, model.spec)
-    hidden, _ = model(canvas, query, plain.plan(canvas, query))
-    close(model.head(hidden)[:, 0], wanted)
+    canvas, plan = toys.planned(canvas, query, model.spec)
+    hidden, _ = model(canvas, query, plan)
+    close(model.head(hidden), wanted[0])
 
 
 @pytest.mark.parametrize(("name", "length"), [("tiny-sdar", 4), ("tiny-llada2-moe", 32)])

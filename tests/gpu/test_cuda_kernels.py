@@ -15,7 +15,6 @@ pytestmark = [
 from dllm_sampler.guides.truncation import tempered  # noqa: E402
 from dllm_sampler.kernels import head, readout, reference  # noqa: E402
 from dllm_sampler.kernels.backend import select  # noqa: E402
-from tests.kernels import bookkeeping_checks  # noqa: E402
 from tests.kernels import readout_checks as checks  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,31 +67,14 @@ def test_head_against_float64(dtype: torch.dtype, rows: int, vocab: int, width: 
     checks.head_against_float64(head.head, "cuda", dtype, rows, vocab, width, top, diverge)
 
 
-@pytest.mark.parametrize("size", [(1, 1, 1), (5, 9, 7), (8, 256, 32), (64, 1056, 32), (3, 5000, 512)])
-def test_commit_as_torch(size: tuple[int, int, int]) -> None:
-    for seed in range(4):
-        bookkeeping_checks.commits(bookkeeping_checks.Scene(*size, seed, "cuda"))
-
-
-@pytest.mark.parametrize("size", [(1, 1, 1), (1, 1056, 32), (7, 40, 12), (64, 3000, 256), (2, 5000, 1100)])
-def test_bookkeeping_as_torch(size: tuple[int, int, int]) -> None:
-    for seed in range(3):
-        it = bookkeeping_checks.Scene(*size, seed, "cuda")
-        bookkeeping_checks.everything(it)
-        bookkeeping_checks.notes(it, torch.float64)
-    bookkeeping_checks.moves(bookkeeping_checks.Scene(1100, 3, 2, 0, "cuda"))
-
-
 def test_nothing_waits_for_the_device() -> None:
     logits = torch.randn(4, 1000, device="cuda")
     keys = checks.keys_of(4).cuda()
     it = select("auto", logits.device, logits.dtype)
-    assert it.name == "triton" and it.step is not None
-    scene = bookkeeping_checks.Scene(4, 20, 8, 0, "cuda")
+    assert it.name == "triton"
     torch.cuda.set_sync_debug_mode("error")
     try:
         it.readout(logits, temperature=1.0, keys=keys)
         it.head(logits, logits)
-        it.step.commit(*scene.named(*bookkeeping_checks.COMMIT), scene.score, threshold=0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")

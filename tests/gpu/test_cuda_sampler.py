@@ -8,10 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from dllm_sampler import Sampler, UserError, capture
+from dllm_sampler import Sampler, UserError
 from dllm_sampler.buffers import Step
 from dllm_sampler.config import names
-from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.loop import Engine
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -105,28 +104,6 @@ def test_a_graph_repeats_the_step(scheduler: str, cache: str) -> None:
     assert it._static is not None and it._static.record is not None
     (kept,) = it._static.free
     assert any(isinstance(step, Step) for step in kept.steps.values())
-
-
-@pytest.mark.skipif(torch.version.hip is not None, reason="needs conditional nodes, which HIP has none of")
-@pytest.mark.parametrize("scheduler", ["threshold", "klass", "localleap"])
-@pytest.mark.parametrize("cache", ["dual", "prefix"])
-def test_the_host_does_not_wait_for_a_step(scheduler: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that are sent before their sizes are known, by conditional graphs, are the steps."""
-    waits: list[int] = []
-    look = StaticEngine._look
-    monkeypatch.setattr(StaticEngine, "_look", lambda *args: (waits.append(1), look(*args))[1])
-    assert capture.chooses(torch.device("cuda"))
-    it = Sampler(denoiser("gqa", torch.float64), scheduler=scheduler, cache=cache, cuda_graph=True, stop="none")
-    plain = Sampler(it.denoiser, scheduler=scheduler, cache=cache, stop="none")
-    forwards = 0
-    for seed in (0, 1, 0, 1):
-        waits.clear()
-        found, expected = (one.generate(toys.PROMPTS, max_new_tokens=24, seed=seed) for one in (it, plain))
-        assert torch.equal(found.trace.step_map, expected.trace.step_map)
-        assert torch.equal(found.tokens, expected.tokens)
-        forwards = int(expected.nfe.max())
-    assert it._static is not None and it._static.record is not None
-    assert 2 * len(waits) <= forwards
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

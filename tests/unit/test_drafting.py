@@ -188,11 +188,7 @@ def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str) -> Non
         found = []
         for chosen in [ids] if together else [ids[:, k : k + 1] for k in (2, 1, 0)]:
             asked = replace(query, ids=chosen)
-            wanted = packing.request(state.canvas, asked, live.computes(state.canvas), spy.spec)
-            bad = torch.zeros_like(state.canvas.start)
-            sizes = packing.read(packing.measure(state.canvas, wanted, bad).tolist()).sizes
-            canvas = replace(state.canvas, sizes=sizes)
-            plan = live.plan(canvas, wanted)
+            canvas, plan = toys.planned(state.canvas, asked, spy.spec, live)
             found += reversed(plan.answers.spread(denoiser(canvas, asked, plan)[0]).unbind(1))
         forwards[together] = [*reversed(found), *(live.slots.keys if live.slots else [])]
     real = query.positions < canvas.length

@@ -12,7 +12,7 @@ from dllm_sampler import layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
-from dllm_sampler.cache.none import NoCache, once
+from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
@@ -20,6 +20,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Denoiser, Spent
+from tests import toys
 
 TINY = TransformerConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -40,9 +41,8 @@ def canvas_of(model: Denoiser, prompts: list[list[int]] = PROMPTS) -> Canvas:
 
 def ask(model: Denoiser, canvas: Canvas, query: Query, cache: Cache | None = None) -> tuple[Tensor, Spent]:
     """Logits `[B, K, Q, V]` and what they cost."""
-    canvas, plan = once(canvas, query, model.spec)
-    if cache is not None:
-        plan = cache.init(canvas, model.spec).plan(canvas, plan.wanted)
+    live = (cache or NoCache()).init(canvas, model.spec)
+    canvas, plan = toys.planned(canvas, query, model.spec, live)
     hidden, spent = model(canvas, query, plan)
     return plan.answers.spread(model.head(hidden)), spent
 

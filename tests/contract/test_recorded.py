@@ -1,0 +1,215 @@
+"""Recorded steps, replayed, are the steps of the loop: the same tokens, forwards and history.
+
+A CUDA graph repeats launches, not Python. Here a tape stands in for it: every torch operation of a step is written down
+with the tensors it worked on, and a replay repeats those operations on the state as it then is. A number that the host
+took from the first run, or a tensor that moved, shows as a wrong token. What is refused: tests/unit/test_graphs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dllm_sampler import Result, Sampler, graphs
+from dllm_sampler.cache.slots import Slots
+from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.kernels import backend
+from tests import toys
+from tests.contract.cases import CASES, TOKENS, Case, thinned
+from tests.taped import Taped, on_tape, pair
+
+
+def same(found: Result, expected: Result) -> None:
+    for name in ("ids", "step_map", "nfe", "rows", "end"):
+        assert torch.equal(getattr(found.trace, name), getattr(expected.trace, name)), name
+    for name in ("tokens", "lengths", "complete"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    # Sizes are rounded up, so that sums are made in another order.
+    assert torch.allclose(found.trace.logprob, expected.trace.logprob, rtol=0, atol=1e-12)
+
+
+STATIC = [one for one in CASES if not one.sampler.plugins.cache.syncs and one.scheduling.static]
+
+
+@pytest.mark.parametrize("case", thinned(STATIC))
+def test_replayed_steps_are_the_steps(case: Case) -> None:
+    it, prompts = toys.sampler(case.toy, **case.plugins), [toys.PROMPTS[0], toys.PROMPTS[4]]
+    engine = on_tape(it)
+    same(it.generate(prompts, max_new_tokens=TOKENS, seed=[toys.SEEDS[0], toys.SEEDS[4]]), case.generate([0, 4]))
+    assert engine.record is not None
+
+
+PLUGINS: list[dict[str, Any]] = [
+    {"cache": "none", "scheduler": {"name": "threshold", "threshold": 0.3}},
+    {"cache": "none", "poll_every": 3},
+    {"cache": "dual", "temperature": 0.8},
+    {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
+    {"cache": "trailing", "scheduler": "leftright"},
+    {"cache": "dual", "scheduler": {"name": "freedave", "draft": 3}},
+    {"cache": "periodic_dual", "scheduler": {"name": "budgeted", "threshold": 0.5}},
+]
+
+
+@pytest.mark.parametrize("plugins", PLUGINS, ids=str)
+def test_one_generation_after_another(plugins: dict[str, Any]) -> None:
+    """It finds the recordings of those before it, whatever stands in the buffers, and at last all of it is replayed."""
+    plain, it, engine = pair(**plugins)
+    first, second = ([[5, 11, 3], [16]], 0), ([[7, 1, 30], [2]], 5)
+    left: list[int] = []  # steps that were not replayed
+    for prompts, seed in (first, second, second, ([[4, 4, 28, 13, 33], [12, 6]], 1)):
+        before = engine.replays
+        found = it.generate(prompts, max_new_tokens=17, seed=seed)
+        same(found, plain.generate(prompts, max_new_tokens=17, seed=seed))
+        left.append(int(found.nfe.max()) - (engine.replays - before))
+    assert left[0] > 0 >= left[2] > -it.poll_every  # behind the last forward the host may not look at once
+    assert len(engine.free) == 1
+
+
+def test_recordings_of_several_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of nearly the same length share all but those of whole rows; the oldest go where room is short."""
+    plain, it, engine = pair(scheduler={"name": "fixed", "steps": 6}, stop="none", cache="dual")
+
+    def replayed(length: int) -> int:
+        before, prompt = engine.replays, [[5, 11, 3, 16, 7] * 9][0][:length]
+        same(it.generate([prompt], max_new_tokens=12), plain.generate([prompt], max_new_tokens=12))
+        return engine.replays - before
+
+    def shapes() -> list[tuple[int, ...]]:
+        return [tuple(cast(Any, one.fits[0])) for one in engine.free]
+
+    for length in (3, 3, 33, 33):
+        replayed(length)
+    assert replayed(17) == 6 - 1 and replayed(3) == replayed(33) == 6  # the first of two whole rows is new
+    assert shapes() == [(1, 32 + 13), (1, 64 + 1)]  # not more than the context
+    monkeypatch.setattr(graphs, "ROOM", engine.free[1].size)
+    assert replayed(33) == 6 and shapes() == [(1, 64 + 1)]  # no room for the other
+    monkeypatch.setattr(graphs, "ROOM", 2**31)
+    monkeypatch.setattr(graphs, "KEPT", 2)
+    for prompts in ([[5]], [[5], [6]]):
+        it.generate(prompts, max_new_tokens=12)
+    assert shapes() == [(1, 32 + 13), (2, 32 + 13)]
+    monkeypatch.setattr(graphs, "ROOM", 0)
+    for stream in [cast(Any, it.stream([[5]], max_new_tokens=12)) for _ in range(3)]:
+        next(stream)
+        stream.close()
+    assert len(engine.free) == 1  # the latest stay
+
+
+def test_recordings_hold_for_weights_where_they_are() -> None:
+    """New values are seen, new addresses make new recordings."""
+    model = toys.transformer(kv_heads=2)
+    plain, it = (Sampler(toys.wrapped(model), cache="dual") for _ in range(2))
+    engine, weight, buffers = on_tape(it), model.layers[0].get_parameter("q_proj.weight"), []
+    for change in (lambda: None, lambda: weight.mul_(2), lambda: setattr(weight, "data", weight.data / 3)):
+        with torch.no_grad():
+            change()
+        found = [it.generate(toys.PROMPTS[:2], max_new_tokens=9) for _ in range(2)][-1]
+        buffers.append(*engine.free)
+        same(found, plain.generate(toys.PROMPTS[:2], max_new_tokens=9))
+    assert buffers[0] is buffers[1] is not buffers[2]
+
+
+def test_slots_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generation that finds the recordings of another works in its slots, and they are zeros again."""
+    made, held, step = list[Slots](), list[float](), Taped.step
+    buffers = Slots._buffers
+    monkeypatch.setattr(Slots, "_buffers", lambda self: (made.append(self), buffers(self))[1])
+
+    def noted(self: Taped, state: Any) -> None:
+        held.append(sum(float(one.abs().sum()) for one in state.cache.slots.keys + state.cache.slots.values))
+        step(self, state)
+
+    monkeypatch.setattr(Taped, "step", noted)
+    _, it, _ = pair(cache="dual")
+    for _ in range(3):
+        held.clear()
+        it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+        assert held[0] == 0 < held[1]
+    assert len(made) == 2 and made[0] is made[1]  # keys and values
+
+
+def test_generations_that_overlap() -> None:
+    plain, it, engine = pair(cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
+    one = other = None
+    for one, other in zip(*(it.stream(toys.PROMPTS[0], max_new_tokens=12) for _ in range(2)), strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+    expected = plain.generate(toys.PROMPTS[0], max_new_tokens=12)
+    for last in (one, other):
+        assert last is not None and last.result is not None
+        same(last.result, expected)
+    assert len(engine.free) == 2
+
+
+class Letters:
+    """A tokenizer for which a token is a letter."""
+
+    pad_token_id = None
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(chr(ord("a") + one) for one in ids)
+
+    def batch_decode(self, rows: list[list[int]], **_: object) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+def test_a_row_that_a_string_ends() -> None:
+    """The host changes `done` between two steps and asks again, and the next step sees it."""
+    plain, it, engine = pair(cache="dual", scheduler={"name": "threshold", "threshold": 0.6}, stop="none")
+    plain.tokenizer = it.tokenizer = cast(Any, Letters())
+    full = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(2)][-1]
+    assert full.texts is not None
+    shorter, replays = 0, engine.replays
+    for place in range(9):
+        given: dict[str, Any] = {"max_new_tokens": 18, "stop_strings": full.texts[0][place : place + 2]}
+        found = it.generate(toys.PROMPTS[:2], **given)
+        same(found, plain.generate(toys.PROMPTS[:2], **given))
+        shorter += int(found.nfe[0] < full.nfe[0])
+    assert shorter > 3 and engine.replays - replays > 20
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("cache", ["none", "dual"])
+def test_a_model_that_is_not_finite(cache: str, after: int) -> None:
+    model = toys.transformer()
+    it = Sampler(toys.wrapped(model), cache=cache, stop="none", blocks={"name": "fixed", "length": 6})
+    engine = on_tape(it)
+    for _ in range(2):
+        it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+    steps, replays = it.stream(toys.PROMPTS[:2], max_new_tokens=12), engine.replays
+    for _ in range(after):
+        next(steps)
+    model.norm.weight.data[0] = torch.nan
+    with pytest.raises(NotFiniteError) as caught:
+        next(steps)
+    assert caught.value.step == after + 1 and caught.value.rows == [1, 2]
+    assert caught.value.result is not None and caught.value.result.trace.nfe.tolist() == [after + 1] * 2
+    assert engine.replays - replays == after + 1
+
+
+def test_a_step_that_cannot_be_recorded_runs_without() -> None:
+    def fails(run: Callable[[], None]) -> Callable[[], None]:
+        run()  # and what it did to the state's objects must be undone
+        raise RuntimeError("operation not permitted")
+
+    plain, it, _ = pair(scheduler={"name": "klass", "threshold": 0.3, "divergence": 1.0})
+    engine = on_tape(it, fails)
+    backend.warn.cache_clear()
+    with pytest.warns(RuntimeWarning, match="runs without one: operation not permitted"):
+        found = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+    same(found, plain.generate(toys.PROMPTS[:2], max_new_tokens=12))
+    assert engine.record is None
+
+
+@pytest.mark.parametrize("less", [1, 0])
+def test_large_steps_run_as_they_are(less: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that open a block hold whole rows; behind each the state goes on in its buffers."""
+    plain, it, engine = pair(cache="dual")
+    whole = sum(len(prompt) + 18 for prompt in toys.PROMPTS[:2])
+    monkeypatch.setattr(graphs, "MOST", whole - less)
+    found = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(3)][-1]
+    same(found, plain.generate(toys.PROMPTS[:2], max_new_tokens=18))
+    sizes = [cast(Any, key)[1].computed for one in engine.free for key in one.steps]
+    assert (max(sizes) >= whole) == (not less) and engine.replays > int(found.nfe.max())

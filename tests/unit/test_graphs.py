@@ -1,0 +1,181 @@
+"""Which steps are recorded, in which sizes, and what is refused with a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dllm_sampler import Sampler, UserError, layout
+from dllm_sampler.buffers import walk
+from dllm_sampler.graphs import StaticEngine, obstacle, rounded
+from dllm_sampler.kernels import backend
+from dllm_sampler.loop import Engine
+from dllm_sampler.models.huggingface import MaskedLMDenoiser
+from dllm_sampler.models.moe import MoE, MoeConfig
+from dllm_sampler.noise import CounterNoise, ReplayNoise
+from dllm_sampler.protocols import Denoiser
+from dllm_sampler.schedulers.threshold import Threshold
+from tests import toys
+from tests.taped import Taped, taped
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "the model is on cpu"),
+        ({"cuda_graph": "yes"}, "cuda_graph must be true, false or auto, not 'yes'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        toys.sampler(**{"cuda_graph": True, **options})
+    assert type(toys.sampler(cuda_graph="auto")._engine(toys.sampler().plugins)) is Engine
+
+
+def on_a_gpu(denoiser: Denoiser, network: torch.nn.Module) -> Any:
+    """What a denoiser of this network says of itself there."""
+    return SimpleNamespace(spec=replace(denoiser.spec, device=torch.device("cuda")), model=network)
+
+
+def why(it: Sampler, network: torch.nn.Module) -> str | None:
+    return obstacle(it.plugins, it.noise, on_a_gpu(it.denoiser, network))
+
+
+@pytest.mark.parametrize(
+    ("plugins", "sentence"),
+    [
+        ({"cache": "elastic"}, "ElasticCache reads the device"),
+        ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "ParallelDecoding asks a second model"),
+        ({"noise": ReplayNoise(0, "llada")}, "ReplayNoise draws on the host"),
+    ],
+    ids=["elastic", "apd", "noise"],
+)
+def test_what_is_refused_on_a_gpu(plugins: dict[str, Any], sentence: str) -> None:
+    assert sentence in (why(toys.sampler(**plugins), torch.nn.Linear(1, 1)) or "")
+    assert why(toys.sampler(), torch.nn.Linear(1, 1)) is None
+
+
+class Sharded(torch.nn.Parameter):
+    device_mesh = "as a DTensor has"
+
+
+def hook(network: Any) -> None:
+    network.layers[1].register_forward_hook(lambda *_: None)
+
+
+def forward(network: Any) -> None:
+    network.lm_head.forward = lambda hidden: hidden
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda network: None, None),
+        (lambda network: network.layers[1].to("meta"), "weights lie on cpu and meta"),
+        (lambda network: network.to("meta"), "weights lie on meta"),
+        (lambda network: setattr(network.norm, "weight", Sharded(network.norm.weight)), "weights are sharded"),
+        (hook, r"is at the model's layers\.1: "),
+        (forward, "is at the model's lm_head: "),
+    ],
+    ids=["as it is", "two devices", "meta", "sharded", "hook", "forward"],
+)
+def test_models_that_no_recording_repeats(change: Callable[[Any], object], sentence: str | None) -> None:
+    network, it = toys.transformer(), toys.sampler()
+    change(network)
+    for one in (network, cast(torch.nn.Module, torch.compile(network))):
+        found = why(it, one)
+        assert found is None if sentence is None else re.search(sentence, found or "")
+
+
+def test_two_networks_on_two_devices_are_not_recorded() -> None:
+    it = toys.sampler()
+    there = on_a_gpu(it.denoiser, toys.transformer())
+    there.weak = SimpleNamespace(spec=it.denoiser.spec, model=torch.nn.Linear(1, 1, device="meta"))
+    assert "lie on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "major", "waiting"),
+    [
+        (torch.bfloat16, 16, 9, False),
+        (torch.bfloat16, 16, 10, False),
+        (torch.bfloat16, 16, 8, True),
+        (torch.bfloat16, 16, 12, True),
+        (torch.float16, 16, 9, True),
+        (torch.float32, 16, 9, True),
+        (torch.float64, 16, 8, False),
+        (torch.bfloat16, 12, 8, False),  # not aligned
+    ],
+)
+def test_experts_that_wait(
+    dtype: torch.dtype, width: int, major: int, waiting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    config = MoeConfig(num_experts=2, top_k=1, expert_size=16, layers=frozenset())
+    assert ("waits for the GPU" in (why(toys.sampler(), MoE(config, width, None).to(dtype)) or "")) == waiting
+
+
+def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = Threshold.tell
+
+    def told(self: Any, canvas: Any, query: Any, seen: Any, carry: Any) -> Any:
+        return tell(self, canvas, query, seen, None)[0], carry
+
+    monkeypatch.setattr(Threshold, "init", lambda self, canvas: (None, torch.Generator()))
+    monkeypatch.setattr(Threshold, "tell", told)
+    it = toys.sampler("llada", scheduler="threshold")
+    expected = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+    engines = [Taped(it.denoiser, it.plugins, 1, record=taped, must=must) for must in (True, False)]
+    for engine in engines:
+        monkeypatch.setattr(it, "_engine", lambda plugins, samples=1, engine=engine: engine)
+        if engine.must:
+            with pytest.raises(UserError, match=r"carry\.1 is a Generator, and nobody knows what it keeps"):
+                it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+            continue
+        backend.warn.cache_clear()
+        with pytest.warns(RuntimeWarning, match="steps run without CUDA graphs.*Generator"):
+            found = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
+        assert torch.equal(found.tokens, expected.tokens) and engine.replays == 0
+    with pytest.raises(UserError, match=r"carry\.1 is a Generator"):
+        walk((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
+
+
+def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of someone else's may know no position beyond."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    it = Sampler(MaskedLMDenoiser(BertForMaskedLM(config).eval(), mask_id=3, eos_id=1, pad_id=0), stop="none")
+    for length in (5, 33, 52):
+        found = []
+        for engine in (StaticEngine(it.denoiser, it.plugins, 1), Engine(it.denoiser, it.plugins, 1)):
+            monkeypatch.setattr(it, "_engine", lambda plugins, samples=1, engine=engine: engine)
+            found.append(it.generate([[5 + length % 7] * length], max_new_tokens=12))
+        assert torch.equal(found[0].tokens, found[1].tokens)
+        assert torch.equal(found[0].trace.generated, found[1].trace.generated)
+
+
+def test_recorded_sizes_are_few_and_hardly_too_large() -> None:
+    """Of entries and answers an eighth at most is computed for nothing, and common sizes are left as they are."""
+    plugins, spec = toys.sampler(cache="dual").plugins, toys.denoiser().spec
+    canvas = layout.canvas([[5]], 2000, [0], spec, plugins.blocks, CounterNoise(), plugins.stop.cuts)
+    found = []
+    for size in range(1, 1025):
+        sizes = replace(canvas.sizes, computed=size, answers=size, longest=size, queries=size, whole=False, opens=False)
+        made = rounded(replace(canvas, sizes=replace(sizes, rows=((size, 0, size),))))
+        assert made.computed == made.answers == made.longest and size <= made.computed <= size * 9 / 8
+        assert made.computed == size or size not in (*range(1, 17), 24, 32, 48, 64, 96, 128, 256)
+        assert size <= made.queries < 2 * size and made.opens and made.rows is None and made.block == canvas.width
+        found.append(made.computed)
+    assert len(set(found)) == 16 + 6 * 8
+    whole = rounded(replace(canvas, sizes=replace(canvas.sizes, longest=1500, whole=True)))
+    assert whole.longest == canvas.length
