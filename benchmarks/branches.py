@@ -34,20 +34,19 @@ from dllm_sampler.sampler import Sampler
 
 @dataclass
 class Row:
-    """One depth in one layout; seconds of a step, one per repeat."""
+    """One depth; seconds of a step, one per repeat."""
 
     branches: int
-    layout: str
     positions: float = 0.0  # computed per forward
     accepted: float = 0.0
     seconds: list[float] = field(default_factory=list)
 
 
-def sampler(it: Subject, branches: int, layout: str) -> Sampler:
+def sampler(it: Subject, branches: int) -> Sampler:
     """FreeDave around one token per step; one branch is that alone."""
     return Sampler(
         it.denoiser,
-        scheduler={"name": "freedave", "inner": "fixed", "draft": branches, "layout": layout},
+        scheduler={"name": "freedave", "inner": "fixed", "draft": branches},
         blocks={"name": "fixed", "length": it.block},
         stop="none",
         cache="dual",
@@ -66,9 +65,9 @@ def step_seconds(one: Sampler, it: Subject) -> float:
 
 
 def measure(it: Subject, branches: Sequence[int], repeats: int) -> list[Row]:
-    """Every depth and layout in turns, after a first generation of each."""
-    rows = [Row(n, layout) for n in branches for layout in (("batch", "tree") if n > 1 else ("batch",))]
-    samplers = [sampler(it, row.branches, row.layout) for row in rows]
+    """Every depth in turns, after a first generation of each."""
+    rows = [Row(n) for n in branches]
+    samplers = [sampler(it, row.branches) for row in rows]
     shown = track(range(repeats + 1), "branches", console=Console(stderr=True), transient=True)
     for repeat in shown:
         for row, one in zip(rows, samplers, strict=True):
@@ -84,15 +83,14 @@ def measure(it: Subject, branches: Sequence[int], repeats: int) -> list[Row]:
 def table(rows: Sequence[Row], slack: float) -> Table:
     """Medians and ranges, and what is free."""
     shown = Table(title="median (lowest to highest) of the repeats")
-    for head in ("branches", "layout", "positions per forward", "ms per step", "over one branch", "free", "accepted"):
-        shown.add_column(head, justify="left" if head == "layout" else "right")
+    for head in ("branches", "positions per forward", "ms per step", "over one branch", "free", "accepted"):
+        shown.add_column(head, justify="right")
     alone = rows[0].seconds
     for row in rows:
         ratios = [a / b for a, b in zip(row.seconds, alone, strict=True)]
         ratio = statistics.median(ratios)
         shown.add_row(
             str(row.branches),
-            row.layout,
             f"{row.positions:.0f}",
             f"{1000 * statistics.median(row.seconds):.2f}",
             f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f})",

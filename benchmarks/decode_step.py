@@ -1,4 +1,4 @@
-"""How long a decoding step takes, beside the floor that memory and arithmetic set it.
+"""How long a decoding step takes, against the floor that memory and arithmetic set it.
 
     python benchmarks/decode_step.py                                   # on a GPU: LLaDA-8B's shape, random weights
     python benchmarks/decode_step.py --sides torch,triton --batch 1 --windows 32 --json steps.json
@@ -6,26 +6,26 @@
 
 A row has `--slots` columns, the last `window` of which are one block under the dual cache: the first forward computes
 and stores every slot (`refresh`), each later one the window. A step is timed from its first launch until the host
-knows what came of it; figures are medians over steps and repeats, with the range. What fails is a line that says so,
-and a side that fell back to torch says that too. Each line is in `--json` as soon as it is measured.
+knows what came of it; figures are medians over steps and repeats, with the range. Each line is printed, and in
+`--json`, as soon as it is measured; the sides of one size follow one another. What fails is a line that says so, and a
+side that fell back to torch says that too.
 
 `floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
             measured in this run. A tenth above it is 1.10.
 `outside`   the share of a step that is not the model: its time without the body and the head, over its time. The model
             alone does what it does in the step: where the readout's kernel multiplies the head, it counts as the
-            model, and where the step is a graph, so is the model.
+            model, and where the step is a graph, so is the model. A graph is good for one size of step; steps of more
+            than `graphs.MOST` positions (a refresh, a large batch) run without one on every side.
 `speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
             same schedule, same run, same number of forwards; in half precision the tokens may differ, and how many do
             is reported.
-`ahead`     of the side `graph`: tokens per second of `Sampler.generate` under a threshold that no token reaches, whose
-            steps are sent before the host knows how large they must be, over those of the same with a host that waits.
 `official`  with `--official FILE`: the same over LLaDA's published code (`official_code.py`), both without a cache.
 `readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth of the copy.
 
 Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
-`torch.compile` made what stands beside the model and the readout (`compile=step`); `int8`, a graph of the model with
-8-bit weights (`model.quantize=int8`), beside the floor of those. No other loop has such weights: `speed` and `official`
-are left out there.
+`torch.compile` made what is neither the model nor the readout (`compile=step`); `int8`, a graph of the model with
+8-bit weights (`model.quantize=int8`), against the floor of those. No other loop has such weights: there is no `speed`
+and no `official` of that side.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ import copy
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
-from unittest.mock import patch
 
 import kernels as kernel_bench
 import official_code
@@ -50,16 +49,15 @@ import torch
 from circumstances import attempt, circumstances, show
 from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from dllm_sampler import capture, layout, readout
+from dllm_sampler import layout, readout
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.capture import cuda as record
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
-from dllm_sampler.graphs import StaticEngine
+from dllm_sampler.graphs import MOST, StaticEngine
 from dllm_sampler.kernels.backend import TORCH, Backend, select
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, quantized
@@ -75,13 +73,13 @@ RECORDED = ("graph", "compiled", "int8")
 class Row:
     """What was measured of one configuration; seconds."""
 
-    kind: str  # window, refresh, generate, ahead, official, readout
+    kind: str  # window, refresh, generate, official, readout
     side: str
     batch: int
     window: int
     seconds: list[float] = field(default_factory=list)
     model: list[float] = field(default_factory=list)  # the model alone
-    plain: list[float] = field(default_factory=list)  # the other side: the plain loop, a host that waits
+    plain: list[float] = field(default_factory=list)  # the plain loop, or the published code
     floor: float | None = None
     note: str = ""
 
@@ -107,12 +105,11 @@ class Spy:
     def again(self, given: tuple[Canvas, Query, Plan]) -> None:
         """The model alone, on what it was asked; the head as `readout.predict` has it multiplied."""
         hidden = self.inner(*given)[0]
-        rows = hidden.flatten(0, 2)
-        weight = None if self.kernels is TORCH else readout.joined(self.inner, rows)
+        weight = None if self.kernels is TORCH else readout.joined(self.inner, hidden)
         if weight is None:
             self.inner.head(hidden)
         else:
-            self.kernels.head(rows, weight, mask_id=self.spec.mask_id)
+            self.kernels.head(hidden, weight, mask_id=self.spec.mask_id)
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.inner.head(hidden)
@@ -193,7 +190,7 @@ class Bench:
         # The rows asked about become fewer; the floor is that of half of them.
         window_row = Row("window", side, batch, window, floor=self.floor(batch, window, max(1, window // 2), side))
         refresh = Row("refresh", side, batch, window, floor=self.floor(batch, self.options.slots, window, side))
-        # By step; others repeat one before them. Beside each stands what it reads, which a recording does not keep.
+        # By the step that ran eagerly, for those after it too, with what it reads: a recording does not keep that.
         alone: dict[int, tuple[Callable[[], None], partial[None]]] = {}
         for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
             canvas = layout.canvas(
@@ -205,10 +202,11 @@ class Bench:
             state = engine.begin(canvas)  # makes the slots, which belongs to no step
             for step in range(window):
                 row, spy.last = window_row if step else refresh, None
+                recorded = graph and state.canvas.sizes.computed <= MOST
                 seconds = self.now(lambda state=state, step=step: one_step(engine, state, step, window))
                 if spy.last is not None:  # a replay asks nothing
                     again = partial(spy.again, spy.last)
-                    alone[step] = (record(again) if graph else again), again
+                    alone[step] = (record(again) if recorded else again), again
                 if repeat > 1:
                     row.seconds.append(seconds)
                     row.model.append(self.now(alone[max(one for one in alone if one <= step)][0]))
@@ -258,28 +256,6 @@ class Bench:
         row.note = f"{tokens} tokens, {differ} of them differ from the {other}'s"
         return row
 
-    def ahead(self, side: str) -> Row:
-        """The same generation by a host that sends steps ahead and by one that waits; see `capture.chooses`."""
-        if not capture.chooses(self.device):
-            raise RuntimeError("recordings cannot choose here: the host waits for each step")
-        window, tokens = self._tokens()
-        prompts = self.prompts(1, self.options.slots - tokens)
-        rule = {"name": "threshold", "threshold": 2.0}
-        made = partial(self.sampler, window, side, scheduler=rule, backend="triton", cuda_graph=True)
-        samplers = [made()]
-        with patch.object(capture, "chooses", lambda _: False):
-            samplers.append(made())
-        row, found = Row("ahead", side, 1, window), []
-        for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
-            found.clear()
-            for it, seconds in zip(samplers, (row.seconds, row.plain), strict=True):
-                taken = self.now(lambda it=it: found.append(it.generate(prompts, max_new_tokens=tokens)))
-                if repeat > 1:
-                    seconds.append(taken)
-        if not torch.equal(found[0].trace.step_map, found[1].trace.step_map):
-            raise RuntimeError("the two took other steps")
-        return row
-
     def readout(self, side: str) -> Row:
         """The readout alone, of many rows."""
         rows, vocab = (1024 if self.device.type == "cuda" else 16), self.network.config.vocab_size
@@ -293,17 +269,19 @@ class Bench:
         return row
 
     def measure(self) -> Iterator[Row]:
-        options = self.options
-        others = {"generate": ()} | ({"official": (options.official,)} if options.official else {})
+        """Every line; all sides of one before the next."""
+        options, first = self.options, self.options.windows[0]
         for side in options.sides:
             yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
-            if side == "graph":
-                yield from self._guarded("ahead", side, 1, options.windows[0], lambda side=side: [self.ahead(side)])
-            for kind, other in others.items() if side != "int8" else ():
-                run = lambda side=side, other=other: [self.generate(side, *other)]  # noqa: E731
-                yield from self._guarded(kind, side, 1, options.windows[0], run)
-            wanted = [(1, window) for window in options.windows] + [(b, options.windows[0]) for b in options.batch]
-            for batch, window in dict.fromkeys(wanted):
+        others = {"generate": ()} | ({"official": (options.official,)} if options.official else {})
+        for kind, other in others.items():
+            for side in options.sides:
+                if side != "int8":
+                    run = lambda side=side, other=other: [self.generate(side, *other)]  # noqa: E731
+                    yield from self._guarded(kind, side, 1, first, run)
+        wanted = [(1, window) for window in options.windows] + [(batch, first) for batch in options.batch]
+        for batch, window in dict.fromkeys(wanted):
+            for side in options.sides:
                 run = lambda side=side, batch=batch, window=window: self.steps(side, batch, window)  # noqa: E731
                 yield from self._guarded("window", side, batch, window, run)
 
@@ -323,27 +301,30 @@ def one_step(engine: Engine, state: State, step: int, last: int) -> None:
     engine.poll(state, step + 1, last=step + 1 == last)
 
 
-def table(rows: list[Row]) -> Table:
-    out = Table(title="medians (lowest to highest)")
-    for name in ("kind", "side", "batch", "window"):
-        out.add_column(name)
-    for name in ("ms", "spread", "floor ms", "over floor", "outside", "speed", ""):
-        out.add_column(name, justify="right")
-    for row in rows:
-        cells = [row.kind, row.side, str(row.batch), str(row.window), *[""] * 6, row.note]
-        if row.seconds:
-            ours = statistics.median(row.seconds)
-            cells[4] = f"{ours * 1e3:.3f}"
-            cells[5] = f"{min(row.seconds) * 1e3:.3f} to {max(row.seconds) * 1e3:.3f}"
-            if row.floor is not None:
-                cells[6], cells[7] = f"{row.floor * 1e3:.3f}", f"{ours / row.floor:.2f}"
-            if row.model:
-                cells[8] = f"{1 - statistics.median(row.model) / ours:.1%}"
-            if row.plain:
-                ratios = [theirs / own for theirs, own in zip(row.plain, row.seconds, strict=True)]
-                cells[9] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        out.add_row(*cells)
-    return out
+HEADS = {"kind": 8, "side": 8, "batch": 5, "window": 6, "ms": 9, "spread": 20, "floor ms": 8, "over floor": 10}
+HEADS |= {"outside": 7, "speed": 20, "": 0}  # the columns and their widths; the last one has notes
+
+
+def line(cells: Iterable[str]) -> str:
+    """One line of the table."""
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, HEADS.values(), strict=True)).rstrip()
+
+
+def cells(row: Row) -> list[str]:
+    """A row as people read it: medians, with the lowest and the highest."""
+    shown = [row.kind, row.side, str(row.batch), str(row.window), *[""] * 6, row.note]
+    if row.seconds:
+        ours = statistics.median(row.seconds)
+        shown[4] = f"{ours * 1e3:.3f}"
+        shown[5] = f"{min(row.seconds) * 1e3:.3f} to {max(row.seconds) * 1e3:.3f}"
+        if row.floor is not None:
+            shown[6], shown[7] = f"{row.floor * 1e3:.3f}", f"{ours / row.floor:.2f}"
+        if row.model:
+            shown[8] = f"{1 - statistics.median(row.model) / ours:.1%}"
+        if row.plain:
+            ratios = [theirs / own for theirs, own in zip(row.plain, row.seconds, strict=True)]
+            shown[9] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return shown
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -373,19 +354,20 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
-    bench, console = Bench(options), Console(width=max(Console().width, 140))
+    bench = Bench(options)
     about = circumstances()
     about |= {"copy GB/s": round(bench.copied / 1e9, 1), "product TFLOP/s": round(bench.peak / 1e12, 3)}
-    show(console, about)
+    show(Console(), about)
+    print(line(HEADS), flush=True)
     rows: list[Row] = []
     for row in bench.measure():
         rows.append(row)
+        print(line(cells(row)), flush=True)
         if options.json:
             text = json.dumps({"about": about, "rows": [asdict(one) for one in rows]}, indent=1)
             markdown.write(options.json, text)
-    console.print(table(rows))
     if bench.device.type == "cpu":
-        console.print("A tiny model on a CPU: nothing about a GPU was measured, and no kernel or graph ran.")
+        print("A tiny model on a CPU: nothing about a GPU was measured, and no kernel or graph ran.")
     return 0
 
 

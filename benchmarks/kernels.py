@@ -33,17 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dllm_sampler import bookkeeping, launches, layout
-from dllm_sampler.blocks import FixedBlocks
-from dllm_sampler.canvas import Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
 from dllm_sampler.kernels.statistics import Then
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import ModelSpec
-from dllm_sampler.trace import Recorder
 
 Call = Callable[[Backend], Any]
 
@@ -114,49 +108,6 @@ def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width
             yield Case(f"{name} {rows} x {width} x {vocab} {what}", how, size(weight, hidden[:rows]))
 
 
-def commits(device: torch.device, rows: int, width: int) -> Iterator[Case]:
-    """Select, vouch and write, for a block of `width`. A row moves some bytes only: what is measured are launches."""
-    ids = torch.zeros(rows, 4 * width + 1, dtype=torch.long, device=device)
-    masked, frozen = torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids, dtype=torch.bool)
-    positions = torch.arange(width, device=device).expand(rows, -1).contiguous()
-    score = torch.rand(rows, width, dtype=torch.float64, device=device)
-    zero = torch.zeros(rows, dtype=torch.long, device=device)
-    given = zero, zero + width, zero > 0, zero, zero, score[:, None], positions, score
-    moved = size(ids, ids, masked, masked, positions, positions, score, score, masked[:, :width])
-    for what, rule in {"threshold": {"threshold": 0.9}, "count": {"count": zero + 2}}.items():
-
-        def run(it: Backend, rule: dict[str, Any] = rule) -> Any:
-            with launches.by(it.step):
-                return bookkeeping.commit(ids, masked, frozen, positions, *given, **rule)
-
-        yield Case(f"commit {rows} x {width} {what}", run, moved)
-
-
-def steps(device: torch.device, rows: int, columns: int, width: int) -> Iterator[Case]:
-    """What a step does to a canvas besides computing, as `loop.Engine` asks for it: launches again."""
-    spec = ModelSpec(1000, 1, 2, 0, columns, 1, 1, 64, torch.float32, device)
-    blocks, prompt = FixedBlocks(width), columns // 2
-    prompts, seeds = [[5] * prompt] * rows, list(range(rows))
-    canvas = layout.canvas(prompts, columns - prompt, seeds, spec, blocks, CounterNoise(), False)
-    query = Query.masks(canvas, width)
-    token = torch.full((rows, 1, width), 7, device=device)  # of one hypothesis
-    seen = Readout(token, torch.rand(rows, 1, width, dtype=torch.float64, device=device))
-    recorder, bad = Recorder(canvas, revises=False), torch.zeros_like(canvas.step)
-
-    def run(it: Backend) -> Any:
-        with launches.by(it.step):
-            asked = Query.masks(canvas, width)
-            edit = Edit(token[:, 0], Choice(canvas, asked.positions, seen.confidence[:, 0], threshold=0.9))
-            failed, told = canvas.commit(asked.positions, edit, bad, seen.confidence, None)
-            after = canvas.apply(asked.positions, told)
-            recorder.note(canvas, after, asked, told, seen)
-            moved = after.advance(blocks.close(canvas, after, told), width, None)
-            return layout.measure(moved, failed, None, None)
-
-    moved = size(canvas.ids, canvas.ids, canvas.masked, canvas.masked, query.positions, query.ids)
-    yield Case(f"bookkeeping {rows} x {width} of {columns}", run, moved)
-
-
 def layers(
     device: torch.device, dtype: torch.dtype, rows: int, window: int, slots: int, heads: int, kv_heads: int, head: int
 ) -> Iterator[Case]:
@@ -166,50 +117,58 @@ def layers(
     from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
 
     plain = LayerKernels(
-        attention.attention_reference,
+        attention.packed_attention_reference,
         linear.linear_reference,
         norm.norm_reference,
-        rope.qkv_rope_reference,
+        rope.packed_qkv_rope_reference,
         swiglu.swiglu_reference,
     )
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    width = heads * head
-    hidden, delta, weight = normal(rows, window, width), normal(rows, window, width), normal(width)
-    fused, gate = normal(rows, window, (heads + 2 * kv_heads) * head), normal(rows, window, 6 * width)
-    angles = normal(rows, 1, window, head // 2, dtype=torch.float32)
+    width, entries = heads * head, rows * window
+    hidden, delta, weight = normal(entries, width), normal(entries, width), normal(width)
+    fused, gate = normal(entries, (heads + 2 * kv_heads) * head), normal(entries, 6 * width)
+    angles = normal(entries, head // 2, dtype=torch.float32)
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    q, keys, values = normal(rows, window, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
-    k, v = (normal(rows, window, kv_heads, head) for _ in range(2))
-    at = torch.arange(slots - window, slots, device=device).expand(rows, -1).contiguous()
+    q, keys, values = normal(entries, heads, head), *(normal(rows, slots + 1, kv_heads, head) for _ in range(2))
+    k, v = (normal(entries, kv_heads, head) for _ in range(2))
+    bounds = torch.arange(rows + 1, device=device) * window
+    at = torch.arange(slots - window, slots, device=device).repeat(rows)
+    places = torch.arange(entries, device=device) // window * (slots + 1) + at
+    overwritten = torch.zeros(rows, slots + 1, dtype=torch.bool, device=device)
+    overwritten[:, slots - window : slots] = True
     begin, limit = (torch.full((rows,), end, device=device) for end in (slots // 4, slots // 4 * 3))
     numbers = torch.randint(-127, 128, (6 * width, width), device=device, dtype=torch.int8)
     scale = torch.rand(6 * width, device=device)
+
+    def attend(its: LayerKernels, *fresh: Tensor, **given: Any) -> Tensor:
+        own = fresh or (None, None)
+        return its.attention(q, *own, (keys, values), bounds, at, longest=window, **given)
+
     runs: dict[str, tuple[Callable[[LayerKernels], Any], int]] = {
-        "attention": (lambda its: its.attention(q, None, None, (keys, values), at), size(q, q, keys, values)),
+        "attention": (attend, size(q, q, keys, values)),
         "attention half in range": (
-            lambda its: its.attention(q, None, None, (keys, values), at, begin=begin, limit=limit),
+            lambda its: attend(its, begin=begin, limit=limit),
             size(q, q) + size(keys, values) // 2,
         ),
-        "attention fresh keys": (  # in place of the stored ones, which are written
-            lambda its: its.attention(q, k, v, (keys, values), at),
-            size(q, q, keys, values, k, v),
-        ),
-        "attention blocks of 32": (
-            lambda its: its.attention(q, None, None, (keys, values), at, grid=32),
+        "attention fresh keys": (  # in place of the stored ones
+            lambda its: attend(its, k, v, overwritten=overwritten),
             size(q, q, keys, values),
         ),
+        "attention blocks of 32": (lambda its: attend(its, grid=32), size(q, q, keys, values)),
         "norm": (lambda its: its.norm(hidden, weight, 1e-5, delta), 4 * size(hidden)),
         "qkv_rope": (
-            lambda its: its.qkv_rope(fused, cos, sin, heads, kv_heads, slots=(keys, values), positions=at, fresh=False),
+            lambda its: its.qkv_rope(
+                fused, cos, sin, heads, kv_heads, slots=(keys, values), places=places, fresh=False
+            ),
             size(fused, fused, cos, sin),
         ),
         "swiglu": (lambda its: its.swiglu(gate), size(gate) * 3 // 2),
     }
-    if rows * window <= linear.MANY:  # with more the kernel is its reference
-        moved = size(hidden, numbers, scale) + rows * window * len(scale) * hidden.element_size()
+    if entries <= linear.MANY:  # with more the kernel is its reference
+        moved = size(hidden, numbers, scale) + entries * len(scale) * hidden.element_size()
         runs["linear int8"] = lambda its: its.linear(hidden, numbers, scale), moved
     for name, (run, moved) in runs.items():
         shape = f"{rows} x {window} of {slots}, heads {heads}/{kv_heads} of {head}"
@@ -223,8 +182,6 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
         rows, vocab = (4, 1000) if smoke else (32, 16384)
         yield from readouts(device, dtype, rows, vocab)
         yield from heads(device, dtype, rows, vocab, 64 if smoke else 512)
-        yield from commits(device, 4, 32)
-        yield from steps(device, 4, 64, 32)
         yield from layers(device, dtype, 2, 8, 64 if smoke else 512, 4, 2, 64)
         return
     for rows in (1, 32, 1024):
@@ -232,10 +189,6 @@ def cases(device: torch.device, smoke: bool) -> Iterator[Case]:
     for rows in (16, 64, 256, 1024):
         yield from heads(device, torch.bfloat16, rows, 126464, 4096)
         yield from heads(device, torch.bfloat16, rows, 152064, 3584)
-    for width in (32, 512):
-        yield from commits(device, 8, width)
-    for rows in (1, 64):
-        yield from steps(device, rows, 1024, 32)
     for rows, window in ((1, 8), (1, 32), (1, 256), (1, 1024), (16, 32)):
         yield from layers(device, torch.bfloat16, rows, window, 1024, 32, 32, 128)
         yield from layers(device, torch.bfloat16, rows, window, 1024, 28, 4, 128)

@@ -44,6 +44,7 @@ from dllm_sampler.canvas import Canvas, Query, Readout
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Blocks, Carry, ModelSpec, Scheduler, Stop, block_over
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -100,7 +101,12 @@ class Scene:
         self.scratch = torch.empty_like(self.logits)
 
     def fresh(self, query: Query) -> Tensor:
-        """Logits `[B, 1, Q, V]` to be overwritten, the same for the same place in a block."""
+        """Logits `[B*K*Q, V]` to be overwritten, the same for the same place in a block."""
+        logits, candidates = self._first(query), query.ids.shape[1]
+        return logits.repeat_interleave(candidates, 1).flatten(0, 2) if candidates > 1 else logits.flatten(0, 2)
+
+    def _first(self, query: Query) -> Tensor:
+        """Those `[B, 1, Q, V]` of one candidate."""
         at = (query.positions - PROMPT).clamp(min=0) % self.block
         if query.positions.shape[1] == self.block and bool((at[:, 1:] > at[:, :-1]).all()):
             return self.scratch.copy_(self.logits)
@@ -114,7 +120,7 @@ class Scene:
 
     def read(self, logits: Tensor, canvas: Canvas, query: Query, needs: frozenset[str]) -> Readout:
         """The readout without guides."""
-        return readout.read(logits, logits[..., :1], canvas, query, self.spec, (), needs, False)
+        return readout.read(logits, logits[:, :1], canvas, Answers.every(query), self.spec, (), needs, False)
 
     def canvas(self) -> Canvas:
         """Noise behind prompts of different lengths, before the first step."""
@@ -145,7 +151,7 @@ class Judge:
         self.canvas = self.scene.canvas()
         self.carry: Carry = self.scheduler.init(self.canvas)
         for step in range(WARM + 1):
-            self.query = self.scheduler.ask(self.canvas, self.scene.block, self.carry)
+            self.query = self.scheduler.ask(self.canvas, self.carry)
             self.seen = self.read(self.scene.fresh(self.query))
             if step == WARM:
                 break
@@ -247,7 +253,7 @@ def others(scene: Scene, base: Judge, watch: Stopwatch) -> list[Row]:
     def act(plugin: Blocks | Stop, seen: Readout) -> object:
         if isinstance(plugin, Blocks):
             return plugin.open(canvas, query, seen), plugin.close(canvas, after, edit)
-        return plugin.positions(canvas), plugin(canvas, query, seen, edit)
+        return plugin.positions(canvas), plugin(canvas, after, query, seen, edit)
 
     found = []
     for group in ("blocks", "stop"):

@@ -103,16 +103,16 @@ class Bare:
         Raises:
             UserError: the cache has other columns computed.
         """
-        first, last = int(plan.positions[0, 0]), int(plan.positions[0, -1]) + 1
-        run = torch.arange(first, last, device=plan.positions.device)
-        if not torch.equal(plan.positions, run.expand(len(plan.positions), -1)):
+        pack, batch, device = plan.pack, len(canvas.ids), canvas.ids.device
+        run = None if pack is None or len(pack.column) % batch else pack.column.view(batch, -1)  # [B, M]
+        first, last = (0, 0) if run is None else (int(run[0, 0]), int(run[0, -1]) + 1)
+        positions = torch.arange(first, last, device=device)[None]
+        if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.answers.whole:
             raise UserError(
                 f"a bare forward computes one run of columns, and cache={type(plan.cache).__name__} others: choose"
                 " --caches among none, prefix and dual"
             )
-        ids = canvas.ids[:, first:last].clone()
-        rows = (query.positions - first).clamp(max=last - first - 1)  # [B, Q]
-        positions = torch.arange(first, last, device=ids.device)[None]
+        ids, rows = canvas.ids[:, first:last].clone(), query.positions - first  # [B, Q]
 
         def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
             assert self.slots is not None

@@ -157,13 +157,16 @@ class Canvas:
         drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
-    def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None) -> Canvas:
-        """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest."""
+    def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None, **counts: Tensor) -> Canvas:
+        """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest.
+
+        counts: new `nfe` and `rows`.
+        """
         moved = bookkeeping.advance(
             self.start, self.stop, self.begin, self.end, self.age, self.step, self.done,
             closed, finish, lookahead, self.grid,
         )  # fmt: skip
-        return replace(self, **dict(zip(("start", "stop", "age", "step", "done"), moved, strict=True)))
+        return replace(self, **dict(zip(("start", "stop", "age", "step", "done"), moved, strict=True)), **counts)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Engine:
         wanted = packing.trimmed(state.wanted, canvas.sizes)
         query, plan = wanted.query, state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, query, plan)
-        rule = (self.denoiser.spec, p.guides, self.needs, p.compat)
+        rule = (state.cache.spec, p.guides, self.needs, p.compat)
         seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, *rule, self.kernels)
         self._part(Engine._tell)(state, canvas, query, seen, spent)
         self._part(Engine.ask)(state)
@@ -122,12 +122,13 @@ class Engine:
             return
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
-        coming = replace(state.canvas, sizes=found.sizes)
-        made = replace(state.canvas if step else coming, branches=state.branches)
-        state.branches = branches = coming.branches
-        if step or branches is None:
+        before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
+        if self.plugins.scheduler.drafts and (step or before.branches is None):
+            # The next step has been asked for already: what the scheduler says now holds for the one after it.
+            made = replace(before if step else state.canvas, branches=state.branches)
             branches = self.plugins.scheduler.pace(made, perf_counter() - state.begun)
-        state.canvas = replace(coming, branches=branches)
+            state.canvas = replace(state.canvas, branches=branches)
+        state.branches = before.branches
         if found.bad:
             self.refuse(state)
 
@@ -152,7 +153,7 @@ class Engine:
 
     def ask(self, state: State) -> None:
         """What the model is to compute next, and how large that is."""
-        p, spec, cache = self.plugins, self.denoiser.spec, state.cache
+        p, spec, cache = self.plugins, state.cache.spec, state.cache
         if spec.mask_id is None:
             state.canvas = state.canvas.renoised(spec.vocab_size)
         canvas = state.canvas
@@ -160,18 +161,22 @@ class Engine:
         ahead = p.scheduler.ahead(canvas, state.carry)
         if ahead is not None:
             cache.expect(ahead, query.positions.shape[1])
-        computed = cache.computes(canvas)
-        answered = None if computed is None else packing.answerable(canvas, computed & canvas.seen(), spec)
-        query = cache.narrow(canvas, query, answered)
+        chosen = cache.computes(canvas)
+        computed = packing.computable(canvas, query, chosen)
+        answered = packing.answerable(canvas, computed, spec)
+        if chosen is not None or spec.encoder:
+            query = cache.narrow(canvas, query, answered)
         watched = p.stop.positions(canvas)
         if watched is not None:
-            query = query.join(canvas, watched if answered is None else watched & answered, canvas.length)
-        state.wanted = packing.request(canvas, replace(query, previous=state.previous), computed, spec)
+            query = query.join(canvas, watched & answered, canvas.length)
+        if state.previous is not None:
+            query = replace(query, previous=state.previous)
+        state.wanted = packing.request(query, computed, answered)
         state.measured = packing.measure(canvas, state.wanted, state.bad)
 
     def _tell(self, state: State, canvas: Canvas, query: Query, seen: Readout, spent: Spent) -> None:
         """What becomes of the model's answer."""
-        p, spec = self.plugins, self.denoiser.spec
+        p, spec = self.plugins, state.cache.spec
         opened = p.blocks.open(canvas, query, seen)
         if opened is not None:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
@@ -190,11 +195,8 @@ class Engine:
         state.cache.observe(canvas, query, edit, seen)
         state.recorder.note(canvas, after, query, edit, seen)
         closed = p.blocks.close(canvas, after, edit)
-        state.canvas = replace(
-            after.advance(closed, canvas.width, edit.finish),
-            nfe=canvas.nfe + spent.nfe,
-            rows=canvas.rows + spent.rows,
-        )
+        counts = {"nfe": canvas.nfe + spent.nfe, "rows": canvas.rows + spent.rows}
+        state.canvas = after.advance(closed, canvas.width, edit.finish, **counts)
         if seen.logits is not None and spec.self_conditioning:
             state.previous = seen.logits[:, 0].to(spec.dtype)
 

@@ -117,7 +117,7 @@ class CounterNoise:
 
 @dataclass(frozen=True)
 class ReplayNoise:
-    """Draws from torch's CPU generator in the order of published code. For `compat` runs only.
+    """Draws from torch's CPU generator in the order of published code. For the replay of recorded runs only.
 
     Args:
         seed: what the published run passed to `torch.manual_seed`.

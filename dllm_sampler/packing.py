@@ -46,11 +46,14 @@ class Request(NamedTuple):
         return count + self.shadows(canvas).sum(1) if self.query.blind else count
 
 
-def request(canvas: Canvas, query: Query, computed: Tensor | None, spec: ModelSpec) -> Request:
-    """The request for `query` when a cache computes the columns `computed [B, L+1]`; None: all of them."""
+def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
+    """`[B, L+1] bool` columns of live rows that a forward computes, of those `chosen [B, L+1]`; None: of all."""
     seen = visible(canvas, query) & ~canvas.done[:, None]
-    computed = seen if computed is None else computed & seen
-    answered = answerable(canvas, computed, spec)
+    return seen if chosen is None else chosen & seen
+
+
+def request(query: Query, computed: Tensor, answered: Tensor) -> Request:
+    """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
     asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
     live = query.live
     asked = asked.expand(query.ids.shape) if live is None else asked & live[..., None]
@@ -78,13 +81,13 @@ def visible(canvas: Canvas, query: Query) -> Tensor:
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
-    """`[7, B] int64` what the host wants to know before the next step, by row; see `read`."""
+    """`[9, B] int64` what the host wants to know before the next step, by row; see `read`."""
     end = canvas.end if wanted.query.limit is None else torch.minimum(canvas.end, wanted.query.limit)
-    widest = (wanted.query.positions < canvas.length).sum(1).masked_fill(canvas.done, 0)
-    answers = wanted.asked.sum((1, 2))
-    block = (canvas.stop - canvas.start).masked_fill(canvas.done, 0)
-    opens = ((canvas.age == 0) & ~canvas.done).long() + 2 * canvas.done + 4 * (bad > 0)  # three flags
-    return torch.stack([wanted.entries(canvas), answers, widest, block, opens, canvas.begin, end])
+    queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
+    block = canvas.stop - canvas.start
+    return torch.stack(
+        [wanted.entries(canvas), answers, queried, block, canvas.begin, end, canvas.age, canvas.done.long(), bad]
+    )
 
 
 class Found(NamedTuple):
@@ -97,18 +100,20 @@ class Found(NamedTuple):
 
 def read(measured: list[list[int]]) -> Found:
     """`measure`, on the host."""
-    entries, answers, queries, block, flags, begin, end = measured
+    entries, answers, queries, block, begin, end, age, done, bad = measured
+    live = [row for row, over in enumerate(done) if not over]
+    rows = tuple(zip(entries, begin, end, strict=True))
     sizes = Sizes(
-        queries=max(1, *queries),
-        block=max(1, *block),
+        queries=max([1, *(queries[row] for row in live)]),
+        block=max([1, *(block[row] for row in live)]),
         computed=max(1, sum(entries)),
         answers=max(1, sum(answers)),
         longest=max(1, *entries),
-        whole=all(count in (0, last - first) for count, first, last in zip(entries, begin, end, strict=True)),
-        opens=any(flag & 1 for flag in flags),
-        rows=tuple(zip(entries, begin, end, strict=True)),
+        whole=all(count in (0, last - first) for count, first, last in rows),
+        opens=any(age[row] == 0 for row in live),
+        rows=rows,
     )
-    return Found(sizes, all(flag & 2 for flag in flags), any(flag & 4 for flag in flags))
+    return Found(sizes, not live, any(bad))
 
 
 def largest(canvas: Canvas, wanted: Request) -> Sizes:
@@ -132,8 +137,10 @@ class Answers:
         """The answers of a request."""
         flat = wanted.asked.flatten()
         # As many answers as places: then each place has one, unless the size was rounded up.
-        whole = sizes.answers == len(flat) and sizes.rows is not None
-        return Answers(select.members(flat, sizes.answers)[0], wanted.query, whole)
+        if sizes.answers == len(flat) and sizes.rows is not None:
+            return Answers.every(wanted.query)
+        place = torch.nonzero_static(flat, size=sizes.answers, fill_value=len(flat))[:, 0]
+        return Answers(place, wanted.query, False)
 
     @staticmethod
     def every(query: Query) -> Answers:
@@ -195,9 +202,9 @@ class Pack:
     column: Tensor  # [T]; L for a filler
     segment: Tensor | None  # [T]; None: each row has one
     unseen: Tensor | None  # [T] the column that a shadow does not see; -1: none; None: there are no shadows
-    bounds: Tensor  # [B+1] where the entries of each row begin
     answers: Tensor  # [R] the entry that answers
     slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
+    chosen: Tensor  # [B, S, L+1] bool: the entries as a set
     overwritten: Tensor | None  # [B, L+1] bool: stored columns that several segments compute for themselves
     sizes: Sizes
 
@@ -215,19 +222,15 @@ class Pack:
         elif segments > 1:
             chosen = chosen.expand(-1, segments, -1)
             chosen = chosen if query.live is None else chosen & query.live[..., None]
-        place, entry = select.members(chosen.flatten(), sizes.computed)
-        place = place.clamp(max=batch * segments * columns - 1)  # the last row's empty slot
+        size = batch * segments * columns
+        # A filler stands at the last place of all, the empty slot of the last row.
+        place = torch.nonzero_static(chosen.reshape(-1), size=sizes.computed, fill_value=size - 1)[:, 0]
         column, line = place % columns, place // columns
         row = line if segments == 1 else line // segments
         segment = None if segments == 1 else line % segments
-        slots = row * columns + column
-        if segment is not None:
-            slots = torch.where(segment == 0, slots, batch * columns - 1)
-        counts = chosen.sum((1, 2))
-        bounds = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        slots = place if segment is None else torch.where(segment == 0, row * columns + column, batch * columns - 1)
         # The entry that answers each place: candidate and predicting column, or a shadow where the token is known.
-        at = predict.repeat_interleave(query.ids.shape[1], 0).flatten() if query.ids.shape[1] > 1 else predict.flatten()
-        at = at.view(batch, -1, query.positions.shape[1])  # [B, K, Q]
+        at = predict[:, None].expand(query.ids.shape)  # [B, K, Q]
         origin = select.numbers(batch * query.ids.shape[1], device).view(batch, -1, 1) * columns
         unseen = None
         if there is not None:
@@ -241,19 +244,25 @@ class Pack:
             column,
             segment,
             unseen,
-            bounds,
-            entry[answers.pick(at + origin)].clamp(0, sizes.computed - 1),
+            torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1),
             slots,
+            chosen,
             wanted.computed if segments > 1 and not query.blind else None,
             sizes,
         )
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """`[B+1]` where the entries of each row begin, and where the last ones end."""
+        counts = self.chosen.sum((1, 2))
+        return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
         """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""
         rows = canvas.ids[:, None].expand(-1, query.ids.shape[1], -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
         if not query.blind:
-            return rows.flatten()[self.place]
+            return rows.flatten().index_select(0, self.place)
         assert self.segment is not None and mask_id is not None
         shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]
         return shadowed.masked_fill(self.segment == 1, mask_id)

@@ -8,14 +8,10 @@ from typing import Any, TypeVar, cast
 from dllm_sampler import config
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.cache.dual import DualCache
-from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.protocols import Blocks, Guide, ModelSpec, Scheduler, Stop
 from dllm_sampler.readout import FIELDS
-from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.stored import StorePass
 
 Kind = TypeVar("Kind")
@@ -97,13 +93,6 @@ def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     if not isinstance(plugin, kind):
         raise UserError(f"{group} must be a name, a settings dict or a {kind.__name__}, not {type(plugin).__name__}")
     return plugin
-
-
-def _forced_first(scheduler: Scheduler) -> bool:
-    """Whether it or a scheduler inside commits a block's first position by force."""
-    if isinstance(scheduler, ForcedFirst):
-        return True
-    return isinstance(scheduler, Around) and _forced_first(scheduler.inner)
 
 
 def check(plugins: Plugins, spec: ModelSpec) -> None:
@@ -202,13 +191,6 @@ def check(plugins: Plugins, spec: ModelSpec) -> None:
     if spec.attention != "block_causal" and isinstance(plugins.cache, BlockCausalCache):
         raise UserError(
             f"cache={cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
-        )
-    starved = spec.shift and isinstance(plugins.cache, PrefixCache | DualCache) and plugins.cache.compat
-    if starved and not _forced_first(plugins.scheduler):
-        raise UserError(
-            "cache.compat=true leaves each block's first position without a prediction on this model, and"
-            f" {type(plugins.scheduler).__name__} does not commit it first: wrap it in ForcedFirst, or use"
-            " cache.compat=false"
         )
     draws = any(guide.draws for guide in plugins.guides)
     for guide in plugins.guides:

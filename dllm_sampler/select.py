@@ -38,22 +38,6 @@ def columns(chosen: Tensor, width: int) -> Tensor:
     return column.new_full((batch, width + 2), size - 1).scatter_(1, place, column)[:, 1 : width + 1]
 
 
-def members(chosen: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The members of a flat set in a static size, and the place of each element among them.
-
-    Args:
-        chosen: `[N] bool`.
-        size: T; members beyond it are lost, and fillers are N.
-
-    Returns:
-        `[T] int64` sorted members; `[N] int64` for each member its place, from 0 (of no meaning elsewhere).
-    """
-    count = chosen.cumsum(0)
-    place = (count * chosen).clamp(max=size + 1)
-    found = count.new_full((size + 2,), len(chosen)).scatter_(0, place, numbers(len(chosen), chosen.device))
-    return found[1 : size + 1], count - 1
-
-
 def rank(score: Tensor, eligible: Tensor) -> Tensor:
     """`[B, Q]` place of each eligible position by descending score (0 is best); the others come last."""
     # An eligible score of -inf still comes before every ineligible position.

@@ -96,13 +96,10 @@ class EndOfText(TruncateStop):
     Args:
         mode: `resolved` or `predicted`.
         min_conf: probability a predicted end token must reach.
-        compat: as published, an end token that the scheduler committed only to get on does not count as committed,
-            and the guess is made among the masks from before the step.
     """
 
     mode: Literal["resolved", "predicted"] = "resolved"
     min_conf: float = 0.9
-    compat: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in ("resolved", "predicted"):
@@ -116,19 +113,16 @@ class EndOfText(TruncateStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        if self.mode == "resolved" and not self.compat:
+        if self.mode == "resolved":
             return super().__call__(canvas, after, query, readout, edit)
         at, nowhere = query.positions, canvas.length + 1  # [B, Q]
         wrote = edit.commit & (edit.ids == self.eos) & (at < canvas.length)
-        if self.compat and edit.forced is not None:
-            wrote = wrote & ~edit.forced
         cut = torch.where(wrote, at + 1, nowhere).amin(1)
-        if self.mode == "predicted":
-            open_ = (canvas if self.compat else after).masked.gather(1, at)
-            likely = open_ & (readout.token[:, 0] == self.eos) & (readout.confidence[:, 0] >= self.min_conf)
-            sure, surest = readout.confidence[:, 0].masked_fill(~likely, -1.0).max(1)  # first on a tie
-            guess = torch.where(sure >= 0, at.gather(1, surest[:, None])[:, 0] + 1, nowhere)
-            cut = torch.where(cut < nowhere, cut, guess)
+        open_ = after.masked.gather(1, at)
+        likely = open_ & (readout.token[:, 0] == self.eos) & (readout.confidence[:, 0] >= self.min_conf)
+        sure, surest = readout.confidence[:, 0].masked_fill(~likely, -1.0).max(1)  # first on a tie
+        guess = torch.where(sure >= 0, at.gather(1, surest[:, None])[:, 0] + 1, nowhere)
+        cut = torch.where(cut < nowhere, cut, guess)
         return replace(edit, end=cut if edit.end is None else torch.minimum(cut, edit.end))
 
 

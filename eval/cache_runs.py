@@ -120,13 +120,12 @@ def bytes_held(cache: Cache) -> int:
 
 
 class Spy:
-    """The denoiser, and the last question and answer."""
+    """The denoiser, with what it was asked last and what it answered."""
 
     def __init__(self, inner: Denoiser):
         self.inner = inner
-        self.query: Query
         self.plan: Plan
-        self.logits: Tensor  # [B, K, Q, V]
+        self.hidden: Tensor  # [R, D]; logits would not do, a readout overwrites them
 
     @property
     def spec(self) -> ModelSpec:
@@ -135,25 +134,33 @@ class Spy:
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """See `Denoiser.__call__`."""
-        self.query, self.plan = query, plan
-        return self.inner(canvas, query, plan)
+        self.plan = plan
+        self.hidden, spent = self.inner(canvas, query, plan)
+        return self.hidden, spent
 
     def head(self, hidden: Tensor) -> Tensor:
         """See `Denoiser.head`."""
-        logits = self.inner.head(hidden)
-        self.logits = self.plan.answers.spread(logits.clone())  # the readout overwrites them
-        return logits
+        return self.inner.head(hidden)
+
+    @property
+    def asked(self) -> tuple[Tensor, Tensor]:
+        """`[B, Q]` sorted positions of the last query, and `[B, Q] bool` which of them were answered."""
+        wanted = self.plan.wanted
+        return wanted.query.positions.contiguous(), wanted.asked[:, 0]
+
+    def says(self, row: Tensor, place: Tensor) -> Tensor:
+        """Log-probabilities `[N, V]` of the answers at the rows and places `[N]` of the last query."""
+        hidden = self.plan.answers.spread(self.hidden)[row, 0, place]
+        return self.inner.head(hidden).double().log_softmax(-1)
 
 
 def divergence(canvas: Canvas, without: Spy, served: Spy) -> tuple[float, int]:
     """Sum of KL(no cache, cache) in nats over the masks of the block that both predict, and how many these are."""
-    at = served.query.positions  # [B, Q]
-    all_masks = without.query.positions.contiguous()
-    place = torch.searchsorted(all_masks, at.contiguous()).clamp(max=all_masks.shape[1] - 1)
-    both = (all_masks.gather(1, place) == at) & canvas.eligible(at) & ~canvas.done[:, None]
+    (at, answered), (all_masks, all_answered) = served.asked, without.asked
+    place = torch.searchsorted(all_masks, at).clamp(max=all_masks.shape[1] - 1)
+    both = (all_masks.gather(1, place) == at) & all_answered.gather(1, place) & answered & canvas.eligible(at)
     row, column = both.nonzero(as_tuple=True)
-    true = without.logits[row, 0, place[row, column]].double().log_softmax(-1)
-    ours = served.logits[row, 0, column].double().log_softmax(-1)
+    true, ours = without.says(row, place[row, column]), served.says(row, column)
     return float((true.exp() * (true - ours)).sum()), len(row)
 
 

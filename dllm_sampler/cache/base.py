@@ -103,12 +103,12 @@ class Cache:
         """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
         return None
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
-        """Drop the positions outside `answered [B, L+1] bool`, which nothing will predict; None: there are none.
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+        """Drop the positions outside `answered [B, L+1] bool`, which nothing will predict, unless the query is exact.
 
-        A query that is exact keeps every position.
+        Not asked where every column is computed.
         """
-        return query if answered is None or query.exact else query.drop(canvas, answered)
+        return query if query.exact else query.drop(canvas, answered)
 
     def predictors(self, columns: Tensor) -> Tensor:
         """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.packing import measure, read, request
+from dllm_sampler.packing import answerable, computable, measure, read, request
 from dllm_sampler.protocols import Denoiser, ModelSpec
 
 StorePasses = Literal["ride", "separate"]
@@ -60,7 +60,8 @@ class BlockCausalCache(Cache):
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
-        wanted = request(one, query, cache.computes(one), self.spec)
+        computed = computable(one, query, cache.computes(one))
+        wanted = request(query, computed, answerable(one, computed, self.spec))
         measured = measure(one, wanted, torch.zeros_like(one.start)).tolist()  # the one read before the first step
         one = replace(one, sizes=read(measured).sizes)
         _, spent = denoiser(one, query, cache.plan(one, wanted))

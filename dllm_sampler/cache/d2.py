@@ -27,11 +27,13 @@ class D2Cache(Cache):
     attention (mean over heads, a row that is not computed looks at itself) mixed with the identity. Gaps between
     chosen columns are closed where these lie at most `gap` apart.
 
-    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. Three slips of the
-    published code are not repeated: its stored confidences are those of the first forward for good, masks that were
-    not computed can be committed from empty logits, and the block by whose length it rounds is what is left of it. It
-    also fills the rows of a batch up to the same number of columns, by score; here a row computes in a batch what it
-    computes alone. At the end of a block it prefers the masks of the block that is full, here those of the next one.
+    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it: a schedule's share
+    is cut to what is predicted. Four slips of the published code are not repeated: its stored confidences are those of
+    the first forward for good, masks that were not computed can be committed from empty logits, the block by whose
+    length it rounds is what is left of it, and on Dream the prompt's last row, which the rollout may have chosen, is
+    computed only where the first mask is. It also fills the rows of a batch up to the same number of columns, by score;
+    here a row computes in a batch what it computes alone. At the end of a block it prefers the masks of the block that
+    is full, here those of the next one.
 
     Args:
         masks: how many masks are computed.
@@ -109,13 +111,14 @@ class D2Cache(Cache):
         ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
         return among & ((ordered <= self.rollout) | (place == 0))
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
         query = super().narrow(canvas, query, answered)
         if query.exact:
             return query
-        masks = canvas.masked if answered is None else canvas.masked & answered
-        return query.join(canvas, masks, max(canvas.length - canvas.origin, query.positions.shape[1]))
+        return query.join(
+            canvas, canvas.masked & answered, max(canvas.length - canvas.origin, query.positions.shape[1])
+        )
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""

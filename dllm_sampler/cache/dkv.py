@@ -39,8 +39,6 @@ class DelayedCache(Cache):
         per_block: count forwards anew in each block, and make the second one full as well (the published LLaDA code);
             else over the whole generation (its Dream code). None: as published for the model.
         shift: see above; without a logit shift it has no meaning.
-        compat: as published under a shift, the canvas's last row counts as committed from the second forward on
-            (`un`), or when the row before it is kept (`un_right`).
     """
 
     keeps_noise: ClassVar[bool] = False
@@ -49,7 +47,6 @@ class DelayedCache(Cache):
     mode: Mode = "decode"
     per_block: bool | None = None
     shift: Shift = "un"
-    compat: bool = False
     kept: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: served from the slots
 
     def __post_init__(self) -> None:
@@ -99,12 +96,5 @@ class DelayedCache(Cache):
         if not self.spec.shift:
             return text
         last = canvas.columns() == canvas.end[:, None] - 1
-        successor = text.roll(-1, 1)
-        if not self.compat:
-            successor = torch.where(last, text, successor)
-        elif self.shift == "un":
-            successor = torch.where(last, (canvas.step > 0)[:, None], successor)
-        if self.shift == "un":
-            return successor
-        both = text & successor
-        return torch.where(last, both.roll(1, 1), both) if self.compat else both
+        successor = torch.where(last, text, text.roll(-1, 1))
+        return successor if self.shift == "un" else text & successor

@@ -151,7 +151,7 @@ class IntervalCache(Cache):
         share = int(self.ratio * (plan.seen.shape[1] - int(self.spec.shift)))
         some = some + (answer if response else answer.clamp(max=share))
         layers = self.spec.num_layers
-        return (plan.computed + some * (layers - 1) + layers - 1) // layers
+        return ((plan.computed + some * (layers - 1) + layers - 1) // layers) * (plan.computed > 0)
 
     def reuses_guidance(self) -> bool | None:
         """See `Cache.reuses_guidance`."""

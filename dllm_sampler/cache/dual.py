@@ -13,13 +13,9 @@ class DualCache(WindowCache):
     """Recompute the active block alone; the prefix and the masks behind it stay as the opening forward saw them.
 
     Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
-    other, and refreshes every slot; each later one overwrites the block's own slots.
-
-    Args:
-        compat: as in `PrefixCache`.
+    other, and refreshes every slot; each later one overwrites the block's own slots. The window begins as in
+    `PrefixCache`.
     """
-
-    compat: bool = False
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `WindowCache.span`."""

@@ -37,7 +37,8 @@ class ElasticCache(Cache):
     tokens committed by the last step, and the tracked tokens: those that each layer's window looked at most in the
     last forward. Layer by layer it compares the attention of the tracked tokens, averaged over heads, with what their
     stored queries and the stored keys give; where the cosine similarity falls below `gamma`, all deeper layers compute
-    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed.
+    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed: a
+    schedule's share is cut to it, and a block takes a forward per window of its masks at least.
 
     Published with `blocks=full`, which the window replaces; inside shorter blocks it ends where the block does. Masks
     behind a committed end of text come last, as if the published code had dropped them. Each row of a batch decides
@@ -52,7 +53,6 @@ class ElasticCache(Cache):
         track: tokens tracked per layer.
         block_caching: leave the masks behind the window as they were last computed.
         full_every: steps from one whole forward to the next (1: no reuse, exact); None: the first step only.
-        compat: compare head by head as the published code does: for each key the cosine over heads, averaged over keys.
     """
 
     pads: ClassVar[bool] = True
@@ -64,7 +64,6 @@ class ElasticCache(Cache):
     track: int = 1
     block_caching: bool = True
     full_every: int | None = None
-    compat: bool = False
     inputs: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
     queries: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, H, Dh]
     stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written since computed
@@ -115,7 +114,7 @@ class ElasticCache(Cache):
         """See `Cache.computes`."""
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor | None) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`: the window alone, in its own width."""
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
@@ -211,12 +210,8 @@ class ElasticCache(Cache):
         """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are."""
         real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
         before, now = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (before, now))
-        if not self.compat:
-            alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
-            return (alike * real).sum(1) / real.sum(1)
-        alike = F.cosine_similarity(before, now, dim=1).double() * real[..., None]  # [B, T, S], 0 at unseen keys
-        seen = plan.known.new_ones(alike.shape[::2]) if plan.keys is None else plan.keys
-        return alike.sum((1, 2)) / (real.sum(1) * seen.sum(1))
+        alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
+        return (alike * real).sum(1) / real.sum(1)
 
     def most_attended(self, weights: Tensor, plan: ElasticPlan) -> Tensor:
         """`[B, L+1] bool` the decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
@@ -231,7 +226,7 @@ class ElasticCache(Cache):
         layers = self.spec.num_layers
         reused = self.refresh_from.clamp(min=0)
         total = plan.computed * reused + plan.columns * (layers - reused)
-        return (total + layers - 1) // layers
+        return ((total + layers - 1) // layers) * plan.live
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`: what the step wrote is stale until the next forward, which computes it."""

@@ -7,13 +7,14 @@ import torch
 
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.packing import measure, read, request
+from dllm_sampler.packing import answerable, computable, measure, read, request
 from dllm_sampler.protocols import ModelSpec, Plan
 
 
 def once(canvas: Canvas, query: Query, spec: ModelSpec) -> tuple[Canvas, Plan]:
     """The canvas and the plan for one forward that computes everything; the host waits for the device to size it."""
-    wanted = request(canvas, query, None, spec)
+    computed = computable(canvas, query, None)
+    wanted = request(query, computed, answerable(canvas, computed, spec))
     found = read(measure(canvas, wanted, torch.zeros_like(canvas.start)).tolist())
     canvas = replace(canvas, sizes=found.sizes)
     return canvas, NoCache().init(canvas, spec).plan(canvas, wanted)

@@ -54,11 +54,10 @@ class PeriodicPrefix(_Periodic, PrefixCache):
 
     Source: dInfer, arXiv 2510.08666. A refresh is one more forward, which commits like any other; narrow forwards
     are counted over the whole generation, and a block still opens with a refresh. dInfer makes the narrow forward
-    after a refresh even where the refresh filled the block (`Unrolled(cached=True)`); here it is left out.
+    after a refresh even where the refresh filled the block; here it is left out.
 
     Args:
         every: narrow forwards from one refresh to the next; None: refresh when a block opens only.
-        compat: as in `PrefixCache`.
     """
 
 
@@ -70,5 +69,4 @@ class PeriodicDual(_Periodic, DualCache):
 
     Args:
         every: narrow forwards from one refresh to the next; None: refresh when a block opens only.
-        compat: as in `DualCache`.
     """

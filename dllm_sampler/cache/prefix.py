@@ -17,15 +17,11 @@ class PrefixCache(WindowCache):
     other, and refreshes every slot. Positions from the block on are computed afresh in each step, so their slots
     are never read stale.
 
-    Args:
-        compat: for models with a logit shift (Dream), start the window at the block as the published code does,
-            so that nothing predicts the block's first position: the opening forward must commit it
-            (`ForcedFirst`). By default the window starts one position earlier and no forced commit is needed.
+    On models with a logit shift (Dream) the window starts one position earlier, with the row that predicts the block's
+    first position; published code starts at the block and commits that position by force.
     """
 
     keeps_noise: ClassVar[bool] = False
-
-    compat: bool = False
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `WindowCache.span`."""

@@ -44,7 +44,6 @@ class SparseCache(DualCache):
         keep: share of the keys outside the block that stay, rounded down; 1 is the dual cache.
         kernel: neighbours pooled, an odd number; 1: none.
         delay: whole forwards after the one that opens the block; the last one sorts.
-        compat: as in `PrefixCache`.
     """
 
     pads: ClassVar[bool] = True
@@ -88,7 +87,7 @@ class SparseCache(DualCache):
         """See `Cache.plan`."""
         plan, sizes = super().plan(canvas, wanted), canvas.sizes
         assert isinstance(plan, PaddedPlan)
-        back = int(self.spec.shift and not self.compat)
+        back = self.back
         # Whoever sorts computes the prompt too, so that a forward as narrow as the widest block holds no such row.
         narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.length - canvas.origin
         seen, at = visible(canvas, wanted.query), plan.positions

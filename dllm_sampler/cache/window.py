@@ -1,5 +1,6 @@
 """What Fast-dLLM's caches share: a block opens with a whole row, then one run of columns is recomputed."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,26 +10,29 @@ from dllm_sampler.canvas import Canvas
 
 
 @dataclass
-class WindowCache(Cache):
+class WindowCache(Cache, ABC):
     """Forwards compute the columns of `span`, which is left to the subclass, or where they are `due`, the whole row.
 
     A refresh is due when a block opens, and then only.
     """
-
-    compat: bool
 
     @property
     def steady(self) -> bool:
         """See `Cache.steady`."""
         return True
 
-    def first(self, canvas: Canvas) -> Tensor:
-        """`[B]` where the window begins: with the block, or the row that predicts its first position."""
-        return canvas.start - 1 if self.spec.shift and not self.compat else canvas.start
-
+    @abstractmethod
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` first column and `[B]` end of what a forward computes inside a block."""
-        raise NotImplementedError
+
+    @property
+    def back(self) -> int:
+        """How many columns before the block the window begins: under a shift, the row that predicts the first one."""
+        return int(self.spec.shift)
+
+    def first(self, canvas: Canvas) -> Tensor:
+        """`[B]` where the window begins."""
+        return canvas.start - self.back if self.back else canvas.start
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""

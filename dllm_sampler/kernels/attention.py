@@ -15,7 +15,7 @@ from torch import Tensor
 from triton import knobs
 
 from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
-from dllm_sampler.kernels.flash import attention_kernel, combine_kernel
+from dllm_sampler.kernels.flash import attention_kernel, combine_kernel, packed_kernel
 from dllm_sampler.kernels.rope import put
 
 _LOG2E = 1.4426950408889634
@@ -160,6 +160,143 @@ def attention_reference(
     return out.where(seen.any(-1)[..., None, None], 0)
 
 
+def packed_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    slots: Slots | None,
+    bounds: Tensor,
+    columns: Tensor,
+    *,
+    begin: Tensor | None = None,
+    limit: Tensor | None = None,
+    grid: int | None = None,
+    segment: Tensor | None = None,
+    overwritten: Tensor | None = None,
+    stored: bool = True,
+    longest: int | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Attention output `[T, H, Dh]` of a pack: T entries of a whole batch, sorted by row, segment and column.
+
+    q: `[T, H, Dh]`, rotated
+    k, v: `[T, Hkv, Dh]`, the entries' own keys and values (fresh ones); None: they are in their slots already
+    slots: keys and values `[B, L+1, Hkv, Dh]`, the last one empty; None: nothing is stored
+    bounds: int64 `[B+1]`: row b has the entries bounds[b]..bounds[b+1]-1; those from bounds[B] on are fillers
+    columns: int64 `[T]`, where the entries stand
+    begin, limit: `[B]`, keys of columns begin..limit-1 may be seen; default: 0 and L
+    grid: block-causal attention with blocks of so many columns, counted from `begin`
+    segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
+    overwritten: bool `[B, L+1]`, stored columns that nobody sees, since fresh keys stand in for them
+    stored: whether stored keys are seen; false for a forward that computes every column
+    longest: a row has no more entries than that; default T
+    scale: of the scores; default `Dh ** -0.5`
+    splits: programs that share the keys of a row; default: enough to fill the GPU
+
+    An entry that sees nothing answers zeros, and so does a filler. A slot that no entry sees is not read.
+    """
+    entries, heads, size = q.shape
+    batch, out = len(bounds) - 1, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    keys, values = slots if slots is not None and stored else (None, None)
+    given = k if k is not None else keys
+    assert given is not None, "neither fresh keys nor stored ones"
+    kv_heads, length = given.shape[-2], _ENDLESS if slots is None else slots[0].shape[1]
+    group = heads // kv_heads
+    most = min(longest or entries, entries)
+    shape, warps, stages = _shape(most * group, size, q.dtype.itemsize, k is not None)
+    if splits is None:
+        seen = (0 if keys is None else length) + (0 if k is None else most)
+        programs = max(cdiv(entries * group, shape["BLOCK_M"]), min(entries, batch)) * kv_heads
+        splits = _splits(programs, cdiv(seen, shape["BLOCK_N"]), q.device)
+    parts = peaks = totals = None
+    if splits > 1:
+        peaks, totals = torch.empty(2, splits, entries, heads, dtype=torch.float32, device=q.device)
+        parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    hidden = _whole(overwritten)
+    launch: dict[str, Any] = {"G": group, "HKV": kv_heads, "DH": size, **shape}
+    launch |= {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    tiles = (entries * group + batch * (shape["BLOCK_M"] - 1)) // shape["BLOCK_M"]  # at most
+    packed_kernel[kv_heads, splits, tiles](
+        _whole(q), _whole(k), _whole(v), keys, values, _whole(bounds), _whole(columns), _whole(segment),
+        _whole(begin), _whole(limit), None if hidden is None else hidden.view(torch.uint8),
+        out if parts is None else parts, peaks, totals,
+        entries, batch, length, grid, (size**-0.5 if scale is None else scale) * _LOG2E,
+        **launch,
+    )  # fmt: skip
+    if parts is not None:
+        lines = out.numel() // size
+        launch = {"DH": size, "BLOCK_D": shape["BLOCK_D"], "LINES": _LINES, "num_warps": 4, "enable_fp_fusion": True}
+        combine_kernel[(cdiv(lines, _LINES),)](parts, peaks, totals, out, lines, splits, **launch)
+    return out
+
+
+def packed_attention_reference(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    slots: Slots | None,
+    bounds: Tensor,
+    columns: Tensor,
+    *,
+    begin: Tensor | None = None,
+    limit: Tensor | None = None,
+    grid: int | None = None,
+    segment: Tensor | None = None,
+    overwritten: Tensor | None = None,
+    stored: bool = True,
+    longest: int | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """What `packed_attention` computes, in torch, padded to the longest row; `splits` changes nothing."""
+    entries, batch = len(q), len(bounds) - 1
+    if not q.numel():
+        return torch.empty_like(q)
+    length = _ENDLESS if slots is None else slots[0].shape[1]
+    index = torch.arange(entries, device=q.device)
+    at = bounds[:-1, None] + index[: longest or entries]  # [B, M]
+    real = at < bounds[1:, None]
+    at = at.clamp(max=entries - 1)
+    own = columns[at]
+    low = torch.zeros_like(at[:, :1]) if begin is None else begin[:, None]
+    high = torch.full_like(low, length - 1) if limit is None else limit[:, None].clamp(max=length - 1)
+
+    def sees(column: Tensor) -> Tensor:  # of columns [B, X]: [B, M, X]
+        seen = real[..., None] & ((column >= low) & (column < high))[:, None]
+        if grid is not None:
+            seen = seen & ((column - low)[:, None] < (((own - low).clamp(min=0) // grid + 1) * grid)[..., None])
+        return seen
+
+    keys, values, visible = [], [], []
+    if stored and slots is not None:
+        keys.append(slots[0].to(q.dtype))
+        values.append(slots[1].to(q.dtype))
+        visible.append(sees(torch.arange(length, device=q.device).expand(batch, -1)))
+        if overwritten is not None:
+            visible[0] = visible[0] & ~overwritten[:, None]
+    if k is not None and v is not None:
+        keys.append(k[at])
+        values.append(v[at])
+        visible.append(sees(own) & real[:, None])
+        if segment is not None:
+            visible[-1] = visible[-1] & (segment[at][:, :, None] == segment[at][:, None])
+    seen = torch.cat(visible, -1)  # [B, M, S]
+    read = seen.any(1)[..., None, None]  # [B, S, 1, 1]: zero times a slot that holds no number would be none either
+    every = (torch.cat(parts, 1).where(read, 0).transpose(1, 2) for parts in (keys, values))
+    grouped = keys[0].shape[2] != q.shape[1]
+    out = F.scaled_dot_product_attention(
+        q[at].transpose(1, 2), *every, attn_mask=seen[:, None], scale=scale, enable_gqa=grouped
+    ).transpose(1, 2)
+    out = out.where(seen.any(-1)[..., None, None], 0)  # [B, M, H, Dh]
+    row = torch.searchsorted(bounds[1:], index, right=True)
+    place = index - bounds[row]
+    filler = (row == batch)[:, None, None]
+    return out[row.clamp(max=batch - 1), place.clamp(max=out.shape[1] - 1)].masked_fill(filler, 0)
+
+
 def columns_of(positions: Tensor, columns: int) -> Tensor:
     """`[B, columns] bool` which columns `positions [B, M]` name."""
     found = torch.zeros(len(positions), columns, dtype=torch.bool, device=positions.device)
@@ -186,6 +323,15 @@ def _rows(heads: Tensor) -> Tensor:
     size = heads.shape[3]
     whole = heads.stride()[2:] == (size, 1) and not heads.stride(0) % size and not heads.stride(1) % size
     return heads if whole else heads.contiguous()
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    """The same without gaps in memory."""
+    if tensor is None:
+        return None
+    if tensor.dtype == torch.bfloat16 and knobs.runtime.interpret:
+        tensor = tensor.float()  # Triton's interpreter multiplies matrices of bfloat16 by their bits
+    return tensor.contiguous()
 
 
 def _strides(tensor: Tensor | None, unit: int = 1) -> tuple[int, int]:
@@ -267,4 +413,52 @@ CONFIGURATIONS = [
     ),
     *(_combination(dtype, size) for dtype in ("bf16", "fp16", "fp32") for size in (64, 80, 96, 128)),
     _combination("bf16", 128, one=True),
+]
+
+
+def _packed(name: str, dtype: str, size: int, group: int, kv_heads: int, queries: int, *given: str) -> Configuration:
+    """given: the optional arguments that this launch has."""
+    shape, warps, stages = _shape(queries, size, 4 if dtype == "fp32" else 2, "fresh" in given)
+    optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored", "begin": "range", "limit": "range"}
+    optional |= {"segment": "segment", "grid": "grid", "peaks": "split", "totals": "split"}
+    types = dict.fromkeys(("bounds", "positions", "segment", "begin", "limit"), "*i64") | {"overwritten": "*u8"}
+    types |= {"peaks": "*fp32", "totals": "*fp32", "scale": "fp32", "out": "*fp32" if "split" in given else f"*{dtype}"}
+    types |= dict.fromkeys(("q", "k", "v", "keys", "values"), f"*{dtype}")
+    constants: dict[str, Any] = shape | {"G": group, "HKV": kv_heads, "DH": size}
+    constants |= {argument: None for argument, what in optional.items() if what not in given}
+    constants |= {} if {"stored", "fresh"} <= {*given} else {"overwritten": None}
+    constants |= {"batch": 1} if "row" in given else {}
+    signature = {a: "constexpr" if a in constants else types.get(a, "i32") for a in packed_kernel.arg_names}
+    name = f"packed attention {name} {dtype} Dh={size} queries={shape['BLOCK_M']} {' '.join(given)}"
+    return Configuration(name, packed_kernel, signature, constants, warps, stages)
+
+
+_PACKED = [  # decoding, block-causal; without a cache; drafts with one and without
+    ("stored", "range"),
+    ("stored", "range", "split"),
+    ("stored", "range", "grid", "split"),
+    ("fresh", "range"),
+    ("fresh", "range", "grid"),
+    ("stored", "fresh", "range", "split"),
+    ("stored", "fresh", "range", "segment", "grid", "split"),
+    ("fresh", "range", "segment", "grid"),
+]
+CONFIGURATIONS += [
+    *(
+        _packed(name, "bf16", *model, queries, *given)
+        for name, model in _MODELS.items()
+        for queries in (16, 128)
+        for given in _PACKED
+    ),
+    *(
+        _packed("one", "bf16", 128, 1, 32, queries, *given, "row")
+        for queries in (16, 128)
+        for given in (("stored", "range", "split"), ("fresh", "range"))
+    ),
+    *(
+        _packed("heads", dtype, size, 4, 8, 32, *given)
+        for dtype in ("bf16", "fp16", "fp32")
+        for size in (64, 80, 96, 128)
+        for given in (("stored", "range", "split"), ("stored", "fresh", "range", "segment", "grid", "split"))
+    ),
 ]

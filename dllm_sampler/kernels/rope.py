@@ -116,6 +116,35 @@ def qkv_kernel(
                row, slot, tile * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
 
 
+@triton.jit
+def packed_qkv_kernel(
+    fused, bias, q_weight, k_weight, cos, sin, places, q, k, v, keys, values, eps,
+    H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
+    HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_H heads of queries, keys or values of one entry."""
+    entry = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    kv_tiles: tl.constexpr = (HKV + BLOCK_H - 1) // BLOCK_H
+    fused += entry * (H + 2 * HKV) * DH
+    cos += entry * ROTARY
+    sin += entry * ROTARY
+    slot = entry
+    if keys is not None:
+        slot = tl.load(places + entry).to(tl.int64) * (HKV * DH)  # negative: nowhere
+    if tile < q_tiles:
+        _heads(fused, bias, q_weight, cos, sin, q, None, entry, slot, tile * BLOCK_H, H, eps,
+               True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+    elif tile < q_tiles + kv_tiles:
+        _heads(fused + H * DH, None if bias is None else bias + H * DH, k_weight, cos, sin, k, keys, entry, slot,
+               (tile - q_tiles) * BLOCK_H, HKV, eps, True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+    else:
+        tile -= q_tiles + kv_tiles
+        _heads(fused + (H + HKV) * DH, None if bias is None else bias + (H + HKV) * DH, None, cos, sin, v, values,
+               entry, slot, tile * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+
+
 Heads = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -200,6 +229,94 @@ def qkv_rope_reference(
     return (q, k, v) if fresh else (q, None, None)
 
 
+def packed_qkv_rope(
+    fused: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    slots: tuple[Tensor, Tensor] | None = None,
+    places: Tensor | None = None,
+    fresh: bool = True,
+) -> Heads:
+    """Rotated queries `[T, H, Dh]`, rotated keys and values `[T, Hkv, Dh]` of the fused projection of a pack.
+
+    fused: `[T, (H + 2 Hkv) Dh]`: queries, keys, values
+    cos, sin: float32 `[T, R]` or `[1, 1, T, R]`, see `models.transformer.Rope`: the first R dimensions of a head turn
+    bias: `[(H + 2 Hkv) Dh]` that the projection left out; added in the stream's dtype, one rounding more than in it
+    q_weight, k_weight: `[Dh]`, norms of each head, with `eps`
+    slots: keys and values `[B, L+1, Hkv, Dh]`, written in place at `places`
+    places: int64 `[T]`, the slot of an entry as `row * (L+1) + column`; -1: it is stored nowhere
+    fresh: return keys and values too; without them attention reads the slots
+
+    Rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
+    """
+    entries, total = fused.shape
+    size = total // (heads + 2 * kv_heads)
+    assert slots is None or places is not None
+    fused, cos, sin = fused.contiguous(), cos.contiguous(), sin.contiguous()
+    q = fused.new_empty(entries, heads, size)
+    k, v = (fused.new_empty(entries, kv_heads, size) if fresh else None for _ in range(2))
+    keys, values = slots or (None, None)
+    if entries:
+        shape = _shape(heads, kv_heads, size, cos.shape[-1])
+        tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
+        launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
+        packed_qkv_kernel[entries, tiles](
+            fused, bias, q_weight, k_weight, cos, sin, None if places is None else places.contiguous(),
+            q, k, v, keys, values, eps, **launch,
+        )  # fmt: skip
+    return q, k, v
+
+
+def packed_qkv_rope_reference(
+    fused: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    bias: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    slots: tuple[Tensor, Tensor] | None = None,
+    places: Tensor | None = None,
+    fresh: bool = True,
+) -> Heads:
+    """What `packed_qkv_rope` computes, in torch."""
+    size, turned = fused.shape[-1] // (heads + 2 * kv_heads), cos.shape[-1]
+    every = (fused if bias is None else fused + bias).unflatten(-1, (-1, size))  # [T, H+2Hkv, Dh]
+    q, k, v = every.split([heads, kv_heads, kv_heads], 1)
+    c, s = (factors.reshape(-1, 1, turned) for factors in (cos, sin))  # [T, 1, R]
+
+    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+        x = x if weight is None else F.rms_norm(x, weight.shape, None, eps) * weight
+        lead = x[..., :turned]
+        lead = torch.addcmul(lead * c, lead.roll(turned // 2, -1), s).to(x.dtype)
+        return torch.cat([lead, x[..., turned:]], -1)
+
+    q, k = rotated(q, q_weight), rotated(k, k_weight)
+    if slots is not None:
+        assert places is not None
+        for slot, new in zip(slots, (k, v), strict=True):
+            store(slot, places, new)
+    return (q, k, v) if fresh else (q, None, None)
+
+
+def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
+    """Write `fresh [T, ...]` at `places [T]` of `slots [B, L+1, ...]`, in place; nothing for places below 0."""
+    flat, empty = slots.view(-1, *slots.shape[2:]), slots.shape[1] - 1
+    nowhere = (places < 0).view(-1, *[1] * (fresh.dim() - 1))
+    # What is stored nowhere goes to an empty slot, which keeps what it has.
+    flat.index_copy_(0, places.where(places >= 0, empty), fresh.to(slots.dtype).where(~nowhere, flat[empty]))
+
+
 def put(slots: Tensor, positions: Tensor, fresh: Tensor) -> None:
     """Write `fresh [N, M, ...]` at `positions [N, M]` of `slots [N, L+1, ...]`, in place; nothing at L."""
     last = slots.shape[1] - 1
@@ -235,6 +352,16 @@ def _configuration(name: str, dtype: str, shape: dict[str, int], bias: bool, nor
     return Configuration(f"qkv_rope {name} {dtype}{where}", qkv_kernel, signature, shape | absent, WARPS)
 
 
+def _packed(name: str, dtype: str, shape: dict[str, int], bias: bool, norm: bool, slots: bool) -> Configuration:
+    pointer, optional = f"*{dtype}", {"bias": bias, "q_weight": norm, "k_weight": norm}
+    optional |= dict.fromkeys(("k", "v"), not slots) | dict.fromkeys(("keys", "values", "places"), slots)
+    constants = shape | dict.fromkeys(argument for argument, given in optional.items() if not given)
+    types = {"eps": "fp32", "cos": "*fp32", "sin": "*fp32", "places": "*i64"}
+    signature = {a: "constexpr" if a in constants else types.get(a, pointer) for a in packed_qkv_kernel.arg_names}
+    where = " slots" if slots else ""
+    return Configuration(f"packed qkv_rope {name} {dtype}{where}", packed_qkv_kernel, signature, constants, WARPS)
+
+
 _MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
     "LLaDA-8B": (32, 32, 128, 128, False, False),
     "Dream-7B": (28, 4, 128, 128, True, False),
@@ -244,6 +371,12 @@ _MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
 }
 CONFIGURATIONS = [
     _configuration(name, dtype, _shape(*model[:4]), *model[4:], slots)
+    for name, model in _MODELS.items()
+    for dtype in ("bf16", "fp16", "fp32")
+    for slots in (False, True)
+]
+CONFIGURATIONS += [
+    _packed(name, dtype, _shape(*model[:4]), *model[4:], slots)
     for name, model in _MODELS.items()
     for dtype in ("bf16", "fp16", "fp32")
     for slots in (False, True)

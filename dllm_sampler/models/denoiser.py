@@ -114,7 +114,9 @@ class TransformerDenoiser:
         soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
-            positions=(pack.column - canvas.begin[pack.row])[None],  # rotary positions count from the row's first token
+            positions=(pack.column - canvas.begin.index_select(0, pack.row))[
+                None
+            ],  # rotary positions count from the row's first token
             soft=soft,
             drive=drive,
             rows=pack.answers[None],
@@ -154,8 +156,7 @@ class TransformerDenoiser:
 
 def spent(canvas: Canvas, plan: Plan) -> Spent:
     """The cost of one pass; rows of finished generations are free."""
-    live = (~canvas.done).long()  # [B]
-    return Spent(live, plan.cache.rows(plan) * live)
+    return Spent((~canvas.done).long(), plan.cache.rows(plan))
 
 
 def _drive(plan: Plan, compile: bool, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:

@@ -1,41 +1,37 @@
 """A forward whose layers run on Triton kernels in place of their own modules: the same sums, fewer passes over memory.
 
 Per layer: norm, one projection of queries, keys and values, their rotation with the writing of the slots, attention
-over the slots, the sum and norm before the feed-forward, the gated product. Only what the default `Cache.layer` would
-do is done here; a cache that drives layers by itself, or looks at attention weights, drives the modules.
+over the slots, the sum and norm before the feed-forward, the gated product. A cache that drives layers by itself, on
+the padded form, drives the modules.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels
 from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
+from dllm_sampler.packing import Pack
 from dllm_sampler.protocols import Plan
-
-if TYPE_CHECKING:
-    from dllm_sampler.kernels.attention import Slots
 
 
 def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, query: Query, plan: Plan) -> Drive | None:
-    """What runs the layers of a forward under `plan` (forked, for candidates) on kernels; None: their modules must."""
+    """What runs the layers of a packed forward on kernels; None: their modules must."""
     cache = plan.cache
-    default = type(cache).layer is Cache.layer and type(cache).store is Cache.store
-    if kernels is None or not default or plan.pack is None or query.blind:
+    if kernels is None or plan.pack is None or query.blind:
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
-    return Fused(kernels, plan, query.tree, len(model.layers))
+    return Fused(kernels, plan, plan.pack, len(model.layers))
 
 
 def plain(layer: nn.Module) -> bool:
@@ -55,51 +51,47 @@ def hooked(module: nn.Module) -> bool:
 
 @dataclass
 class Fused:
-    """Runs one layer, in place of `Cache.layer`; made once per forward.
+    """Runs one layer of a pack, in place of `Cache.layer`; made once per forward.
 
-    kernels: of a layer
-    plan: with what each row sees in `visible`
-    tree: candidates lie side by side on the sequence axis
-    layers: how many there are
+    Args:
+        kernels: of a layer.
+        plan: what each entry sees, and the cache that keeps keys and values.
+        pack: the entries.
+        layers: how many there are.
     """
 
     kernels: LayerKernels
     plan: Plan
-    tree: bool
+    pack: Pack
     layers: int
     passed: int = 0  # layers so far; one may run twice, and some may be gone
-    feed: Tensor | None = None  # `[B*K, M, D]` of the layer before: the next norm adds it to the stream on its way
+    feed: Tensor | None = None  # `[1, T, D]` of the layer before: the next norm adds it to the stream on its way
 
-    def __post_init__(self) -> None:
-        plan, slots = self.plan, self.plan.cache.slots
-        self.branches = self.overwritten = None
-        if plan.candidates > 1 and slots is not None and not plan.contiguous:
-            # Once per forward, not per layer: the slots that the candidates' own keys stand in for.
-            found = torch.zeros(len(plan.positions), slots.columns, dtype=torch.bool, device=plan.positions.device)
-            self.overwritten = found.scatter_(1, plan.positions, True)
-        if self.tree and plan.candidates > 1:
-            width = plan.positions.shape[1]
-            branch = torch.arange(plan.candidates * width, device=plan.positions.device) // width
-            self.branches = (branch[:, None] == branch)[None]  # [1, K*M, K*M]
+    @cached_property
+    def places(self) -> Tensor:
+        """`[T]` where keys and values are stored, in the flat `[B*(L+1)]`; -1: nowhere."""
+        slots = self.plan.cache.slots
+        assert slots is not None
+        empty = self.pack.slots % slots.columns == slots.columns - 1
+        return self.pack.slots.masked_fill(empty, -1)
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-        """Run `layer` on the stream `[B*K, M, D]`; the answer lacks `feed`, but for that of the last layer."""
+        """Run `layer` on the stream `[1, T, D]`; the answer lacks `feed`, but for that of the last layer."""
         kernels = self.kernels
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
-        heads = self._attend(index, layer, normed, rope)
-        delta = projected(heads.flatten(2), layer.o_proj, kernels=kernels)
+        heads = self._attend(index, layer, normed, rope)  # [T, H, Dh]
+        delta = projected(heads.flatten(1)[None], layer.o_proj, kernels=kernels)
         normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
         self.feed = self._feed(layer.ffn, normed)
         self.passed += 1
         return hidden + self.feed if self.passed == self.layers else hidden
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
-        """Attention `[B*K, M, H, Dh]` before the output projection; the slots of this layer are written."""
-        plan, cache = self.plan, self.plan.cache
-        slots = None if cache.slots is None else (cache.slots.keys[index], cache.slots.values[index])
-        direct = slots is not None and plan.candidates == 1  # the fresh keys are read where they are stored
+        """Attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""
+        pack, sees, kept = self.pack, self.plan.visible, self.plan.cache.slots
+        slots = None if kept is None else (kept.keys[index], kept.values[index])
         q, k, v = self.kernels.qkv_rope(
-            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj, kernels=self.kernels),
+            projected(normed, layer.q_proj, layer.k_proj, layer.v_proj, kernels=self.kernels)[0],
             rope.cos,
             rope.sin,
             layer.q_proj.out_features // layer.head_dim,
@@ -107,28 +99,24 @@ class Fused:
             q_weight=None if layer.q_norm is None else layer.q_norm.weight,
             k_weight=None if layer.k_norm is None else layer.k_norm.weight,
             eps=0.0 if layer.q_norm is None else layer.q_norm.eps,
-            slots=slots if direct else None,
-            positions=plan.positions if direct else None,
-            fresh=not direct,
+            slots=slots,
+            places=None if slots is None else self.places,
+            fresh=slots is None or pack.segment is not None,  # else they are read where they are stored
         )
-        shape = q.shape
-        if self.branches is not None:
-            q, k, v = (heads.unflatten(0, (-1, plan.candidates)).flatten(1, 2) for heads in (q, k, v))
-        assert plan.visible is not None
-        out = self.kernels.attention(
+        return self.kernels.attention(
             q,
             k,
             v,
-            cast("Slots | None", slots),
-            plan.positions,
-            begin=plan.visible.begin,
-            limit=plan.visible.end,
-            grid=plan.visible.grid,
-            tree=self.branches,
-            overwritten=self.overwritten,
-            stored=direct or not plan.contiguous,
+            slots,
+            pack.bounds,
+            pack.column,
+            begin=sees.begin,
+            limit=sees.end,
+            grid=sees.grid,
+            segment=pack.segment,
+            overwritten=pack.overwritten,
+            stored=slots is not None,
         )
-        return out.view(shape)
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
         """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 import torch.nn.functional as F
@@ -40,24 +41,28 @@ class PackedAttention:
         return self._padded(q, k, v, stored)
 
     def _by_row(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
-        rows, at, heads = self.pack.sizes.rows, 0, []
+        rows, heads, at = self.pack.sizes.rows, [], 0
         assert rows is not None
-        for row, (count, first, end) in enumerate(rows):
-            if count == 0:
-                continue
-            own = slice(at, at + count)
-            at += count
-            keys, values = k[:, :, own], v[:, :, own]
-            mask = self._mask(row, own, first, end, stored is not None)
-            if stored is not None:
-                old = [one[row, first:end].transpose(0, 1)[None].to(q.dtype) for one in stored]  # [1, Hkv, S, Dh]
-                if self.pack.segment is None:
-                    keys, values = old
-                else:
-                    keys, values = torch.cat([old[0], keys], 2), torch.cat([old[1], values], 2)
-            heads.append(_attend(q[:, :, own], keys, values, mask))
-        if at < q.shape[2]:
-            heads.append(torch.zeros_like(q[:, :, at:]))
+        counts = [count for count, _, _ in rows]
+        counts.append(q.shape[2] - sum(counts))  # fillers
+        reads_fresh = stored is None or self.pack.segment is not None
+        fresh = zip(k.split(counts, 2), v.split(counts, 2), strict=True) if reads_fresh else repeat((k, v))
+        for row, (query, (keys, values)) in enumerate(zip(q.split(counts, 2), fresh, strict=False)):
+            if row == len(rows):
+                heads.append(torch.zeros_like(query))
+            elif counts[row]:
+                _, first, end = rows[row]
+                mask = self._mask(row, slice(at, at + counts[row]), first, end, stored is not None)
+                if stored is not None:
+                    old = [_as(one[row : row + 1, first:end].transpose(1, 2), q.dtype) for one in stored]
+                    keys, values = (
+                        old
+                        if not reads_fresh
+                        else (torch.cat(both, 2) for both in zip(old, (keys, values), strict=True))
+                    )
+                heads.append(_attend(query, keys, values, mask))
+                at += counts[row]
+        heads = [one for one in heads if one.shape[2]]
         return heads[0] if len(heads) == 1 else torch.cat(heads, 2)
 
     def _mask(self, row: int, own: slice, first: int, end: int, stored: bool) -> Tensor | None:
@@ -117,6 +122,11 @@ class PackedAttention:
         heads = out.transpose(1, 2).flatten(0, 1)[place]  # [T, H, Dh]
         heads = heads.masked_fill((entry >= pack.bounds[-1])[:, None, None], 0)
         return heads.transpose(0, 1)[None]
+
+
+def _as(heads: Tensor, dtype: torch.dtype) -> Tensor:
+    # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
+    return heads if heads.dtype == dtype else heads.to(dtype)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

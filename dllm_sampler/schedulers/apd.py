@@ -11,10 +11,8 @@ from torch.nn.functional import pad
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides import Temperature
 from dllm_sampler.packing import Answers
 from dllm_sampler.protocols import Carry, Guide, ModelSpec
-from dllm_sampler.readout import argmax
 from dllm_sampler.schedulers.leftright import Leftmost
 
 if TYPE_CHECKING:
@@ -49,9 +47,6 @@ class ParallelDecoding(Leftmost):
     Args:
         max_lookahead: M, columns from the first mask on that the model sees, drafts included; a smaller one shows it a
             shorter answer. None: all.
-        compat: as published, the target is the mixture's best token whatever the temperature, which in turn is applied
-            to the draft's noise once more, and an end token anywhere, in the prompt too, ends the row with what is left
-            still masked.
         verifier: a causal LM of transformers with the model's tokenizer: a folder, a hub id or a live model.
         mixture_weight: R, the model's own share; 1 takes every draft, 0 only what the verifier draws.
     """
@@ -76,7 +71,7 @@ class ParallelDecoding(Leftmost):
         """
         from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
 
-        bound = super().bind(spec)
+        bound = replace(self)
         object.__setattr__(bound, "judge", autoregressive.fit(self.verifier, spec))
         object.__setattr__(bound, "model", spec)
         return bound
@@ -87,11 +82,10 @@ class ParallelDecoding(Leftmost):
         self.judge.check_tokenizer(tokenizer)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """Only tokens that the verifier knows; under `compat` the temperature once more."""
+        """Only tokens that the verifier knows."""
         assert self.judge is not None and self.model is not None
         known = (_Known(self.judge.vocab_size),) if self.judge.vocab_size < self.model.vocab_size else ()
-        again = [Temperature(guide.value) for guide in given if self.compat and isinstance(guide, Temperature)]
-        return (*known, *given, *again)
+        return (*known, *given)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -110,7 +104,7 @@ class ParallelDecoding(Leftmost):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        assert readout.raw is not None and readout.draw is not None
+        assert readout.raw is not None
         at, ids = query.positions, readout.token[:, 0]
         first, width = canvas.frontier(), min(at.shape[1], self.horizon or canvas.length)
         place = at - first[:, None]  # [B, Q]
@@ -119,11 +113,15 @@ class ParallelDecoding(Leftmost):
         expected = carry.logits(canvas, text, first, width)  # [B, S, V]
         expected = expected.gather(1, place.clamp(0, width - 1)[..., None].expand(-1, -1, expected.shape[-1]))
         mixed = mixture(readout.raw[:, 0], expected, self.mixture_weight)[:, None]  # [B, 1, Q, V]
-        target = argmax(mixed) if self.compat else readout.draw(mixed)
-        agrees = ids == target[:, 0]
+        agrees = ids == self.target(readout, mixed)[:, 0]
         leads = draft & (draft.cumsum(1) == 1)
         commit = draft & ((draft & ~(agrees | leads)).cumsum(1) == 0)
-        return replace(self.edit(canvas, ids, commit), forced=leads & ~agrees), carry
+        return Edit(ids, commit, forced=leads & ~agrees), carry
+
+    def target(self, readout: Readout, mixed: Tensor) -> Tensor:
+        """`[B, 1, Q]` tokens drawn from the logits `mixed [B, 1, Q, V]` as the draft was from its own."""
+        assert readout.draw is not None
+        return readout.draw(mixed)
 
 
 def mixture(own: Tensor, other: Tensor, weight: float) -> Tensor:

@@ -19,9 +19,8 @@ class AscendingSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        eligible = canvas.eligible(query.positions)
-        left, total = eligible.sum(1), canvas.end - canvas.origin  # [B]
+        left, total = canvas.noise_left(), canvas.end - canvas.origin  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
-        choice = Choice(canvas, query.positions, readout.confidence[:, 0], count=count, among=eligible)
+        choice = Choice(canvas, query.positions, readout.confidence[:, 0], count=count)
         return Edit(readout.token[:, 0], choice), carry

@@ -16,8 +16,9 @@ class BudgetedThreshold(Threshold):
     """Commit the masks that reach the threshold, but at most an even share of the steps plus what earlier ones left.
 
     Source: Fast-dLLM's Dream path (arXiv 2505.22618). Each step looks at the `quota + carry` surest masks, where
-    quota is the even share; those below the threshold become the next step's carry. When the planned steps are
-    over, the carry alone drives further ones, so the number of forwards can exceed `steps`.
+    quota is the even share; those below the threshold, or not predicted (a cache may predict a part of the masks),
+    become the next step's carry. When the planned steps are over, the carry alone drives further ones, so the number
+    of forwards can exceed `steps`.
 
     Args:
         threshold: probability; above 1 it commits one position per step.
@@ -38,15 +39,15 @@ class BudgetedThreshold(Threshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         sure, eligible, opens = readout.confidence[:, 0], canvas.eligible(query.positions), canvas.age == 0
-        left = eligible.sum(1)  # [B]
+        left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         planned = left.clamp(min=1) if self.steps is None else block_steps(canvas, self.steps)
         # The published code asks for an even division; here the quota is rounded up.
         quota = torch.where(opens, (left + planned - 1) // planned, carry[0])
         steps = torch.where(opens, planned, carry[2])
 
         place = rank(sure, eligible)  # [B, Q]
-        considered = eligible & (place < (quota + carry[1]).clamp(min=1)[:, None])  # a full block carries nothing on
-        commit = considered & ((sure >= self.threshold) | (place == 0))
-        rejected = (considered ^ commit).sum(1)
+        considered = torch.minimum((quota + carry[1]).clamp(min=1), left)  # [B], a full block carries nothing on
+        commit = eligible & (place < considered[:, None]) & ((sure >= self.threshold) | (place == 0))
+        rejected = considered - commit.sum(1)  # and what was not asked
         over = (canvas.age + 1 >= steps) & (rejected > 0)
         return Edit(readout.token[:, 0], commit), (quota.masked_fill(over, 0), rejected, steps)

@@ -67,24 +67,24 @@ class Coherent(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         at, token, eligible = query.positions, readout.token[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        left = eligible.sum(1)  # [B]
+        left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         share, plan = even_share(canvas, self.steps, carry[3], left)
         late = left <= self.late * (canvas.stop - canvas.start)
         line = torch.minimum(carry[2].masked_fill(late, 1) + 1, share + (share * self.expand).long())
-        line = line.where(canvas.age >= self.warmup - 1, 1)
-        verified = canvas.age >= self.warmup
+        grows = canvas.age >= self.warmup - 1  # [B] nothing is expected before a first line stood behind
+        line = line.where(grows, 1)
 
         score = rate(self.score, canvas, query, readout)
         place = rank(score, eligible)
         best = eligible & (place < share[:, None])
         expected = eligible & carry[0].gather(1, at)
         agree = expected & (place < line[:, None]) & (carry[1].gather(1, at) == token)
-        supported = (best & expected).any(1) & (agree.sum(1) >= share) & verified
+        supported = (best & expected).any(1) & (agree.sum(1) >= share)
         chosen = agree if self.dynamic else top(score, agree, share)
         commit = torch.where(supported[:, None], chosen, best)
 
         rest = eligible ^ commit
         ahead = rest.scatter(1, place, rest).cumsum(1).gather(1, place)  # [B, Q] those not worse, itself included
-        behind = rest & (ahead <= line[:, None]) & (canvas.age >= self.warmup - 2)[:, None]
+        behind = rest & (ahead <= line[:, None]) & grows[:, None]
         verify = torch.zeros_like(canvas.masked).scatter(1, at, behind)
         return Edit(token, commit), (verify, carry[1].scatter(1, at, token), line, plan)

@@ -1,5 +1,6 @@
 """Certainty prior: positions among committed ones come first."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,9 +17,8 @@ class CertaintyPrior(FixedSteps):
     """Fixed steps, ranked by the score times how much of a position's neighbourhood is committed.
 
     Source: d2Cache, arXiv 2509.23094. The density is the share of committed positions under a Gaussian around the
-    position; left of the generation everything counts as committed, right of it what its last position is. The order
-    becomes nearly left to right. The Gaussian ends at four sigma, or a generation's length away; the published one a
-    generation's length beyond both ends.
+    position; left of the generation everything counts as committed, right of it what its last position is, either for
+    the generation's length, as published. The order becomes nearly left to right.
 
     Args:
         sigma: width of the Gaussian in positions; large values leave the score's own order.
@@ -44,17 +44,24 @@ class CertaintyPrior(FixedSteps):
 
 def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
-    reach = max(1, min(int(4 * sigma), canvas.length - canvas.origin))
-    ahead, weight, total = bell(sigma, reach, positions.device)
-    near = (positions[..., None] + ahead).clamp(min=0)  # [B, Q, N]
-    near = torch.minimum(near, (canvas.end - 1)[:, None, None])
+    length = canvas.length - canvas.origin
+    ahead, weight = bell(sigma, length, positions.device)
+    near = positions[..., None] + ahead  # [B, Q, N]
+    within = near == near.clamp(canvas.origin - length, canvas.origin + 2 * length - 1)  # what is not counts as masked
+    near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
-    return (weight * ~masked).sum(-1) / total
+    return (weight * (within > masked)).sum(-1)
 
 
 @cache  # for good: a recorded step (`graphs.py`) reads these tensors where they are
-def bell(sigma: float, reach: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets `[2 reach + 1]`, a Gaussian over them, and its sum: the same in every step."""
-    ahead = torch.arange(-reach, reach + 1, device=device)
+def bell(sigma: float, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Offsets `[N]` and a Gaussian over them, the same in every step.
+
+    It sums to 1 over three times `length` on either side, as published. No position is farther than twice `length` from
+    what is counted, and what is farther than nine sigma does not change a float64 sum.
+    """
+    ahead = torch.arange(-3 * length, 3 * length, device=device)
     weight = torch.exp(-(ahead.double() ** 2) / (2 * sigma**2))
-    return ahead, weight, weight.sum()
+    near = min(2 * length, math.ceil(9 * sigma))
+    middle = slice(3 * length - near, 3 * length + near + 1)
+    return ahead[middle].clone(), (weight / weight.sum())[middle].clone()

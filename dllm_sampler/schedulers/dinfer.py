@@ -1,14 +1,13 @@
 """dInfer's threshold rule: everything about as sure as the surest goes along with it."""
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, ModelSpec
+from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -16,8 +15,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 class DInferThreshold(Threshold):
     """Commit the masks whose confidence reaches min(threshold, best - slack): near-ties with the best go together.
 
-    Source: dInfer, arXiv 2510.08666. Positions whose candidate is the mask token (`Sampler(compat=True)` allows it)
-    neither count nor are committed. The published comparison is in float32, this one in float64.
+    Source: dInfer, arXiv 2510.08666. The published comparison is in float32, this one in float64.
 
     Args:
         threshold: probability; above 1 only the best and its near-ties are committed.
@@ -25,18 +23,11 @@ class DInferThreshold(Threshold):
     """
 
     slack: float = 1e-5
-    mask: int = field(init=False, default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.slack, bool) or not 0 <= self.slack <= 1:
             raise UserError(f"scheduler.slack must be a difference of probabilities from 0 to 1, not {self.slack!r}")
-
-    def bind(self, spec: ModelSpec) -> Self:
-        """Take the mask token."""
-        bound = replace(self)
-        object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
-        return bound
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -44,6 +35,6 @@ class DInferThreshold(Threshold):
 
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
         """The edit for candidates `token [B, Q]` and their probabilities `sure [B, Q]`."""
-        eligible = canvas.eligible(query.positions) & (token != self.mask)
+        eligible = canvas.eligible(query.positions)
         best = sure.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
         return Edit(token, eligible & (sure >= (best - self.slack).clamp(max=self.threshold)))

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Scheduler
@@ -19,11 +17,9 @@ class Factor(Scheduler):
 
     Args:
         factor: larger commits more; 0 commits one per step unless a confidence is exactly 1.
-        compat: as published, the last mask of the block also passes when only it fails its bound.
     """
 
     factor: float = 1.0
-    compat: bool = False
 
     def __post_init__(self) -> None:
         number = isinstance(self.factor, int | float) and not isinstance(self.factor, bool)
@@ -37,7 +33,4 @@ class Factor(Scheduler):
         # The bound rises with the rank and confidences fall, so the passing ranks are a prefix: no scan is needed.
         passes = (sure >= 1 - self.factor / (place + 2).double()) & eligible
         count = passes.sum(1).clamp(min=1)
-        if self.compat:
-            left = eligible.sum(1)
-            count = torch.where(count == left - 1, left, count)
         return Edit(readout.token[:, 0], eligible & (place < count[:, None])), carry

@@ -21,8 +21,10 @@ class FixedSteps(Scheduler):
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
     `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Steps are shared among
-    blocks in proportion to their length. By default each step commits at least one position, none is spent on a
-    finished block, and a block's last step commits all that is left.
+    blocks in proportion to their length. Each step commits at least one position, none is spent on a
+    finished block, and a block's last step commits all that is left. Under a cache that predicts a part of the masks
+    (Elastic-Cache, d2Cache) a share is one of all masks too; what of it is not predicted waits, at most until the
+    last step: from then on each forward commits all that is predicted.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
@@ -31,8 +33,6 @@ class FixedSteps(Scheduler):
             the share 1 - s/t of what is left, t falling from 1 to `eps`.
         eps: where the timestep schedule ends.
         alg_temp: above 0, positions are drawn by softmax(score / alg_temp) instead of taken from the top.
-        compat: as published: steps with a budget of 0 and steps after the last mask still run, and the timestep
-            schedule uses the masks of a block averaged over the batch (which makes rows depend on each other).
     """
 
     steps: int | None = None
@@ -40,7 +40,6 @@ class FixedSteps(Scheduler):
     schedule: Schedule = "uniform"
     eps: float = 1e-3
     alg_temp: float = 0.0
-    compat: bool = False
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -67,25 +66,25 @@ class FixedSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        eligible, opens = canvas.eligible(query.positions), canvas.age == 0
-        left = eligible.sum(1)  # [B] every mask of the block is asked
+        # Counted on the canvas: a cache may choose which masks are asked, and the query of a row that is done has room
+        # for a part of them.
+        opens, left = canvas.age == 0, canvas.noise_left()
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
-        if self.schedule == "uniform":
-            count = uniform_share(masks, steps, canvas.age)
-        else:
-            # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
-            held = canvas.noise_left().float().mean().expand_as(left) if self.compat else left
-            count = timestep_share(held, steps, canvas.age, self.eps)
-        last = canvas.age + 1 >= steps
-        if not self.compat:
-            count = torch.where(last, left, count.clamp(min=1))
+        count = self.share(canvas, masks, steps, left)
         score = self.rate(canvas, query, readout)
         if self.alg_temp:
             score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
-        hold, leave = (~last, last) if self.compat else (None, None)
-        choice = Choice(canvas, query.positions, score, count=count, among=eligible)
-        return Edit(readout.token[:, 0], choice, hold=hold, leave=leave), (masks, steps)
+        choice = Choice(canvas, query.positions, score, count=count)
+        return Edit(readout.token[:, 0], choice), (masks, steps)
+
+    def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
+        """`[B]` positions that this step commits in a block of `masks [B]`, of which `left [B]` are left."""
+        if self.schedule == "uniform":
+            count = uniform_share(masks, steps, canvas.age)
+        else:
+            count = timestep_share(left, steps, canvas.age, self.eps)
+        return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B, Q]` what ranks the masks, higher first."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -13,8 +12,7 @@ from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.pace import Pace
 from dllm_sampler.schedulers.rows import choose
-from dllm_sampler.schedulers.verifier import Branch, Held, Verifier, Walked
-from dllm_sampler.select import at_least_one
+from dllm_sampler.schedulers.verifier import Branch, Verifier, Walked
 
 Match = Literal["exact", "subset"]
 
@@ -34,32 +32,19 @@ class FreeDave(Verifier):
         draft: states per forward, the certain one included; 1 is the inner scheduler itself; `auto`: as many as take
             hardly longer than one, measured while it runs (tokens stay, forwards depend on the machine).
         match: what makes a draft the next state.
-        compat: as published, a certain step is written with the forward that verifies it, and only a block's last
-            mask is written without one; `match=subset` is the published rule.
     """
 
     inner: Scheduler = field(default_factory=FixedSteps)
     draft: int | Literal["auto"] = 4
     match: Match = "exact"
-    compat: bool = False
     measured: Pace = field(init=False, default_factory=Pace, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft != "auto":
             check_count("draft", self.draft)
-        if self.compat and self.eager:
-            raise UserError(
-                "scheduler.eager is exact, and published eager acceptance is not: set scheduler.compat=false, or"
-                " scheduler.eager=false"
-            )
         if self.match not in get_args(Match):
             raise UserError(f"scheduler.match must be exact or subset, not {self.match!r}")
-
-    @property
-    def late(self) -> bool:
-        """See `Verifier.late`."""
-        return self.compat
 
     def branches(self, most: int) -> list[Branch]:
         """One, two, three ... guessed steps; a branch without a mask would have nothing to predict."""
@@ -69,10 +54,6 @@ class FreeDave(Verifier):
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """See `Scheduler.pace`."""
         return self.measured.next(canvas, seconds) if self.draft == "auto" else None
-
-    def bound(self, tokens: int) -> int:
-        """See `Verifier.bound`; published, a forward may open a block and commit nothing."""
-        return super().bound(tokens) * (1 + self.compat)
 
     def _walk(self, canvas: Canvas, query: Query, readout: Readout, here: Walked) -> Walked:
         """See `Verifier._walk`; `subset` goes to the fullest draft that the step covers."""
@@ -91,32 +72,3 @@ class FreeDave(Verifier):
         state = here.state.apply(at, Edit(ids, here.state.masked.gather(1, at) & (ids != self.mask_id)))
         state = state.advance(state.noise_left() == 0, self.lookahead, None)
         return choose(found, there._replace(node=node, state=state), here, canvas.length)
-
-    def _draft(self, here: Walked, query: Query, readout: Readout) -> Walked:
-        """See `Verifier._draft`; published drafts add the surest position, whatever the inner scheduler does."""
-        if not self.compat:
-            return super()._draft(here, query, readout)
-        at, sure = query.positions, readout.confidence[:, 0]
-        commit = at_least_one(torch.zeros_like(sure, dtype=torch.bool), sure, here.state.eligible(at))
-        after = here.state.apply(at, Edit(readout.token[:, 0], commit))
-        return here._replace(state=after.advance(after.noise_left() == 0, self.lookahead, None))
-
-    def _begin(self, canvas: Canvas, query: Query, carry: Held) -> Walked:
-        """See `Verifier._begin`; the certain step, if it was not written yet, leads to candidate 0."""
-        here = super()._begin(canvas, query, carry)
-        if not self.compat or carry.readout is None:
-            return here
-        held = Query.at(canvas, carry.positions)
-        there = self._step(self._stand(canvas, carry, held), held, carry.readout)
-        sure = torch.zeros(canvas.ids.shape, dtype=there.sure.dtype, device=there.sure.device)
-        sure = sure.scatter(1, carry.positions, there.sure).gather(1, query.positions)
-        return choose(carry.start == canvas.start, there._replace(sure=sure), here, canvas.length)
-
-    def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
-        """See `Verifier._certain`."""
-        certain = super()._certain(canvas, now, then)
-        return certain & (now.noise_left() <= 1) & (then.start > now.start) if self.compat else certain
-
-    def _foreseen(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
-        """See `Verifier._foreseen`; published branches may be full."""
-        return now.start == canvas.start if self.compat else super()._foreseen(canvas, now, then)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
-import torch
 from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
@@ -83,7 +82,8 @@ class Hierarchical(Scheduler):
     @staticmethod
     def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
         """`[B, Q]` the best `place [B, Q]` of each run of neighbours in `free [B, Q]`."""
-        row = torch.zeros_like(canvas.masked).scatter(1, query.positions, free)  # padding is never open
+        # Runs of the canvas: a cache may choose which of a run's masks are asked. Padding is never open.
+        row = (canvas.masked & canvas.in_block()).scatter(1, query.positions, free)
         run = (row & ~row.roll(1, 1)).cumsum(1).gather(1, query.positions)  # [B, Q], from 1 where it is free
         worst = place.shape[1]
         best = place.new_full((len(place), worst + 1), worst).scatter_reduce(1, run, place, "amin")

@@ -21,13 +21,13 @@ class Klass(FixedSteps):
     """Commit every mask whose distribution has hardly moved for some forwards and whose confidence is high.
 
     Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
-    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Keeps the last
-    forward's predictions, as large as the block's logits.
+    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Under a cache that
+    predicts a part of the masks it also does where fewer are ready than the share, since the last step could not take
+    all the rest; and a mask that was passed over has no history. Keeps the last forward's predictions, as large as the
+    block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
-        compat: as published, history starts from zeros and is kept from block to block (every mask of the canvas is
-            asked in each forward), and a block is left after its steps even if masks remain in it.
         threshold: confidence to exceed (0.6 in the paper; the published function's default is 0.9).
         divergence: nats to stay below; 0: the fixed schedule; infinity: threshold decoding once there is a history.
         history: divergences looked at.
@@ -61,18 +61,8 @@ class Klass(FixedSteps):
 
     @property
     def precise(self) -> bool:
-        """Whether divergences are ranked, or have to be as published, and not only compared with a bound."""
-        return self.compat or self.take == "steadiest"
-
-    @property
-    def whole(self) -> bool:
-        """Under `compat` a later block's masks have a history."""
-        return self.compat
-
-    @property
-    def plain(self) -> bool:
-        """See `Scheduler.plain`."""
-        return not self.compat
+        """Whether divergences are ranked, and not only compared with a bound."""
+        return self.take == "steadiest"
 
     def init(self, canvas: Canvas) -> Carry:
         """The fixed schedule's state; the last query `[B, Q]`, what was predicted, the last moves `[B, Q, history]`."""
@@ -82,37 +72,28 @@ class Klass(FixedSteps):
         law, zero = Law(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
         return super().init(canvas), nowhere, law, zero.repeat(1, 1, self.history)
 
-    def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The block's masks; under `compat` all of them."""
-        if not self.compat:
-            return super().ask(canvas, carry)
-        return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
-
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
         edit, opened = super().tell(canvas, query, readout, opened)
         share = edit.choice
-        assert share is not None and share.among is not None and share.count is not None
+        assert share is not None and share.count is not None
         now = Law.of(readout)
-        # Masks only become fewer: every one that counts was asked in the last forward too.
-        at = query.positions.contiguous()
+        at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
         row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
-        if not self.compat:
-            past = past.masked_fill((canvas.age == 0)[:, None, None], torch.inf)
+        # Masks only become fewer, but a cache that chooses among them may not have asked this one last time.
+        new = (asked.gather(1, last) != at) | (canvas.age == 0)[:, None]
+        past = past.masked_fill(new[..., None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
-        ready = share.among & (sure > self.threshold) & (past < self.divergence).all(-1)
-        if self.compat:
-            ready = ready & (canvas.age >= self.history - 1)[:, None]
+        ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
-        follow = ready.any(1)
-        if not self.compat:
-            follow = follow & (canvas.age + 1 < opened[1])  # the last takes all
-        among = torch.where(follow[:, None], chosen, share.among)
+        # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
+        free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])
+        follow = chosen.sum(1) >= share.count.masked_fill(free, 1)
+        among = torch.where(follow[:, None], chosen, eligible)
         count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
-        edit = Edit(edit.ids, replace(share, among=among, count=count), leave=edit.leave)
-        return edit, (opened, at, now, past)
+        return Edit(edit.ids, replace(share, among=among, count=count)), (opened, at, now, past)

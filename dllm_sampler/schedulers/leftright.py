@@ -1,13 +1,12 @@
 """Left to right: so many tokens per step, or as many as another rule accepts."""
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from dllm_sampler import select
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.schedulers.checks import check_count
 
 
@@ -17,22 +16,13 @@ class Leftmost(Scheduler):
 
     Args:
         max_lookahead: columns from the first mask on that the model gets to see, and at most commits; None: all.
-        compat: as published, an end token anywhere ends the row, one in the prompt too, and what is left stays masked.
     """
 
     max_lookahead: int | None
-    compat: bool = False
-    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.max_lookahead is not None:
             check_count("max_lookahead", self.max_lookahead)
-
-    def bind(self, spec: ModelSpec) -> Self:
-        """Take the end token."""
-        bound = replace(self)
-        object.__setattr__(bound, "eos_id", spec.eos_id)
-        return bound
 
     @property
     def horizon(self) -> int | None:
@@ -62,13 +52,6 @@ class Leftmost(Scheduler):
         eligible = canvas.eligible(query.positions)
         return eligible if query.limit is None else eligible & (query.positions < query.limit[:, None])
 
-    def edit(self, canvas: Canvas, ids: Tensor, commit: Tensor) -> Edit:
-        """Commit `ids [B, Q]`; under `compat` finish rows that hold an end token anywhere."""
-        if not self.compat:
-            return Edit(ids, commit)
-        before = (canvas.ids == self.eos_id) & canvas.seen() & ~canvas.masked
-        return Edit(ids, commit, finish=before.any(1) | (commit & (ids == self.eos_id)).any(1))
-
 
 @dataclass(frozen=True)
 class LeftToRight(Leftmost):
@@ -77,7 +60,7 @@ class LeftToRight(Leftmost):
     Source: the baseline of APD (adaptive parallel decoding), arXiv 2506.00413.
 
     Args:
-        max_lookahead, compat: see `Leftmost`.
+        max_lookahead: see `Leftmost`.
         tokens_per_step: masks per forward.
     """
 
@@ -91,5 +74,4 @@ class LeftToRight(Leftmost):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         draft = self.draft(canvas, query)
-        commit = draft & (draft.cumsum(1) <= self.tokens_per_step)
-        return self.edit(canvas, readout.token[:, 0], commit), carry
+        return Edit(readout.token[:, 0], draft & (draft.cumsum(1) <= self.tokens_per_step)), carry

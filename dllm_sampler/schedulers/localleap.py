@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -22,13 +23,10 @@ class LocalLeap(Threshold):
         threshold: probability that makes a mask an anchor.
         relaxed: probability that suffices near an anchor; from `threshold` on it changes nothing.
         radius: positions on each side of an anchor; 0 is plain threshold decoding.
-        compat: as published, near an anchor, the anchor itself included, only `relaxed` counts: more than `threshold`,
-            it takes back what the threshold allows.
     """
 
     relaxed: float = 0.75
     radius: int = 4
-    compat: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,7 +42,9 @@ class LocalLeap(Threshold):
         # Neighbours are columns, not neighbours in the query: committed tokens between them count as distance.
         row = torch.zeros(canvas.ids.shape, device=sure.device).scatter_(1, query.positions, anchor.float())
         near = F.max_pool1d(row[:, None], 2 * self.radius + 1, 1, self.radius)[:, 0].gather(1, query.positions) > 0
-        relaxed = sure >= self.relaxed
-        ready = torch.where(near, relaxed, anchor) if self.compat else anchor | (near & relaxed)
-        choice = Choice(canvas, query.positions, sure, wanted=ready, among=eligible)
+        choice = Choice(canvas, query.positions, sure, wanted=self.ready(anchor, near, sure), among=eligible)
         return Edit(readout.token[:, 0], choice), carry
+
+    def ready(self, anchor: Tensor, near: Tensor, sure: Tensor) -> Tensor:
+        """`[B, Q] bool` what is committed: each `anchor`, and `near` one what is `sure` enough."""
+        return anchor | (near & (sure >= self.relaxed))

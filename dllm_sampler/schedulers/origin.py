@@ -21,12 +21,10 @@ class Origin(Scheduler):
     Args:
         steps: forwards for the whole generation; None: one per position.
         eps: where the timestep schedule ends.
-        compat: as published, steps after the last mask still run.
     """
 
     steps: int | None = None
     eps: float = 1e-3
-    compat: bool = False
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -55,10 +53,7 @@ class Origin(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        steps = self._steps(canvas, carry)
-        last = canvas.age + 1 >= steps
-        hold, leave = (~last, last) if self.compat else (None, None)
-        return Edit(readout.token[:, 0], canvas.eligible(query.positions), hold=hold, leave=leave), steps
+        return Edit(readout.token[:, 0], canvas.eligible(query.positions)), self._steps(canvas, carry)
 
     def bound(self, tokens: int) -> int:
         """A block that is sized by its first forward (AdaBlock) may open nothing in it: one more per block."""

@@ -30,8 +30,6 @@ class SlowFast(Threshold):
         sigma: bound on their standard deviation in positions (the paper's variance of 1 is the same).
         truncate: fast forwards after the first leave out everything from the edge on, which they only approximate:
             the masks left out also tell the model how long the answer may be. False: every forward is exact.
-        compat: as published, the slow phase makes all its forwards, also when nothing is left to commit; the edge is
-            that of the first stable estimate.
     """
 
     glimpse: float = 0.3
@@ -39,7 +37,6 @@ class SlowFast(Threshold):
     window: int = 2
     sigma: float = 1.0
     truncate: bool = True
-    compat: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,21 +73,20 @@ class SlowFast(Threshold):
         mean = (seen * counted).sum(1) / counted.sum(1).clamp(min=1)
         stable = (slow >= self.window) & (seen.var(1, correction=0) < self.sigma**2)
         edge = torch.where(slowly & (edge == 0) & stable, seen[:, -1].long(), edge)
-        over = slow >= self.slow if self.compat else (slow >= self.slow) | (edge > 0)
-        over = over & slowly
+        over = slowly & self.ends(slow, edge)
         edge = torch.where(over & (edge == 0), mean.long(), edge)
         fast = torch.where(running, fast + 1, fast.masked_fill(over, 0))
 
-        # Every mask before the edge was asked, in either phase.
-        open_ = (eligible ^ commit) & (query.positions < edge[:, None])
-        full = (fast >= 0) & ~open_.any(1)
+        # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
+        filled = (commit & (query.positions < edge[:, None])).sum(1)
+        open_ = replace(canvas, stop=edge).noise_left() > filled
+        full = (fast >= 0) & ~(open_ & eligible.any(1))
         left = torch.where(full, edge, left)
-        hold = slowly & ~over if self.compat else None
-        return Edit(readout.token[:, 0], commit, hold=hold), self._fresh(full, left, edge, slow, fast, seen)
+        return Edit(readout.token[:, 0], commit), self._fresh(full, left, edge, slow, fast, seen)
 
-    def bound(self, tokens: int) -> int:
-        """Under `compat` a block may end with slow forwards that commit nothing."""
-        return tokens * (1 + self.slow) if self.compat else super().bound(tokens)
+    def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
+        """`[B] bool` slow phases that are over after `slow [B]` forwards, with the `edge [B]` they found (0: none)."""
+        return (slow >= self.slow) | (edge > 0)
 
     def _opened(self, canvas: Canvas, carry: Carry) -> Carry:
         """The state, new where a block opens."""

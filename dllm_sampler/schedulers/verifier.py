@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -66,15 +66,12 @@ class Verifier(Around):
             refresh.
     """
 
+    late: ClassVar[int] = 0  # steps that candidate 0 is ahead: made certain by one forward, written by the next
+
     eager: bool = False
     mask_id: int = field(init=False, default=-1)
     lookahead: int = field(init=False, default=0)  # columns of the next block that `eager` looks at
     draws: bool = field(init=False, default=True)  # whether tokens are drawn
-
-    @property
-    def late(self) -> bool:
-        """Whether the step that a forward makes certain is written by the next one: candidate 0 is one step ahead."""
-        return False
 
     def __post_init__(self) -> None:
         inner, name = type(self.inner).__name__, type(self).__name__
@@ -145,14 +142,14 @@ class Verifier(Around):
             near = (columns >= canvas.start[:, None]) & (columns < canvas.stop[:, None] + self.lookahead)
             query = Query.at(canvas, select.columns(canvas.masked & near, width))
         # What is written late must be asked even where nothing predicts it any more.
-        exact, step = query.exact or self.late, carry.step[:, None] if self.draws else None
+        exact, step = query.exact or self.late > 0, carry.step[:, None] if self.draws else None
         query = replace(query, step=step, exact=exact)
         branches = self.branches(width)
         if canvas.branches is not None:
             branches = branches[: canvas.branches - 1]
         if carry.readout is None or not (branches or self.late):
             return query
-        late = int(self.late)
+        late = self.late
         guess = self._guess(canvas, carry, late + max((max(branch) for branch in branches), default=0))
         token, level = guess.token.gather(1, query.positions), guess.level.gather(1, query.positions)
         now, ids, steps, live = query.ids[:, 0], [], [], []

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.protocols import Carry, ModelSpec, Scheduler
@@ -24,8 +25,6 @@ class Wino(Scheduler):
         threshold: probability a mask must exceed to be committed; the best one is committed in any case.
         back: shadow probability below which a committed token is remasked, the least probable first; 0: never.
         share, least, most: a step commits at most this share of the block's masks, within [least, most].
-        compat: as published, the bound on remasking is one less than the *previous* step's commits (30 before the
-            first), so that progress can be negative; steps with a single commit remask nothing.
     """
 
     threshold: float = 0.6
@@ -33,7 +32,6 @@ class Wino(Scheduler):
     share: float = 0.7
     least: int = 5
     most: int = 20
-    compat: bool = False
     mask: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
@@ -68,10 +66,6 @@ class Wino(Scheduler):
         """Shadows take tokens back."""
         return self.back > 0
 
-    def init(self, canvas: Canvas) -> Carry:
-        """`[B]` positions committed in the previous step."""
-        return torch.zeros_like(canvas.start)
-
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block, committed positions without their token."""
         return replace(Query.window(canvas), blind=True)
@@ -87,15 +81,10 @@ class Wino(Scheduler):
 
         support = readout.current[:, 0].exp()
         doubtful = (inside ^ eligible) & (support < self.back)
-        bound = accepted
-        if self.compat:
-            previous = carry.masked_fill(canvas.age == 0, 30)
-            bound = previous.where(accepted > 1, 1)
-        # Both choices in one sort.
-        both = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), torch.cat([accepted, bound - 1]))
-        commit, remask = both.chunk(2)
-        return Edit(readout.token[:, 0].masked_fill(remask, self.mask), commit, remask), accepted
+        counts = torch.cat([accepted, self.most_back(canvas, accepted, carry)])
+        commit, remask = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), counts).chunk(2)  # one sort
+        return Edit(readout.token[:, 0].masked_fill(remask, self.mask), commit, remask), carry
 
-    def bound(self, tokens: int) -> int:
-        """A step commits at least one token more than it remasks; under `compat` nothing says so."""
-        return 4 * tokens if self.compat else tokens
+    def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
+        """`[B]` tokens taken back at most in a step that commits `accepted [B]`: so one is gained."""
+        return accepted - 1

@@ -11,9 +11,9 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.leftright import LeftToRight
 
 if TYPE_CHECKING:
@@ -53,16 +53,16 @@ def apd(line: Line, checkpoints: Checkpoints) -> Setup:
         if not isinstance(name, str):
             raise Unsupported("a mixture weight without a verifier")
         model = _watched(str(checkpoints.folder / name), denoiser.spec, read)
-        scheduler = ParallelDecoding(args.max_lookahead, True, model, args.apd_mixture_weight)
+        scheduler = PublishedParallelDecoding(args.max_lookahead, model, args.apd_mixture_weight)
     else:
         if args.tokens_per_step > (args.max_lookahead or args.tokens_per_step):
             raise Unsupported("more tokens per step than it looks at: the published loop repeats one, or fails")
-        scheduler = LeftToRight(args.max_lookahead, True, args.tokens_per_step)
+        scheduler = LeftToRight(args.max_lookahead, args.tokens_per_step)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
         blocks=FullBlock(),
-        stop="none",
+        stop=EndsAnywhere(),
         cache=NoCache() if args.kv_window is None else TrailingCache(args.kv_window),
         compat=True,
     )

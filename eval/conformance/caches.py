@@ -19,11 +19,11 @@ from dllm_sampler.canvas import Canvas
 from dllm_sampler.eval.conformance import dream
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import PublishedDelayedCache, PublishedFixedSteps
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.noise import CounterNoise
 from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.random_order import RandomOrder
 
 
@@ -50,7 +50,7 @@ def dkv_decode(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.remasking != "low_confidence":
         raise Unsupported(f"remasking {args.remasking} is not dKV-Cache-Decode's")
     cache = DelayedCache(args.cache_reloading_step) if args.enable_cache else NoCache()
-    return _setup(line, checkpoints, args, FixedSteps(args.steps, compat=True), cache)
+    return _setup(line, checkpoints, args, PublishedFixedSteps(args.steps), cache)
 
 
 def dkv_greedy(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -78,7 +78,7 @@ def dllm_cache(line: Line, checkpoints: Checkpoints) -> Setup:
         raise Unsupported(f"remasking {args.remasking} draws in no published order")
     every = args.cfg_interval_steps
     cache = IntervalCache(args.prompt_interval_steps, args.gen_interval_steps, args.transfer_ratio, every)
-    setup = _setup(line, checkpoints, args, FixedSteps(args.steps, compat=True), cache)
+    setup = _setup(line, checkpoints, args, PublishedFixedSteps(args.steps), cache)
     doubled = (lambda step: step < 5 or step % every == 0) if args.cfg_scale > 0 else None
     return replace(setup, measured=None, guided=doubled)  # its forwards take every position, whatever they compute
 
@@ -98,7 +98,7 @@ def dkv_dream(line: Line, checkpoints: Checkpoints) -> Setup:
     mode = "decode" if args.cache_type == "decoded" else args.cache_type
     # Prefill never refreshes, and its lines leave the interval at 0.
     every = None if mode == "prefill" else args.cache_steps
-    cache = DelayedCache(every, mode, False, args.shift_type, compat=True) if args.use_cache else NoCache()
+    cache = PublishedDelayedCache(every, mode, False, args.shift_type) if args.use_cache else NoCache()
     return dream.steps(line, checkpoints, args, cache)
 
 

@@ -12,12 +12,10 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.periodic import PeriodicDual, PeriodicPrefix
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import PublishedCredit, PublishedDInferThreshold, Unrolled
 from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.credit import Credit
-from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.hierarchical import Hierarchical
-from dllm_sampler.schedulers.unrolled import Unrolled
 
 
 class Arguments(BaseModel):
@@ -72,7 +70,7 @@ def _decoder(args: Arguments) -> Scheduler:
         return Hierarchical(args.low_threshold or 0.0, args.threshold)
     threshold = float("inf") if args.threshold is None else args.threshold
     if args.decoder == "threshold":
-        return DInferThreshold(threshold)
+        return PublishedDInferThreshold(threshold)
     # The published matrix forgets no token: remember as many as there are forwards.
     credit = {"alpha": args.credit_alpha, "gamma": args.boost_gamma, "decay": args.decay_beta}
-    return Credit(threshold, memory=args.gen_length, **credit)
+    return PublishedCredit(threshold, memory=args.gen_length, **credit)

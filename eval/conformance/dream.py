@@ -9,19 +9,21 @@ from pydantic import BaseModel, ConfigDict
 
 from dllm_sampler.blocks import FixedBlocks, FullBlock
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedFixedSteps,
+    PublishedOrigin,
+    PublishedPrefixCache,
+)
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.noise import ReplayNoise
 from dllm_sampler.protocols import Blocks, Guide, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
-from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
-from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
 
 Score = Literal["confidence", "margin", "entropy"]
@@ -74,7 +76,7 @@ def steps(line: Line, checkpoints: Checkpoints, args: Arguments, cache: Cache) -
         Unsupported: an unknown `alg`.
     """
     if args.alg == "origin":
-        scheduler = Origin(args.steps, args.eps, compat=True)
+        scheduler = PublishedOrigin(args.steps, args.eps)
     elif args.alg in SCORES:
         scheduler = _timesteps(args, SCORES[args.alg])
     else:
@@ -93,14 +95,14 @@ def fast_dllm(line: Line, checkpoints: Checkpoints) -> Setup:
         raise Unsupported("no order of draws is published for a cached loop")
     # Whatever other algorithm is named, the published loop ranks by entropy.
     inner = Threshold(args.threshold) if args.alg == THRESHOLD else _timesteps(args, "entropy")
-    cache = DualCache(compat=True) if args.dual_cache else PrefixCache(compat=True)
+    cache = PublishedDualCache() if args.dual_cache else PublishedPrefixCache()
     blocks = FixedBlocks(args.block_length)
     # Blocks of one position still make an inner forward, because the loop looks for masks only afterwards.
     return _setup(line, checkpoints, args, ForcedFirst(inner), blocks, cache, wasted_block=1)
 
 
-def _timesteps(args: Arguments, score: Score) -> FixedSteps:
-    return FixedSteps(args.steps, score, "timestep", args.eps, args.alg_temp or 0.0, compat=True)
+def _timesteps(args: Arguments, score: Score) -> PublishedFixedSteps:
+    return PublishedFixedSteps(args.steps, score, "timestep", args.eps, args.alg_temp or 0.0)
 
 
 def _setup(

@@ -13,15 +13,13 @@ from dllm_sampler.eval.conformance import llada
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.dream import SCORES
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
+from dllm_sampler.eval.conformance.published import PublishedFixedSteps, PublishedRunningConfidence, PublishedSlowFast
 from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.ccd import Coherent
-from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.remdm import Remdm
-from dllm_sampler.schedulers.slowfast import SlowFast
 
 
 class CoherentArguments(BaseModel):
@@ -76,13 +74,12 @@ def ccd(line: Line, checkpoints: Checkpoints) -> Setup:
 def slowfast(line: Line, checkpoints: Checkpoints) -> Setup:
     """SlowFast's loop without its cache."""
     args = line.arguments(SlowFastArguments)
-    scheduler = SlowFast(
+    scheduler = PublishedSlowFast(
         args.high_confidence_threshold,
         args.cycle_len_confidence_threshold,
         args.k_exploration_steps,
         args.cycle_length_stability_window,
         args.cycle_length_stability_std_dev_threshold,
-        compat=True,
     )
     return _setup(line, checkpoints, args, scheduler)
 
@@ -90,7 +87,7 @@ def slowfast(line: Line, checkpoints: Checkpoints) -> Setup:
 def rcr(line: Line, checkpoints: Checkpoints) -> Setup:
     """ParallelBench's RCR."""
     args = line.arguments(FixedArguments)
-    return _setup(line, checkpoints, args, RunningConfidence(args.steps, compat=True))
+    return _setup(line, checkpoints, args, PublishedRunningConfidence(args.steps))
 
 
 def remdm(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -107,7 +104,7 @@ def sparse(line: Line, checkpoints: Checkpoints) -> Setup:
     args = line.arguments(FixedArguments)
     denoiser = Measured(checkpoints.load(line.model, args.mask_id))
     cache = SparseCache(keep=args.keep_ratio, kernel=args.kernel_size or 1, delay=1)
-    made = llada.setup(line, args, denoiser, FixedSteps(args.steps, compat=True), cache=cache)
+    made = llada.setup(line, args, denoiser, PublishedFixedSteps(args.steps), cache=cache)
     return replace(made, measured=denoiser)
 
 

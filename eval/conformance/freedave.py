@@ -12,18 +12,20 @@ from torch import Tensor
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedFreeDave,
+    PublishedPrefixCache,
+)
 from dllm_sampler.protocols import Carry, Scheduler, block_over
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
-from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import BlockStop, NoStop
@@ -97,8 +99,8 @@ class Events:
 
 
 @dataclass(frozen=True)
-class Noted(FreeDave):
-    """The shipped drafting, with a note of what a forward's walk and its free last mask commit."""
+class Noted(PublishedFreeDave):
+    """The published drafting, with a note of what a forward's walk and its free last mask commit."""
 
     events: Events = field(default_factory=Events)
 
@@ -255,14 +257,13 @@ def freedave(line: Line, checkpoints: Checkpoints) -> Setup:
             events=events or Events(),
         )
     elif args.draft_steps is not None:
-        rules = {"draft": args.draft_steps, "match": "subset", "compat": True}
-        scheduler = Noted(scheduler, events=events or Events(), **rules)
+        scheduler = Noted(scheduler, draft=args.draft_steps, match="subset", events=events or Events())
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,
         blocks=FixedBlocks(args.block),
         stop=AllEnd(drafting=args.draft_steps is not None) if args.early_exit else NoStop(),
-        cache=DualCache(compat=True) if args.dual_cache else PrefixCache(compat=True),
+        cache=PublishedDualCache() if args.dual_cache else PublishedPrefixCache(),
         compat=True,
     )
     # The static loop looks for masks after the second forward of a block only.
@@ -300,7 +301,7 @@ def sdar(line: Line, checkpoints: Checkpoints) -> Setup:
             ),
         )
     elif args.draft_steps is not None:
-        scheduler = Noted(scheduler, events=events, draft=args.draft_steps, compat=True)
+        scheduler = Noted(scheduler, events=events, draft=args.draft_steps)
     sampler = Sampler(
         denoiser,
         scheduler=scheduler,

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import PublishedEndOfText
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Stop
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
-from dllm_sampler.stops import EndOfText, NoStop
+from dllm_sampler.stops import NoStop
 
 
 class Arguments(BaseModel):
@@ -40,7 +41,7 @@ def plain(line: Line, checkpoints: Checkpoints) -> Setup:
 
 def end_of_text(line: Line, checkpoints: Checkpoints) -> Setup:
     """With the code's rule for the end of text: any candidate will do, however unsure."""
-    return _setup(line, checkpoints, EndOfText("predicted", min_conf=0.0, compat=True))
+    return _setup(line, checkpoints, PublishedEndOfText())
 
 
 def _setup(line: Line, checkpoints: Checkpoints, stop: Stop) -> Setup:

@@ -14,12 +14,12 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
+from dllm_sampler.eval.conformance.published import PublishedFactor, PublishedFixedSteps
 from dllm_sampler.guides import EndTokens, Temperature
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.noise import ReplayNoise
 from dllm_sampler.protocols import Blocks, Denoiser, Guide, ModelSpec, Scheduler
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -66,7 +66,7 @@ class Arguments(Loop):
 def vanilla(line: Line, checkpoints: Checkpoints) -> Setup:
     """LLaDA's own loop: every planned step is made, whether or not it has anything to commit."""
     args = line.arguments(Arguments)
-    return _plain(line, checkpoints, args, FixedSteps(args.steps, _score(args), compat=True))
+    return _plain(line, checkpoints, args, PublishedFixedSteps(args.steps, _score(args)))
 
 
 def fast_dllm(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -84,7 +84,7 @@ def fast_dllm_first(line: Line, checkpoints: Checkpoints) -> Setup:
 def _fast_dllm(line: Line, checkpoints: Checkpoints, args: Arguments, fine: bool) -> Setup:
     scheduler: Scheduler
     if args.factor is not None:
-        scheduler = Factor(args.factor, compat=True)
+        scheduler = PublishedFactor(args.factor)
     elif args.threshold is not None:
         scheduler = Threshold(args.threshold)
     else:

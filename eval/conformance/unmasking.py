@@ -8,12 +8,18 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dllm_sampler.blocks import AdaBlock, AscendingBlocks, FullBlock
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import CACHES, Loop, setup
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedDualCache,
+    PublishedFixedSteps,
+    PublishedLocalLeap,
+    PublishedPositionCalibrated,
+)
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.protocols import Carry, Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
@@ -23,9 +29,6 @@ from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.schedulers.entropy_bound import EntropyBound
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
-from dllm_sampler.schedulers.localleap import LocalLeap
-from dllm_sampler.schedulers.pc import PositionCalibrated
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops import Prophet
 
@@ -167,7 +170,7 @@ def localleap(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.threshold is not None:
         scheduler = Threshold(args.threshold)
         if args.relaxed_threshold is not None:
-            scheduler = LocalLeap(args.threshold, args.relaxed_threshold, args.radius, compat=True)
+            scheduler = PublishedLocalLeap(args.threshold, args.relaxed_threshold, args.radius)
     denoiser = _denoiser(line, checkpoints, args, args.eos_id)
     made = setup(line, args, denoiser, scheduler, stop="block" if args.early_stop else "none")
     return replace(made, fill=denoiser.spec.eos_id if args.early_stop else None)
@@ -187,7 +190,7 @@ def eoser(line: Line, checkpoints: Checkpoints) -> Setup:
     """EOSER in fixed steps, as many in each block: what does not divide is dropped."""
     args = line.arguments(EoserArguments)
     blocks = max(1, args.gen_length // args.block_length)
-    inner = FixedSteps(max(1, args.steps // blocks) * blocks, compat=True)
+    inner = PublishedFixedSteps(max(1, args.steps // blocks) * blocks)
     scheduler = Eoser(inner, args.eos_min_gamma, args.eos_max_gamma, "step", args.steps)
     return setup(line, args, _greedy(line, checkpoints, args, args.eos_token_id), scheduler)
 
@@ -208,7 +211,7 @@ def calibrated(line: Line, checkpoints: Checkpoints) -> Setup:
     """PC-Sampler's loop."""
     args = line.arguments(CalibratedArguments)
     table = str(checkpoints.folder / "traces" / args.freq_table)
-    scheduler = PositionCalibrated(args.steps, compat=True, frequency=table, decay=args.lambd, alpha=args.alpha)
+    scheduler = PublishedPositionCalibrated(args.steps, frequency=table, decay=args.lambd, alpha=args.alpha)
     return setup(line, args, _denoiser(line, checkpoints, args), scheduler)
 
 
@@ -225,9 +228,7 @@ def prophet(line: Line, checkpoints: Checkpoints) -> Setup:
     if args.answer_start_pos is not None and args.analyze_gap:
         start = args.answer_start_pos - len(line.prompts[0])
         stop = Prophet(start, args.answer_length, gaps.early, gaps.mid, gaps.late, args.steps)
-    return setup(
-        line, args, _denoiser(line, checkpoints, args), FixedSteps(args.steps, compat=True), stop=stop or "none"
-    )
+    return setup(line, args, _denoiser(line, checkpoints, args), PublishedFixedSteps(args.steps), stop=stop or "none")
 
 
 def adablock(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -255,7 +256,7 @@ def adablock_dream(line: Line, checkpoints: Checkpoints) -> Setup:
         scheduler=ForcedFirst(scheduler) if args.dual_cache else scheduler,
         blocks=AdaBlock(DREAM_DELIMITERS, args.delimiter_threshold, args.block_length),
         stop="none",
-        cache=DualCache(compat=True) if args.dual_cache else NoCache(),
+        cache=PublishedDualCache() if args.dual_cache else NoCache(),
         compat=True,
     )
     return Setup(sampler, args.max_new_tokens)

@@ -12,10 +12,9 @@ from torch import Tensor
 from dllm_sampler import layout
 from dllm_sampler.blocks import FixedBlocks
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.eval.conformance.published import PublishedDualCache, PublishedPrefixCache
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from dllm_sampler.noise import CounterNoise
@@ -115,7 +114,7 @@ def test_dream_left_padding():
 
 
 @pytest.mark.parametrize(
-    ("cached", "case", "last"), [(PrefixCache(compat=True), "prefix", 48), (DualCache(compat=True), "dual", 32)]
+    ("cached", "case", "last"), [(PublishedPrefixCache(), "prefix", 48), (PublishedDualCache(), "dual", 32)]
 )
 def test_dream_cached_forward(cached: Cache, case: str, last: int):
     model, data = denoiser("tiny-dream"), reference("tiny-dream")
@@ -127,6 +126,6 @@ def test_dream_cached_forward(cached: Cache, case: str, last: int):
 
     inner = torch.cat((data["prefix.new_ids"], canvas.ids[:, -1:]), 1)
     canvas = replace(canvas, ids=inner, age=torch.ones_like(start))
-    # `compat`: the published window, in which nothing answers for position 20 (see the caches' docstrings).
+    # In the published window nothing answers for position 20.
     logits = ask(model, live, canvas, 20, last)
     close(logits[:, 1:], data[f"{case}.logits"][:, :-1])

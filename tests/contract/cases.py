@@ -24,18 +24,18 @@ TOKENS = 17
 
 SETTINGS: dict[str, list[Settings]] = {
     "scheduler.threshold": [{}, {"threshold": 0.6}],
-    "scheduler.factor": [{}, {"factor": 0.7, "compat": True}],
+    "scheduler.factor": [{}, {"factor": 0.7}],
     "scheduler.budgeted": [{"threshold": 0.7}, {"threshold": 0.5, "steps": 3}],
     "scheduler.fixed": [
         {},
         {"steps": 7},
         {"steps": 8, "score": "margin"},
-        {"steps": 30, "score": "entropy", "compat": True},
+        {"steps": 30, "score": "entropy"},
         {"steps": 9, "score": "random"},
         {"steps": 10, "schedule": "timestep", "score": "entropy"},
         {"steps": 8, "schedule": "timestep", "alg_temp": 0.5},
     ],
-    "scheduler.origin": [{}, {"steps": 4}, {"steps": 9, "compat": True}],
+    "scheduler.origin": [{}, {"steps": 4}],
     "scheduler.apd": [
         {"verifier": toys.verifier(), "mixture_weight": 0.9, "max_lookahead": None},
         {"verifier": toys.verifier(), "mixture_weight": 0.8, "max_lookahead": 4},
@@ -63,7 +63,6 @@ SETTINGS: dict[str, list[Settings]] = {
         {},
         {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5},
         {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset"},
-        {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset", "compat": True},
         {"inner": {"name": "ccd", "warmup": 1}, "eager": True},
     ],
     "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
@@ -71,23 +70,20 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.klass": [
         {"threshold": 0.3, "divergence": 1.0},
         {"steps": 8, "history": 1, "take": "steadiest"},
-        {"steps": 9, "threshold": 0.2, "divergence": 0.5, "compat": True},
     ],
     "scheduler.leftright": [{"tokens_per_step": 2}, {"tokens_per_step": 3, "max_lookahead": 5}],
     "scheduler.learn2pd": [{"filter": toys.FILTER, "threshold": 0.5}],
     "scheduler.localleap": [{"threshold": 0.7, "relaxed": 0.3, "radius": 2}],
     "scheduler.pc": [{}, {"steps": 7, "decay": 0.0}],
-    "scheduler.rcr": [{}, {"steps": 7}, {"steps": 9, "compat": True}],
+    "scheduler.rcr": [{}, {"steps": 7}],
     "scheduler.remdm": [{}, {"steps": 9, "revisions": 2, "tokens": 2}],
     "scheduler.slowfast": [
         {"threshold": 0.7},
         {"threshold": 0.6, "glimpse": 0.2, "slow": 2, "truncate": False},
-        {"threshold": 0.6, "slow": 3, "sigma": 3.0, "compat": True},
     ],
     "scheduler.wino": [
         {"threshold": 0.4, "back": 0.5, "least": 2},
         {"threshold": 0.2, "back": 0.9},
-        {"threshold": 0.3, "back": 0.7, "compat": True},
     ],
     "scheduler.dynamic": [{"threshold": 0.6}, {"threshold": 0.7, "steps": 3}, {"score": "position", "steps": 4}],
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],
@@ -100,7 +96,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"refresh_every": 3},
         {"refresh_every": 4, "per_block": False, "shift": "un_right"},
         {"mode": "pd", "refresh_every": 2},
-        {"mode": "prefill", "compat": True},
+        {"mode": "prefill"},
     ],
     "cache.dkv_greedy": [{"refresh_every": 3, "window": 1}, {"window": 0}],
     "cache.dllm": [{"prompt_every": 4, "response_every": 3, "guidance_every": 2}, {"response_every": 2, "ratio": 0.0}],
@@ -126,9 +122,9 @@ def settings(group: str) -> list[Settings]:
     ]
 
 
-def one_each(group: str, but: Settings | None = None) -> list[Any]:
-    """Every plug-in of a group under every one of its settings but this; slow are all but one of each."""
-    every, names = [one for one in settings(group) if one != but], config.names(group)
+def one_each(group: str) -> list[Any]:
+    """Every plug-in of a group under every one of its settings; slow are all but one of each."""
+    every, names = settings(group), config.names(group)
     sizes = {name: sum(one["name"] == name for one in every) for name in names}
     left = {name: number % sizes[name] for number, name in enumerate(names)}  # not the first one of all
     found = []
@@ -180,16 +176,6 @@ class Case:
     def stream(self) -> list[Commits]:
         """Every step of all toy prompts as one batch."""
         return list(toys.sampler(self.toy, **self.plugins).stream(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS))
-
-    @property
-    def faithful(self) -> bool:
-        """Whether it is a published schedule with its quirks, which may pass over a step."""
-        return bool(self.scheduler.get("compat"))
-
-    @property
-    def leaves_masks(self) -> bool:
-        """Published KLASS leaves a block when its steps are over, whatever is still masked in it."""
-        return self.faithful and self.scheduler["name"] == "klass"
 
 
 def label(chosen: Settings) -> str:
@@ -282,11 +268,11 @@ CASES = cases()
 
 
 def thinned(chosen: Iterable[Case]) -> list[Any]:
-    """The cases; slow are those of which the toy and every plug-in, with its quirks or without, were met before."""
+    """The cases; slow are those of which the toy and every plug-in were met before."""
     met: set[tuple[str, str]] = set()
     found = []
     for case in chosen:
-        plugins = {group: f"{one['name']} {one.get('compat')}" for group, one in case.plugins.items()}
+        plugins = {group: one["name"] for group, one in case.plugins.items()}
         own = {("toy", case.toy), *plugins.items()}
         found.append(pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow))
         met |= own

@@ -42,6 +42,20 @@ def test_drafts_and_masks(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("keys", ["stored", "fresh", "both"])
+def test_packed_attention(dtype, size, heads, kv_heads, keys):
+    for counts in ((1,), (40, 0, 7), (150,), (2, 0, 1) * 11):
+        for grid, splits, candidates in ((None, None, 1), (8, 4, 1), (None, 3, 3), (8, None, 2)):
+            given, options = oracles.pack(
+                len(counts), dtype, counts=counts, length=200, heads=heads, kv_heads=kv_heads, size=size, grid=grid,
+                splits=splits, candidates=candidates, keys=keys, longest=max(counts) * candidates,
+            )  # fmt: skip
+            checks.pack(given, options, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 300, 2048, 3584, 4096])
 def test_norm_and_swiglu(dtype, width):
     for flag in (False, True):
@@ -56,6 +70,9 @@ def test_rope(dtype, sizes, given):
     bias, norm = given
     for slots in (False, True):
         checks.rope(0, dtype, 28, 4, *sizes, bias=bias, norm=norm, slots=slots, fresh=True, shared=False, device="cuda")
+        checks.packed_rope(
+            0, dtype, 28, 4, *sizes, bias=bias, norm=norm, slots=slots, fresh=True, shaped=False, device="cuda"
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,6 +27,8 @@ REFERENCES = (
     (checks, "attention_reference", attention.block_attention), (checks.norms, "norm_reference", norm.norm),
     (checks.ropes, "qkv_rope_reference", rope.qkv_rope), (checks.swiglus, "swiglu_reference", swiglu.swiglu),
     (checks.linears, "linear_reference", linear.linear),
+    (checks, "packed_attention_reference", attention.packed_attention),
+    (checks.ropes, "packed_qkv_rope_reference", rope.packed_qkv_rope),
 )  # fmt: skip
 Cases = dict[str, Callable[[int, torch.dtype], None]]
 
@@ -43,6 +45,18 @@ def cases(device: str) -> Cases:
         flags = {"bias": seed % 2 > 0, "norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shared": False}
         checks.rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
 
+    def pack(seed: int, dtype: torch.dtype) -> None:
+        counts, grid = ((1, 0, 2), (5, 1), (17, 0, 3))[seed % 3], (None, 4)[seed % 2]
+        drafts = {"candidates": 1 + seed % 4 // 3, "keys": ("stored", "both", "fresh")[seed % 5 % 3]}
+        given, options = oracles.pack(
+            seed, dtype, counts=counts, length=60, heads=6, grid=grid, splits=1 + seed % 3, **drafts
+        )
+        checks.pack(given, options, device)
+
+    def pack_turn(seed: int, dtype: torch.dtype) -> None:
+        flags = {"bias": seed % 2 > 0, "norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shaped": False}
+        checks.packed_rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
+
     def read(seed: int, dtype: torch.dtype) -> None:
         readout_checks.readout_against_float64(readout.readout, device, dtype, 1 + seed % 3, 500 + 701 * seed, 0)
 
@@ -56,6 +70,8 @@ def cases(device: str) -> Cases:
         "attention": attend,
         "norm": lambda seed, dtype: checks.norm(seed, (2, 3, 128), dtype, seed % 2 > 0, 3.0, device),
         "qkv_rope": turn,
+        "packed attention": pack,
+        "packed qkv_rope": pack_turn,
         "swiglu": lambda seed, dtype: checks.swiglu(seed, (2, 3, 300), dtype, seed % 2 > 0, 3.0, device),
         "linear": lambda seed, dtype: checks.linear(seed, 1 + 5 * (seed % 9), 100, 600, dtype, seed % 2 > 0, device),
     }

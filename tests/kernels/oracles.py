@@ -1,6 +1,7 @@
 """What the kernels of a layer should answer, in float64 and one query at a time, and inputs to ask them with."""
 
 import random
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -101,3 +102,88 @@ def case(
     options = {"begin": begin, "limit": limit, **fixed}
     given: Any = (q, k, v, tuple(slots), positions)
     return given, options
+
+
+def packed_attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) -> Tensor:
+    """Output in float64, by the words of `packed_attention`."""
+    heads, size = q.shape[1:]
+    scale = size**-0.5 if options.get("scale") is None else options["scale"]
+    grid, at = options.get("grid"), columns.tolist()
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for b, (first, after) in enumerate(pairwise(bounds.tolist())):
+        begin = 0 if (low := options.get("begin")) is None else int(low[b])
+        limit = 10**6 if (high := options.get("limit")) is None else int(high[b])
+        limit = limit if slots is None else min(limit, slots[0].shape[1] - 1)
+        hidden = [] if (over := options.get("overwritten")) is None else over[b].nonzero().flatten().tolist()
+        drafts = None if (own := options.get("segment")) is None else own.tolist()
+        for t in range(first, after):
+            end = limit
+            if grid is not None:
+                end = min(limit, begin + (max(at[t] - begin, 0) // grid + 1) * grid)
+            old: list[int] = []
+            if slots is not None and options.get("stored", True):
+                old = [column for column in range(begin, end) if column not in hidden]
+            new = [j for j in range(first, after) if begin <= at[j] < end] if k is not None else []
+            new = [j for j in new if drafts is None or drafts[j] == drafts[t]]
+            if old or new:
+                parts = [(slots[0][b, old], slots[1][b, old])] if slots is not None and old else []
+                parts += [(k[new], v[new])] if k is not None and new else []
+                key, value = (torch.cat(x).double() for x in zip(*parts, strict=True))
+                key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+                scores = torch.einsum("hd,shd->hs", q[t].double(), key) * scale
+                out[t] = torch.einsum("hs,shd->hd", scores.softmax(-1), value)
+    return out
+
+
+def pack(
+    seed,
+    dtype=torch.float32,
+    *,
+    counts=(3, 0, 5),
+    fillers=2,
+    candidates=1,
+    heads=4,
+    kv_heads=2,
+    size=16,
+    length=20,
+    keys="stored",
+    **fixed: Any,
+):
+    """Arguments of one call, and no number wherever nobody may look: unseen slots, the rows of fillers.
+
+    counts: columns computed in each row, by each of its `candidates`
+    keys: "stored" ones; "fresh" ones; "both", the fresh ones in place of the stored ones of their columns
+    """
+    draw = random.Random(seed)
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=source).to(dtype)
+
+    batch, entries = len(counts), sum(counts) * candidates + fillers
+    q, k, v = (normal(entries, h, size) for h in (heads, kv_heads, kv_heads))
+    slots = [normal(batch, length + 1, kv_heads, size) for _ in range(2)]
+    begin, limit, columns, segment = [], [], [], []
+    overwritten = torch.zeros(batch, length + 1, dtype=torch.bool)
+    for b, count in enumerate(counts):
+        begin.append(draw.randrange((length - count) // 3 + 1))
+        limit.append(draw.randrange(begin[b] + max(count, 1), length + 1))
+        own = sorted(draw.sample(range(begin[b], limit[b]), count))
+        overwritten[b, own] = True
+        columns += own * candidates
+        segment += [candidate for candidate in range(candidates) for _ in own]
+        for s in slots:
+            s[b, : begin[b]] = s[b, limit[b] :] = torch.nan
+            if keys == "both":
+                s[b, own] = torch.nan
+            if keys == "fresh" or not count:
+                s[b] = torch.nan
+    bounds = torch.tensor([0, *accumulate(count * candidates for count in counts)])
+    for x in (q, k, v):
+        x[entries - fillers :] = torch.nan
+    options: dict[str, Any] = {"begin": torch.tensor(begin), "limit": torch.tensor(limit)}
+    options |= {"segment": torch.tensor(segment + [0] * fillers)} if candidates > 1 else {}
+    options |= {"overwritten": overwritten} if keys == "both" else {"stored": keys == "stored"}
+    fresh = (None, None) if keys == "stored" else (k, v)
+    given: Any = (q, *fresh, tuple(slots), bounds, torch.tensor(columns + [length] * fillers))
+    return given, options | fixed

@@ -13,6 +13,7 @@ from dllm_sampler import noise
 from dllm_sampler.canvas import Query
 from dllm_sampler.guides import Temperature
 from dllm_sampler.kernels.statistics import Statistics, Then
+from dllm_sampler.packing import Answers
 from dllm_sampler.readout import TINY
 from tests import toys
 
@@ -140,12 +141,15 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
 
     canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), row_seed=torch.tensor([5, -9, 2**40]))
     canvas = replace(canvas, step=torch.tensor([0, 3, 11]), begin=torch.tensor([0, 1, 2]))
-    query = Query.masks(canvas, 7)
+    query = Query.masks(canvas)
+    answers = Answers.every(query)
     logits = (torch.randn(3, 1, 7, toys.VOCAB, generator=seeded(3)) * 3).to(dtype)
     guides = (Temperature(temperature),) if temperature else ()
     needs = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})
     spec = toys.denoiser().spec
-    expected = readout.read(logits.clone(), logits, canvas, query, spec, guides, needs, False)
+    expected = readout.read(
+        logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, answers, spec, guides, needs, False
+    )
     keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
     found = kernel(
         logits.flatten(0, 2).to(device),
@@ -153,7 +157,8 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
         temperature=temperature,
         keys=keys.to(device),
         current=query.ids.flatten().to(device),
-    ).readout((3, 1, 7), needs)
+    ).readout(needs)
+    found = readout.spread(found, answers)
     assert torch.equal(found.token.cpu(), expected.token)
     for name in (*needs, "confidence"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler import noise
-from dllm_sampler import readout as readouts
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.statistics import Then
@@ -166,20 +165,6 @@ def test_a_small_move_is_measured_well() -> None:
     expected = checks.exact(now, now.argmax(-1), None, then)["divergence"]
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_how_far_a_prediction_moved(dtype: torch.dtype) -> None:
-    """`drift`, of the form in which KLASS keeps what was predicted: rows of another table, a token without any mass."""
-    then, noise = torch.randn(2, 5, 300, generator=checks.seeded(1))
-    index = torch.tensor([4, 0, 0])
-    now = (then[index] + 0.1 * noise[:3]).to(dtype)
-    then = then.to(dtype)
-    now[:, 7], then[:, 7] = -INF, -INF
-    wanted = checks.exact(now, now.argmax(-1), None, then[index])["divergence"]
-    for drift in (readout.drift, readouts.drift):
-        found = drift(now, then, then.double().logsumexp(-1), index)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-6)
 
 
 def test_no_rows() -> None:

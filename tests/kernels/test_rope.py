@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.kernels.rope import CONFIGURATIONS, qkv_rope
+from dllm_sampler.kernels.rope import CONFIGURATIONS, packed_qkv_rope, qkv_rope
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from tests.kernels import checks
 
@@ -22,6 +22,18 @@ from tests.kernels import checks
 @settings(max_examples=20, deadline=None)
 def test_as_in_float64(seed, dtype, heads, sizes, **given):
     checks.rope(seed, dtype, *heads, *sizes, **given)
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (20, 5)]),
+    sizes=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 64), (10, 6)]),
+    bias=st.booleans(), norm=st.booleans(), slots=st.booleans(), fresh=st.booleans(), shaped=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_a_pack_as_in_float64(seed, dtype, heads, sizes, **given):
+    checks.packed_rope(seed, dtype, *heads, *sizes, **given)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -43,8 +55,10 @@ def test_as_the_network_does(norm, rotary):
     fused = torch.cat([p(normed) for p in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
     weights = {f"{x}_weight": getattr(layer, f"{x}_norm").weight.detach() for x in "qk"} if norm else {}
     got = qkv_rope(fused.detach(), rope.cos, rope.sin, 4, 2, eps=config.norm_eps, **weights)
-    for mine, its in zip(got, want, strict=True):
-        assert mine is not None
+    row = rope.cos[1:], rope.sin[1:]
+    pack = packed_qkv_rope(fused[1].detach(), *row, 4, 2, eps=config.norm_eps, **weights)
+    for mine, packed, its in zip(got, pack, want, strict=True):
+        assert mine is not None and packed is not None and torch.equal(mine[1], packed)
         its = its.detach().transpose(1, 2)
         apart = (mine.float() - its.float()).abs()
         assert apart.max() <= 2**-10 * its.abs().max() and (apart > 0).float().mean() < 0.01  # the order of a sum

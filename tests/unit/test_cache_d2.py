@@ -96,9 +96,9 @@ class Paper:
         return sorted(chosen)
 
     def density(self, i: int, first: int, length: int, masks: list[int]) -> float:
-        reach = min(int(4 * self.sigma), TOKENS)
-        weight = {j: math.exp(-((j - i) ** 2) / (2 * self.sigma**2)) for j in range(i - reach, i + reach + 1)}
-        there = sum(w for j, w in weight.items() if min(j, length - 1) not in masks)
+        weight = {d: math.exp(-(d**2) / (2 * self.sigma**2)) for d in range(-3 * TOKENS, 3 * TOKENS)}
+        reached = range(first - TOKENS, length + TOKENS)
+        there = sum(weight[j - i] for j in reached if min(j, length - 1) not in masks)
         return there / sum(weight.values())
 
     def forward(self, ids: list[int], columns: list[int]) -> tuple[Tensor, Tensor]:

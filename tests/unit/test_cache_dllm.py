@@ -12,10 +12,10 @@ from dllm_sampler import Result, Sampler, UserError, layout
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.canvas import Query
 from dllm_sampler.eval.conformance.builder import Measured
+from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.transformer import SwiGLU
 from dllm_sampler.noise import CounterNoise
-from dllm_sampler.packing import request
 from tests import toys
 
 TOKENS = 16
@@ -106,7 +106,7 @@ def test_a_share_of_the_response_is_computed_in_between() -> None:
 @pytest.mark.parametrize("every", [3, 8])
 def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
     """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
-    rule = {"name": "fixed", "steps": 40, "score": "entropy", "compat": True}
+    rule = PublishedFixedSteps(40, "entropy")
     cache = {"name": "dllm", "prompt_every": 2 * every, "response_every": every}
     it = toys.sampler(kind, cache=cache, blocks="ascending", scheduler=rule)
     batch = it.generate(toys.PROMPTS, max_new_tokens=18, seed=toys.SEEDS).trace
@@ -135,7 +135,7 @@ def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
         def values(self, hidden: Tensor) -> Tensor:
             return new.transpose(1, 2)
 
-    wanted = request(canvas, Query.masks(canvas), None, spec)
+    wanted = toys.wanted(canvas, Query.masks(canvas), spec)
     plan = cache.plan(canvas, wanted)
     chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     assert chosen is not None and chosen.tolist() == [[3, 5, 7]]

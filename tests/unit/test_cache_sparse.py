@@ -13,7 +13,6 @@ from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.sparse import SparseCache, best, importance
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.turns import by_turns
@@ -117,15 +116,6 @@ def test_keeping_everything_is_the_dual_cache_with_one_more_whole_forward(kind: 
 @pytest.mark.parametrize("kind", toys.TOYS)
 def test_a_delay_that_never_ends_is_no_cache(kind: str) -> None:
     assert same(run(SparseCache(delay=99), kind), run("none", kind))
-
-
-def test_with_the_published_forced_commit() -> None:
-    """`compat`: the window starts at the block and the opening forward commits the block's first position."""
-    forced = ForcedFirst(Threshold(BAR))
-    late = run(LateDual(compat=True), "dream", scheduler=forced)
-    assert same(run(SparseCache(keep=1.0, compat=True), "dream", scheduler=forced), late)
-    with pytest.raises(UserError, match="ForcedFirst"):
-        run(SparseCache(compat=True), "dream")
 
 
 def test_a_block_may_be_the_whole_generation() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllm_sampler import config
+from dllm_sampler import config, layout
 from dllm_sampler.eval import cache_runs, markdown
 from dllm_sampler.eval.cache_runs import APART, Figures, Row, bytes_held, caches
 from dllm_sampler.eval.cache_table import DOCS, HEAD, SECTION, main
+from dllm_sampler.loop import Engine
 from tests import toys
 
 documented = pytest.mark.skipif(not DOCS.exists(), reason="an installed package has no docs")
@@ -119,6 +120,23 @@ def test_figures_of_a_row() -> None:
     assert (row.share, row.milliseconds, row.ratio, row.divergence) == (25, 500, 0.25, 0.5)
     both = Figures.total([true, mine])
     assert (both.steps, both.answers, both.bytes_per_token) == (8, true.answers + mine.answers, 1.0)
+
+
+def test_the_divergence_of_two_models() -> None:
+    """Though a readout overwrites the logits of a step."""
+    networks, it = [toys.transformer(), toys.transformer(sharp=3.0)], toys.sampler(scheduler="threshold")
+    spies = [cache_runs.Spy(toys.wrapped(network)) for network in networks]
+    rows, spec = [[5, 11, 3], [7, 1, 30]], spies[0].spec
+    canvas = layout.canvas(rows, 12, [0, 1], spec, it.plugins.blocks, it.noise, cuts=False)
+    with torch.no_grad():
+        for spy in spies:
+            engine = Engine(spy, it.plugins, 1)
+            engine.step(engine.begin(canvas))
+        true, other = (network(canvas.ids[:, :-1])[:, 3:9].log_softmax(-1) for network in networks)  # blocks of 6
+        found, count = cache_runs.divergence(canvas, *spies)
+    assert count == 12
+    assert found == pytest.approx(float((true.exp() * (true - other)).sum()))
+    assert found > 1
 
 
 def test_bytes_held_counts_each_storage_once() -> None:

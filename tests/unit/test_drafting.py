@@ -207,7 +207,6 @@ REFUSED: dict[str, tuple[Settings, str]] = {
     "cut": ({"stop": "truncate"}, "use stop=prefix, block or none"),
     "edge": ({"scheduler": {"name": "freedave", "eager": True}, "cache": "dual"}, "use scheduler.eager=false"),
     "sized": ({"scheduler": {"name": "freedave", "eager": True}, "blocks": "adablock"}, "use blocks=fixed"),
-    "published": ({"scheduler": {"name": "freedave", "eager": True, "compat": True}}, "scheduler.compat=false"),
     "none": ({"scheduler": {"name": "freedave", "draft": 0}}, "scheduler.draft"),
     "inner": ({"scheduler": {"name": "freedave", "inner": "treshold"}}, "did you mean 'threshold'"),
 }

@@ -46,7 +46,8 @@ BOOKKEEPING = {
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
-    flash.attention_kernel, flash.combine_kernel, commit.choose_kernel, commit.commit_kernel, head.head_kernel,
+    flash.attention_kernel, flash.combine_kernel, flash.packed_kernel, rope.packed_qkv_kernel,
+    commit.choose_kernel, commit.commit_kernel, head.head_kernel,
     linear.linear_kernel, linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel,
     rope.qkv_kernel, swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel,
     rows.vouch_kernel, rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
@@ -163,6 +164,26 @@ def attentions(rows: int) -> None:
     attention.block_attention(q, q, q, None, positions, tree=torch.ones(1, rows, rows, dtype=torch.bool), splits=1)
 
 
+def packs(rows: int) -> None:
+    """A pack of `rows` entries in one row and in two; one is one line of one head in the kernel that adds parts up."""
+    q, columns = torch.randn(rows, 1, 16), torch.arange(rows)
+    for batch in (1, 2):
+        slots = torch.randn(batch, rows + 2, 1, 16), torch.randn(batch, rows + 2, 1, 16)
+        bounds = torch.arange(batch + 1).clamp(max=1) * rows
+        hidden = torch.zeros(batch, rows + 2, dtype=torch.bool)
+        ends: dict[str, Any] = {"begin": torch.zeros(batch, dtype=torch.long)}
+        ends["limit"] = torch.ones(batch, dtype=torch.long)
+        for splits in (1, 2):
+            attention.packed_attention(q, None, None, slots, bounds, columns, **ends, splits=splits)
+            attention.packed_attention(q, q, q, None, bounds, columns, grid=rows, segment=columns, splits=splits)
+            attention.packed_attention(
+                q, q, q, slots, bounds, columns, grid=rows, segment=columns.int(), overwritten=hidden, splits=splits
+            )
+    fused, turn = torch.randn(rows, 3 * 16), torch.randn(rows, 16)
+    rope.packed_qkv_rope(fused, turn, turn, 1, 1)
+    rope.packed_qkv_rope(fused, turn, turn, 1, 1, slots=slots, places=columns, fresh=False)
+
+
 def linears(rows: int) -> None:
     for outputs, inputs in ((1, 1), (17000, 64), (16, 4096)):
         weight, scale = torch.zeros(outputs, inputs, dtype=torch.int8), torch.ones(outputs)
@@ -190,6 +211,7 @@ def layers(rows: int) -> None:
         (commits, {"commit.choose_kernel", "commit.commit_kernel"}),
         (bookkeepings, BOOKKEEPING),
         (attentions, {"flash.attention_kernel", "flash.combine_kernel"}),
+        (packs, {"flash.packed_kernel", "flash.combine_kernel", "rope.packed_qkv_kernel"}),
         (linears, {"linear.linear_kernel", "linear.sum_kernel"}),
         (layers, {"norm.norm_kernel", "swiglu.swiglu_kernel", "rope.qkv_kernel"}),
     ],

@@ -53,9 +53,8 @@ def test_a_readout_without_such_a_field_is_refused() -> None:
         Sampler(toys.denoiser(), stop=Nosy())
 
 
-@pytest.mark.parametrize("settings", [{"compat": True}, {"take": "steadiest"}])
-def test_ranked_or_published_divergences_are_precise(settings: dict[str, Any]) -> None:
-    assert "probabilities" in Klass(**settings).needs and "law" in Klass().needs
+def test_ranked_divergences_are_precise() -> None:
+    assert "probabilities" in Klass(take="steadiest").needs and "law" in Klass().needs
 
 
 def test_a_cut_canvas_keeps_the_pace_of_its_steps() -> None:

@@ -315,12 +315,3 @@ def test_a_cache_needs_a_model_that_can_be_cached() -> None:
 def test_special_tokens_lie_inside_the_vocabulary(token: int) -> None:
     with pytest.raises(UserError, match=f"mask_id {token} lies outside the model's vocabulary of 40 tokens"):
         TransformerDenoiser(toys.transformer(), mask_id=token, eos_id=1)
-
-
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_a_window_without_its_first_prediction_is_refused(cache: str) -> None:
-    """Under a logit shift, the published window predicts nothing for the block's first position."""
-    plugins: dict[str, Any] = {"cache": {"name": cache, "compat": True}}
-    with pytest.raises(UserError, match=r"ForcedFirst.*cache\.compat=false"):
-        Sampler(toys.denoiser("dream"), **plugins)
-    assert Sampler(toys.denoiser("llada"), **plugins)  # no shift, no difference

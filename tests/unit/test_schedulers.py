@@ -13,7 +13,6 @@ from dllm_sampler.schedulers.budget import timestep, timestep_odds, timestep_sha
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.forced import ForcedFirst
 from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
@@ -71,19 +70,16 @@ def test_localleap():
     row = [0.6, 0.8, 0.95, 0.2, 0.8, 0.97]
     assert committed(LocalLeap(0.9, 0.75, 1), row) == [[1, 2, 4, 5]]
     assert committed(LocalLeap(0.9, 0.75, 0), row) == committed(Threshold(0.9), row)
-    assert committed(LocalLeap(0.9, 0.75, 1, compat=True), row) == [[1, 2, 4, 5]]
-    # Stricter near an anchor than elsewhere: it says nothing, or takes back.
+    # Stricter near an anchor than elsewhere: it says nothing.
     assert committed(LocalLeap(0.9, 0.96, 1), row) == [[2, 5]]
-    assert committed(LocalLeap(0.9, 0.96, 1, compat=True), row) == [[5]]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from([0.0, 0.1, 0.5, 2 / 3, 0.75, 0.8, 0.9, 0.99, 1.0]), min_size=1, max_size=8),
     st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 4.0]),
-    st.booleans(),
 )
-def test_factor_against_a_scan(sure, factor, compat):
+def test_factor_against_a_scan(sure, factor):
     ranked = sorted(range(len(sure)), key=lambda i: (-sure[i], i))
     count = 0
     for n, i in enumerate(ranked, 1):  # stop at the first rank that fails
@@ -91,9 +87,7 @@ def test_factor_against_a_scan(sure, factor, compat):
             break
         count = n
     count = max(count, 1)
-    if compat and count == len(sure) - 1:  # as published: the last one passes when only it fails
-        count += 1
-    assert committed(Factor(factor, compat), sure) == [sorted(ranked[:count])]
+    assert committed(Factor(factor), sure) == [sorted(ranked[:count])]
 
 
 def test_budgeted_threshold():
@@ -146,13 +140,6 @@ def test_steps_are_shared_among_blocks(steps, length, tokens, expected):
     assert [len(step) for step in trace.steps()] == expected
 
 
-def test_published_schedules_waste_what_they_waste():
-    for steps, expected in ((6, [1, 1, 1, 1, 0, 0]), (4, [1, 1, 1, 1]), (3, [2, 1, 1])):
-        sampler = toys.sampler(scheduler={"name": "fixed", "steps": steps, "compat": True}, blocks="full")
-        trace = sampler.generate([3, 4, 5], max_new_tokens=4).trace
-        assert [len(step) for step in trace.steps()] == expected
-
-
 def test_order_by_chance_goes_by_the_score():
     """At alg_temp 0.5, of two masks the surer opens first with odds exp(difference / 0.5)."""
     many = 4000
@@ -180,15 +167,6 @@ def test_origin_opens_at_the_rate_of_the_process():
         assert share == pytest.approx(p, abs=4 * (p * (1 - p) / (many * 20)) ** 0.5 + 1e-9)
         assert (query.positions.diff(dim=1) >= 0).all()
         assert query.exact
-
-
-def test_forced_first_commits_the_first_position_of_a_block_alone():
-    scheduler = ForcedFirst(Threshold(0.5))
-    edit, _ = told(scheduler, [[0.1, 0.9, 0.9]])
-    assert edit.commit.tolist() == [[True, False, False]]
-    edit, _ = told(scheduler, [[0.1, 0.9, 0.9]], age=1)
-    assert edit.commit.tolist() == [[False, True, True]]
-    assert ForcedFirst(FixedSteps(score="margin")).needs == {"margin"}
 
 
 @pytest.mark.parametrize(

@@ -218,11 +218,9 @@ STORED |= {"prefix": "prefix", "dkv": "dkv"}
 BLOCKS = {"full": FullBlock(), "fixed": FixedBlocks(7)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "cache", "blocks", "compat"), by_turns(3, ["dream", "llada"], STORED, BLOCKS, [False, True])
-)
-def test_a_row_in_a_batch_is_the_row_alone(kind: str, cache: Any, blocks: Any, compat: bool) -> None:
-    rule = {"name": "apd", **LOOK, "mixture_weight": 0.9, "max_lookahead": 5, "compat": compat}
+@pytest.mark.parametrize(("kind", "cache", "blocks"), by_turns(3, ["dream", "llada"], STORED, BLOCKS))
+def test_a_row_in_a_batch_is_the_row_alone(kind: str, cache: Any, blocks: Any) -> None:
+    rule = {"name": "apd", **LOOK, "mixture_weight": 0.9, "max_lookahead": 5}
     plugins: dict[str, Any] = {"kind": kind, "cache": cache, "blocks": blocks, "temperature": 0.6}
     batch = run(rule, **plugins)
     for row, prompt in enumerate(toys.PROMPTS):
@@ -279,39 +277,6 @@ def test_left_to_right_by_hand() -> None:
     assert scripted.play(model, LeftToRight(tokens_per_step=2), 5) == [[0, 1], [2, 3], [4]]
     assert scripted.play(model, LeftToRight(tokens_per_step=9, max_lookahead=3), 5) == [[0, 1, 2], [3, 4]]
     assert scripted.play(model, LeftToRight(tokens_per_step=2), 5, FixedBlocks(3)) == [[0, 1], [2], [3, 4]]
-
-
-# The published quirks
-
-
-def test_compat_judges_by_the_best_token() -> None:
-    """At a temperature the draft is random and the published target is not."""
-    denoiser, judge = paired(*[table([{1: 0.3, 6: 0.0}] * 40)] * 2)  # 6 ends a text
-    nfe = {}
-    for compat in (False, True):
-        rule = ParallelDecoding(verifier=judge, mixture_weight=0.5, compat=compat)
-        nfe[compat] = len(scripted.play(denoiser, rule, 40, temperature=1.0))
-    assert nfe[False] == 1 and nfe[True] > 10
-
-
-def test_compat_tempers_twice() -> None:
-    sampler = toys.sampler(scheduler=ParallelDecoding(**LOOK, compat=True), temperature=0.5, top_p=0.9)
-    names = [type(guide).__name__ for guide in sampler.plugins.guides]
-    assert names == ["Temperature", "TopP", "Temperature"]
-    # argmax(z / T + T G) is argmax(z / T^2 + G)
-    twice = run({"name": "apd", **LOOK, "mixture_weight": 1.0, "compat": True}, temperature=0.5, stop="none")
-    drafts = run({"name": "apd", **LOOK, "mixture_weight": 1.0}, temperature=0.25, stop="none")
-    first = twice.trace.generated == 0
-    assert first.any() and torch.equal(twice.tokens[first], drafts.tokens[first])
-
-
-@pytest.mark.parametrize("rule", [ParallelDecoding(compat=True, verifier=toys.verifier()), LeftToRight(compat=True)])
-def test_compat_ends_at_an_end_token_anywhere(rule: Any) -> None:
-    sampler = toys.sampler("dream", scheduler=rule, blocks=FullBlock())
-    *_, last = sampler.stream([[toys.EOS, 3, 5], [4, 4, 2]], max_new_tokens=TOKENS)
-    assert last.nfe[0] == 1 and last.masked[0].any()
-    clean = replace(rule, compat=False)
-    assert run(clean, [[toys.EOS, 3, 5]], seed=[0]).complete.all()
 
 
 # The verifier

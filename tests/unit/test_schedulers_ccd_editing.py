@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +27,6 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.unrolled import Unrolled
 from dllm_sampler.stops import EndOfText
 from tests import toys
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
@@ -45,7 +45,7 @@ def test_density_by_hand() -> None:
 
     play(constant([0.5, 0.5, 0.5, 0.9]), Spy(sigma=0.5), 4)
     near, far = float(torch.tensor(-2.0).exp()), float(torch.tensor(-8.0).exp())
-    total = 1 + 2 * near + 2 * far  # four sigma are two positions
+    total = 1 + 2 * near + 2 * far  # what is three positions away weighs 1.5e-8
     assert seen[0][0].tolist() == pytest.approx([(near + far) / total, far / total, 0, 0], abs=1e-7)
     # Position 0 (0.5 * 0.106) before position 3 (0.9 * 0): committed neighbours decide.
     order = play(constant([0.5, 0.5, 0.5, 0.9]), CertaintyPrior(sigma=0.5), 4)
@@ -57,9 +57,32 @@ def test_density_right_of_the_end_is_as_the_last_position() -> None:
     canvas = layout.canvas([[0]], 4, [0], spec, FullBlock(), CounterNoise(), False)
     at = torch.tensor([[4]])
     canvas = canvas.apply(at, Edit(torch.ones_like(at), at > 0))
-    weight = torch.exp(-(torch.arange(-4.0, 5.0) ** 2) / 4.5)  # a generation's length on either side
-    want = float((weight[:2].sum() + weight[5:].sum()) / weight.sum())
-    assert float(CertaintyPrior(sigma=1.5).density(canvas, torch.tensor([[3]]))) == pytest.approx(want)
+    weight = {offset: math.exp(-(offset**2) / 4.5) for offset in range(-12, 12)}
+    there = [*range(-6, -2), *range(1, 6)]  # four columns on either side of the generation, and the one that stands
+    want = sum(weight[offset] for offset in there) / sum(weight.values())
+    assert float(CertaintyPrior(sigma=1.5).density(canvas, torch.tensor([[3]]))) == pytest.approx(want, rel=1e-14)
+
+
+@pytest.mark.parametrize("sigma", [0.4, 3.0, 50.0])
+def test_density_is_the_published_sum(sigma: float) -> None:
+    """Every term written out: a wide Gaussian misses what lies beyond, a narrow one is not cut where it counts."""
+    spec, tokens, prompt = constant([0.5] * 9).spec, 9, 2
+    canvas = layout.canvas([[0] * prompt, [0]], tokens, [0, 0], spec, FullBlock(), CounterNoise(), False)
+    stands = [{0, 1, 4}, {2, 5, 8}]
+    masked = canvas.masked.clone()
+    for row, places in enumerate(stands):
+        masked[row, [prompt + place for place in places]] = False
+    found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), torch.arange(2, 11).expand(2, -1))
+
+    def weight(offset: int) -> float:
+        return math.exp(-(offset**2) / (2 * sigma**2))
+
+    total = sum(weight(offset) for offset in range(-3 * tokens, 3 * tokens))
+    for row, places in enumerate(stands):
+        right = {*range(tokens, 2 * tokens)} if tokens - 1 in places else set()
+        there = {*range(-tokens, 0)} | places | right
+        want = [sum(weight(other - place) for other in there) / total for place in range(tokens)]
+        assert found[row].tolist() == pytest.approx(want, rel=1e-12)
 
 
 def test_a_bell_stays_where_it_is() -> None:
@@ -243,8 +266,6 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (Credit, {"alpha": -1.0}, "scheduler.alpha"),
     (Credit, {"decay": 1.1}, "scheduler.decay"),
     (Credit, {"memory": 0}, "scheduler.memory"),
-    (Unrolled, {"inner": Threshold(), "tpf": 0}, "scheduler.tpf"),
-    (Unrolled, {"inner": Threshold(), "maximum": 0}, "scheduler.maximum"),
     (CertaintyPrior, {"sigma": 0.0}, "scheduler.sigma"),
     (CertaintyPrior, {"score": "entropy"}, "scheduler.score"),
     (Coherent, {"warmup": 0}, "scheduler.warmup"),

@@ -14,7 +14,6 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.unrolled import Unrolled
 from tests import toys
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 
@@ -30,19 +29,6 @@ def test_dinfer_near_ties_by_hand() -> None:
 
 def test_dinfer_without_slack_is_the_threshold() -> None:
     assert same(run(DInferThreshold(0.6, slack=0.0)), run(Threshold(0.6)))
-
-
-def test_dinfer_passes_over_mask_candidates() -> None:
-    """Position 1 wants the mask token until its neighbour is there."""
-    table = constant([0.8, 0.7], [1, 2])
-
-    def says(canvas: Canvas) -> Tensor:
-        logits = table.says(canvas).clone()
-        logits[:, 2, 7] = torch.where(canvas.masked[:, 1], 5.0, -5.0)
-        return logits
-
-    sampler = Sampler(Script(says), scheduler=DInferThreshold(0.5), blocks=FullBlock(), stop="none", compat=True)
-    assert sampler.generate([[0]], max_new_tokens=2).trace.steps(0) == [[0], [1]]
 
 
 def test_hierarchy_by_hand() -> None:
@@ -142,25 +128,6 @@ def test_credit_ends_with_the_block() -> None:
     steps = play(model, Credit(0.75), 6, FixedBlocks(3))
     half = len(steps) // 2
     assert steps[half:] == [[at + 3 for at in step] for step in steps[:half]]
-
-
-def test_unrolling_wastes_forwards() -> None:
-    model = constant([0.9 - 0.01 * i for i in range(8)])
-    # Eight masks and two tokens expected per forward: four forwards, three of them for nothing.
-    assert play(model, Unrolled(Threshold(0.8), tpf=2, maximum=4), 8) == [list(range(8)), [], [], []]
-    assert play(model, Unrolled(Threshold(0.8), tpf=2, maximum=3), 8) == [list(range(8)), [], []]
-    assert play(model, Unrolled(Threshold(2.0), tpf=2, maximum=3), 8) == [[i] for i in range(8)]
-    assert play(model, Unrolled(Threshold(0.8), tpf=8, maximum=4), 8) == [list(range(8))]
-
-
-def test_unrolling_changes_no_token() -> None:
-    """Every wasted forward aside, the same tokens at the same forwards of their block."""
-    plain, unrolled = run(DInferThreshold(0.6)), run(Unrolled(DInferThreshold(0.6), tpf=1, maximum=4))
-    assert torch.equal(plain.trace.ids, unrolled.trace.ids)
-    assert (unrolled.nfe > plain.nfe).any()
-    for row in range(len(PROMPTS)):
-        assert [step for step in unrolled.trace.steps(row) if step] == plain.trace.steps(row)
-    assert same(run(Unrolled(DInferThreshold(0.6), maximum=1)), plain)
 
 
 @pytest.mark.parametrize(("periodic", "plain"), [(PeriodicPrefix, "prefix"), (PeriodicDual, "dual")])

@@ -31,13 +31,9 @@ from tests.turns import by_turns
 ALL: list[Scheduler] = [
     Klass(threshold=0.2, divergence=0.5, history=1),
     Klass(9, threshold=0.2, divergence=0.5, take="steadiest"),
-    Klass(9, threshold=0.2, divergence=0.5, compat=True),
     Wino(0.3, least=2, most=4),
-    Wino(0.3, compat=True),
     SlowFast(0.6, slow=3),
-    SlowFast(0.6, slow=3, sigma=3.0, compat=True),
     RunningConfidence(9),
-    RunningConfidence(9, compat=True),
     Remdm(9, revisions=2, tokens=2),
     Dilated(),
     Dilated(3, 0.6),
@@ -124,9 +120,7 @@ def test_bad_values(cls: Callable[..., Scheduler], values: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize(
-    "scheduler", [Wino(), Klass(compat=True), RunningConfidence(compat=True), Eoser(Wino())], ids=repr
-)
+@pytest.mark.parametrize("scheduler", [Wino(), Eoser(Wino())], ids=repr)
 def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler, cache: str) -> None:
     message = rf"scheduler={type(scheduler).__name__} .* cache={cache.title()}Cache .* use cache=none"
     with pytest.raises(UserError, match=message):
@@ -188,8 +182,6 @@ class TestKlass:
         scheduler = Klass(threshold=0.5, history=1)
         blocks = FixedBlocks(4)
         assert script.history(scheduler, blocks=blocks)[0] == [[0], [1, 2, 3], [4], [5, 6, 7]]
-        # As published it is that of the whole run, and only the run's first forward has none.
-        assert script.history(replace(scheduler, compat=True), blocks=blocks)[0] == [[0], [1, 2, 3], [4, 5, 6, 7]]
 
     def test_a_last_step_commits_all_that_is_left(self) -> None:
         script = written([[0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.3, 0.3]])
@@ -241,10 +233,6 @@ class TestSlowFast:
         script.limits.clear()
         assert script.history(SlowFast(truncate=False))[0] == [[1], [0], [3], [2], [6], [4], [5], [7]]
         assert script.limits == [None] * 8
-        script.limits.clear()
-        # As published three slow forwards are three, the last ones for nothing, and the first stable edge is kept.
-        assert script.history(SlowFast(slow=3, compat=True))[0] == [[1], [0], [3], [2], [6], [4], [5], [7], [], []]
-        assert script.limits == [9] * 10
         assert script.history(Threshold())[0] == [[1], [0], [3], [6], [4], [2], [5], [7]]
 
     def test_unstable_estimates_are_averaged(self) -> None:
@@ -262,12 +250,11 @@ class TestSlowFast:
         assert same_answers(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
         assert same_answers(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
 
-    @pytest.mark.parametrize("compat", [False, True])
     @pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(BLOCK)])
-    def test_borders_move_on_and_leave_no_mask_behind(self, blocks: Any, compat: bool) -> None:
+    def test_borders_move_on_and_leave_no_mask_behind(self, blocks: Any) -> None:
         windows = set()
         for prompt in PROMPTS:
-            watched = Watched(0.7, glimpse=0.9, slow=2, compat=compat)
+            watched = Watched(0.7, glimpse=0.9, slow=2)
             history(watched, prompt, blocks=blocks)
             lefts = [left for left, _ in watched.seen]
             assert lefts == sorted(lefts)

@@ -24,7 +24,6 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.unrolled import Unrolled
 from dllm_sampler.stops import EndOfText, TruncateStop
 from tests import toys
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
@@ -61,8 +60,6 @@ def schedulers(random_filter: str) -> dict[str, Scheduler]:
         "remask": Hierarchical(0.2, 0.6, remask=0.5),
         "credit": Credit(0.7),
         "credit-1": Credit(0.7, memory=1),
-        "unrolled": Unrolled(DInferThreshold(0.6), tpf=2, maximum=3),
-        "unrolled-cached": Unrolled(DInferThreshold(0.6), tpf=2, maximum=3, cached=True, every=2),
         "certainty": CertaintyPrior(sigma=3.0),
         "ccd": Coherent(warmup=2),
         "ccd-fixed": Coherent(dynamic=False, steps=9, warmup=2),
@@ -73,8 +70,8 @@ def schedulers(random_filter: str) -> dict[str, Scheduler]:
 
 
 NAMES = [
-    *("learn2pd", "learn2pd-steps", "dinfer", "hierarchical", "remask", "credit", "credit-1", "unrolled"),
-    *("unrolled-cached", "certainty", "ccd", "ccd-fixed", "marginal", "marginal-fixed", "editing"),
+    *("learn2pd", "learn2pd-steps", "dinfer", "hierarchical", "remask", "credit", "credit-1", "certainty"),
+    *("ccd", "ccd-fixed", "marginal", "marginal-fixed", "editing"),
 ]
 CACHES = ["none", "prefix", "dual", "periodic_prefix", "periodic_dual"]
 
@@ -143,10 +140,10 @@ def test_filter_fires_and_sees_confidences_only(random_filter: str) -> None:
 def test_filter_inside_another_scheduler(random_filter: str) -> None:
     """Whatever stands around it asks for the whole block, and takes its length over."""
     rule = LearnedFilter(random_filter, 0.6)
-    for around in (Unrolled(rule, maximum=1), Eoser(rule, low=1.0)):
-        assert same(run(around), run(rule))
-        with pytest.raises(UserError, match="trained on blocks of 6"):
-            run(around, blocks=FixedBlocks(4))
+    around = Eoser(rule, low=1.0)
+    assert same(run(around), run(rule))
+    with pytest.raises(UserError, match="trained on blocks of 6"):
+        run(around, blocks=FixedBlocks(4))
 
 
 def test_filter_says_what_was_not_its_choice(random_filter: str) -> None:
@@ -235,16 +232,3 @@ def test_predicted_end_of_text_fires_on_the_whole_canvas() -> None:
     result = sampler.generate([[0]], max_new_tokens=8)
     assert first.masked[0].tolist() == [False, True, True, True, True, True, False, False]
     assert int(result.nfe[0]) == 4
-
-
-def test_compat_end_of_text_asks_who_committed(tmp_path: Path) -> None:
-    """An end token that only the fallback committed does not cut by itself, but it may be guessed."""
-    path = filter_file(tmp_path, (torch.zeros(4, 4), torch.full((4,), -50.0)))
-    model = constant([0.5, 0.9, 0.4, 0.3], [1, 6, 2, 3])
-    ends = []
-    for mode in ("resolved", "predicted"):
-        for compat in (False, True):
-            stop = EndOfText(mode, 0.0, compat)
-            sampler = Sampler(model, scheduler=LearnedFilter(path), blocks=FixedBlocks(4), stop=stop)
-            ends.append(int(sampler.generate([[0]], max_new_tokens=4).trace.end[0]) - 1)
-    assert ends == [2, 4, 2, 2]

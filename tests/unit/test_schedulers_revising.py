@@ -34,8 +34,6 @@ class TestWino:
         # Forward 2 commits two and doubts two: it takes back the worse. Forward 4 commits one, and takes back none.
         scheduler = Wino(0.5, 0.8)
         assert script.history(scheduler) == ([[0, 1, 2], [3, 4], [1, 5], [2]], [[], [1], [2], []])
-        # As published the bound is that of the step before, 3 - 1: both go.
-        assert script.history(replace(scheduler, compat=True)) == ([[0, 1, 2], [3, 4], [1, 2, 5]], [[], [1, 2], []])
         # At most two at a time.
         assert script.history(replace(scheduler, least=1, most=2))[0][0] == [0, 1]
         assert script.history(replace(scheduler, share=0.2, least=1))[0][0] == [0]
@@ -134,22 +132,6 @@ class TestRunningConfidence:
                     assert all(place // BLOCK == block for place in new + back)
             fired += sum(map(len, taken))
         assert fired > 0 or share == 4
-
-    def test_as_published_it_goes_back_to_earlier_blocks(self) -> None:
-        script = written([[0.2, 0.3, 0.0, 0.0], [0.9, 0.3, 0.0, 0.0], [0.0, 0.0, 0.8, 0.7], [0.6, 0.6, 0.6, 0.6]])
-        blocks = FixedBlocks(2)
-        assert script.history(RunningConfidence(4), blocks=blocks) == ([[1], [0], [2], [3]], [[]] * 4)
-        # Of 0.9, 0.3, 0.8 and 0.7 the 0.3 goes back, although its block is closed.
-        assert script.history(RunningConfidence(4, compat=True), blocks=blocks) == (
-            [[1], [0], [2, 3], [1]],
-            [[], [], [1], []],
-        )
-        fired = 0
-        for prompt in PROMPTS:
-            opened, taken = history(RunningConfidence(9, compat=True), prompt)
-            assert len(opened) == 9
-            fired += sum(place // BLOCK < step // 3 for step, back in enumerate(taken) for place in back)
-        assert fired > 0
 
 
 class TestRemdm:

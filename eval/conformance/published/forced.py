@@ -1,11 +1,11 @@
-"""The forced commit of Fast-dLLM's cached Dream loops, around any scheduler. Used by `compat` runs."""
+"""The forced commit of Fast-dLLM's cached Dream loops, around any scheduler."""
 
 from dataclasses import dataclass, replace
 
 import torch
 
 from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry
+from dllm_sampler.protocols import Carry, Scheduler
 from dllm_sampler.schedulers.around import Around
 
 
@@ -14,8 +14,8 @@ class ForcedFirst(Around):
     """Commit only the block's first position from the forward that opens it, whatever its confidence.
 
     Source: Fast-dLLM's Dream path (arXiv 2505.22618): its window starts at the block, where the logit shift leaves
-    the first position without a prediction. The clean way is a window one position wider (`cache.compat=false`).
-    These loops leave a full block whatever the inner schedule still plans for it, so its `hold` is not passed on.
+    the first position without a prediction (`PublishedWindow`). The clean way is a window one position wider. These
+    loops leave a full block whatever the inner schedule still plans for it, so its `hold` is not passed on.
 
     Args:
         inner: the scheduler of every other step; it sees the opening step too, and may count it.
@@ -36,3 +36,10 @@ class ForcedFirst(Around):
     def bound(self, tokens: int) -> int:
         """One opening forward per block may be spent on a single position."""
         return 2 * self.inner.bound(tokens)
+
+
+def forces_first(scheduler: Scheduler) -> bool:
+    """Whether it or a scheduler inside commits a block's first position by force."""
+    if isinstance(scheduler, ForcedFirst):
+        return True
+    return isinstance(scheduler, Around) and forces_first(scheduler.inner)

@@ -1,4 +1,4 @@
-"""dInfer's block runner, around any scheduler. Used by `compat` runs."""
+"""dInfer's block runner, around any scheduler."""
 
 from dataclasses import dataclass, replace
 

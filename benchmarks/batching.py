@@ -1,0 +1,312 @@
+"""What a ragged batch costs: positions and time that prompts of many lengths take together, against one by one.
+
+    python benchmarks/batching.py                                   # an hour or two on one core
+    python benchmarks/batching.py --caches dual --schedulers threshold --repeats 1       # some minutes
+    python benchmarks/batching.py --tables branches                 # drafts and guidance: positions alone
+
+The same prompts run at each batch size, on an untrained model. `forwards`, `positions` and `head rows` are what was
+paid, counted where nothing can hide: calls of the embedding, the ids it was given, and the hidden states that the head
+multiplied, padding, fillers and finished rows included. `/ needed` sets them against what each prompt needs alone:
+positions as `Result.trace.rows` counts them at batch 1, head rows as paid at batch 1. `time` is the ratio to the
+sampler at batch 1, median and range of the repeats, in which loops and batch sizes take turns. `differ`: prompts whose
+tokens are not those of batch 1; rounding does that, in float64 hardly ever.
+
+`lock-step` is the line to beat: a plain loop in which rows wait for one another (`lock_step.py`), with the same rule.
+Its head answers for every computed row, as published loops have it. `block_causal` runs on a model with block-causal
+attention, all others on a bidirectional one. The second table has drafts (`freedave` around the threshold, its
+hypotheses as rows of a larger batch or as a `tree`) and classifier-free guidance, whose two branches are two forwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import lock_step
+import torch
+from circumstances import circumstances, show
+from options import among, command, numbers, parser, quantity
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.untrained import llada
+from dllm_sampler.models.cfg import guided
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.sampler import Sampler
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+SCHEDULERS = ("threshold", "fixed")
+TABLES = ("batches", "branches")
+BRANCHED = ("freedave", "freedave tree", "guided")  # each around the threshold
+FEW = 16  # prompts of the second table, which sets batch 8 against batch 1
+
+Prompts = Sequence[list[int]]
+
+
+@dataclass
+class Meter:
+    """What a network was asked to compute, by any loop: ids `[N, M]` count as much as `[1, N*M]` packed ones."""
+
+    forwards: int = 0
+    positions: int = 0
+    head: int = 0
+
+    @contextmanager
+    def on(self, network: Transformer) -> Iterator[None]:
+        """Count the calls of the embedding and of the head from 0.
+
+        Raises:
+            RuntimeError: one of them was not called, so that nothing is known.
+        """
+        self.forwards = self.positions = self.head = 0
+        handles = [
+            network.embed.register_forward_pre_hook(self._embeds),
+            network.lm_head.register_forward_pre_hook(self._answers),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not (self.positions and self.head):
+            raise RuntimeError("the network ran without its embedding or its head: what it computed was not counted")
+
+    def _embeds(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self.forwards += 1
+        self.positions += given[0].numel()
+
+    def _answers(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self.head += given[0].numel() // given[0].shape[-1]
+
+
+@dataclass
+class Row:
+    """One line of a table: all prompts at one batch size. Seconds and ratios, one per repeat."""
+
+    loop: str  # sampler or lock-step
+    scheduler: str
+    cache: str
+    batch: int
+    forwards: int = 0
+    positions: int = 0
+    needed: int = 0  # positions
+    head: int = 0  # rows
+    head_needed: int = 0
+    differ: int = 0  # prompts
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scheduler under a cache, as every loop that knows them runs it."""
+
+    scheduler: str
+    cache: str
+    network: Transformer
+    loops: dict[str, Callable[[Prompts], tuple[Tensor, int]]]  # tokens [B, G], and positions that were needed
+
+    def measured(
+        self, prompts: Prompts, batches: Sequence[int], now: Callable[[], float], repeats: Iterable[int]
+    ) -> list[Row]:
+        """The rows of all loops; `batches` and `repeats` (0, 1, ...) are taken in turn, `batches` begins with 1."""
+        rows = [Row(loop, self.scheduler, self.cache, batch) for loop in self.loops for batch in batches]
+        alone = rows[0]
+        meter, first = Meter(), None
+        for loop in self.loops.values():
+            loop(prompts[:1])  # warms up
+        for repeat in repeats:
+            for row in rows:
+                with meter.on(self.network):
+                    begun = now()
+                    parts = [prompts[at : at + row.batch] for at in range(0, len(prompts), row.batch)]
+                    found = [self.loops[row.loop](part) for part in parts]
+                    row.seconds.append(now() - begun)
+                row.ratios.append(row.seconds[-1] / alone.seconds[-1])
+                if repeat:  # nothing but the time can be another
+                    continue
+                row.forwards, row.positions, row.head = meter.forwards, meter.positions, meter.head
+                tokens = torch.cat([tokens for tokens, _ in found])
+                if first is None:
+                    first, alone.needed = tokens, sum(needed for _, needed in found)
+                row.needed, row.head_needed = alone.needed, alone.head
+                row.differ = int((tokens != first).any(1).sum())
+        return rows
+
+
+def model(options: argparse.Namespace) -> TransformerDenoiser:
+    """The untrained model; token 0 ends texts, token 1 is the mask."""
+    return llada(
+        options.vocabulary, options.width, options.inner, options.layers, options.heads, dtype=DTYPES[options.dtype]
+    )
+
+
+def prompts(options: argparse.Namespace) -> list[list[int]]:
+    """Random words, never a special token, in random lengths."""
+    generator = torch.Generator().manual_seed(options.seed)
+    lengths = torch.randint(options.shortest, options.longest + 1, (options.prompts,), generator=generator)
+    return [torch.randint(2, options.vocabulary, (int(n),), generator=generator).tolist() for n in lengths]
+
+
+def case(name: str, cache: str, it: TransformerDenoiser, options: argparse.Namespace) -> Case:
+    """One of `SCHEDULERS` or `BRANCHED` under a cache.
+
+    Raises:
+        UserError: they cannot be combined.
+    """
+    sure = options.guided_threshold if name == "guided" else options.threshold
+    threshold = {"name": "threshold", "threshold": sure}
+    if name.startswith("freedave"):
+        layout = "tree" if name.endswith("tree") else "batch"
+        rule: dict[str, Any] = {"name": "freedave", "inner": threshold, "layout": layout}
+    else:
+        rule = {"name": "fixed", "steps": options.steps} if name == "fixed" else threshold
+    if cache == "block_causal":
+        it = replace(it, attention="block_causal")
+    blocks = {"name": "fixed", "length": options.block}
+    sampler = Sampler(
+        guided(it, 1.0) if name == "guided" else it, scheduler=rule, cache=cache, blocks=blocks, stop="none"
+    )
+
+    def ours(rows: Prompts) -> tuple[Tensor, int]:
+        result = sampler.generate(rows, max_new_tokens=options.tokens)
+        return result.tokens, int(result.trace.rows.sum())
+
+    def plain(rows: Prompts) -> tuple[Tensor, int]:
+        given = options.tokens, options.block, options.threshold, it.mask_id, cache
+        return lock_step.generate(it.transformer, rows, *given), 0
+
+    loops = {"sampler": ours}
+    if name == "threshold" and cache in lock_step.CACHES:
+        loops["lock-step"] = plain
+    return Case(name, cache, it.transformer, loops)
+
+
+def ratio(paid: int, needed: int) -> str:
+    """Of what was paid to what is needed."""
+    return f"{paid / needed:.2f}"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median (lowest to highest)."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def table(rows: Sequence[Row], timed: bool) -> str:
+    """The rows in Markdown, with time or without."""
+    head = ["scheduler", "cache", "loop", "batch", "forwards"]
+    head += ["positions", "positions / needed", "head rows", "head rows / needed"]
+    lines = []
+    for row in rows:
+        line = [row.scheduler, row.cache, row.loop, str(row.batch), str(row.forwards)]
+        line += [str(row.positions), ratio(row.positions, row.needed)]
+        line += [str(row.head), ratio(row.head, row.head_needed)]
+        if timed:
+            line += [f"{statistics.median(row.seconds):.2f}", spread(row.ratios)]
+        lines.append([*line, str(row.differ)])
+    return markdown.table([*head, *(["seconds", "time"] if timed else []), "differ"], lines)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    it = parser(__doc__)
+    add = it.add_argument
+    caches, schedulers, tables = "none,prefix,dual,block_causal,dkv", ",".join(SCHEDULERS), ",".join(TABLES)
+    which = "under each of these (default %(default)s)"
+    add("--tables", type=among("table", TABLES), default=tables, help="what to measure (default %(default)s)")
+    add("--caches", type=among("cache", config.names("cache")), default=caches, help=which)
+    add("--schedulers", type=among("scheduler", SCHEDULERS), default=schedulers, help="which (default %(default)s)")
+    add("--batches", type=numbers, default="1,4,8,16,32", help="sizes, the first of them 1 (default %(default)s)")
+    add("--prompts", type=positive, default=32, help="how many (default %(default)s)")
+    add("--shortest", type=positive, default=64, help="tokens of a prompt, at least (default %(default)s)")
+    add("--longest", type=positive, default=200, help="and at most (default %(default)s)")
+    add("--seed", type=int, default=1, help="of the prompts (default %(default)s)")
+    add("--tokens", type=positive, default=128, help="new ones (default %(default)s)")
+    add("--block", type=positive, default=32, help="positions of a block (default %(default)s)")
+    add("--threshold", type=quantity, default=0.08, help="for some six tokens per forward (default %(default)s)")
+    add("--guided-threshold", type=quantity, default=0.3, help="guidance makes surer (default %(default)s)")
+    add("--steps", type=positive, default=24, help="of scheduler fixed (default %(default)s)")
+    add("--vocabulary", type=positive, default=512, help="of the model (default %(default)s)")
+    add("--width", type=positive, default=384, help="of its stream (default %(default)s)")
+    add("--inner", type=positive, default=1024, help="width of its feed-forward (default %(default)s)")
+    add("--layers", type=positive, default=4, help="of the model (default %(default)s)")
+    add("--heads", type=positive, default=6, help="of each layer (default %(default)s)")
+    add("--dtype", choices=DTYPES, default="float32", help="of its weights (default %(default)s)")
+    add("--repeats", type=positive, default=3, help="measurements of each time (default %(default)s)")
+    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    options = it.parse_args(argv)
+    given = ",".join(map(str, options.batches))
+    if options.batches[0] != 1:
+        it.error(f"--batches {given}: should begin with 1, which all are set against")
+    if max(options.batches) > options.prompts:
+        it.error(f"--batches {given}: no batch can be larger than --prompts {options.prompts}")
+    if options.longest < options.shortest:
+        it.error(f"--longest {options.longest}: should be at least --shortest {options.shortest}")
+    if options.vocabulary < 3:
+        it.error(f"--vocabulary {options.vocabulary}: should be at least 3, an end token, the mask and a word")
+    if options.width % (2 * options.heads):
+        it.error(f"--width {options.width}: should be a multiple of twice --heads {options.heads}")
+    if options.clock == "cpu" and options.threads > 1:
+        it.error("--clock cpu would count threads that wait for each other: add --clock wall")
+    return options
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = arguments(argv)
+    torch.set_num_threads(options.threads)
+    denoiser, given = model(options), prompts(options)
+    room = denoiser.spec.max_positions - options.tokens
+    if options.longest > room:
+        raise UserError(f"--longest {options.longest}: beside --tokens {options.tokens} the model has room for {room}")
+    work: list[tuple[Case, Prompts, list[int], int]] = []
+    if "batches" in options.tables:
+        for name, cache in product(options.schedulers, options.caches):
+            work.append((case(name, cache, denoiser, options), given, options.batches, options.repeats))
+    both = [1, min(8, options.prompts)]
+    if "branches" in options.tables:
+        for name, cache in product(BRANCHED, ("none", "dual")):
+            work.append((case(name, cache, denoiser, options), given[:FEW], both, 1))
+    about = circumstances(**{name: str(value) for name, value in vars(options).items() if name != "threads"})
+    found: dict[str, list[Row]] = {name: [] for name in TABLES}
+    with Progress(console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("batching", total=sum(repeats for *_, repeats in work))
+
+        def turns(repeats: int) -> Iterator[int]:
+            for repeat in range(repeats):
+                yield repeat
+                shown.advance(task)
+
+        for one, some, batches, repeats in work:
+            shown.update(task, description=f"{one.scheduler}, {one.cache}")
+            rows = one.measured(some, batches, CLOCKS[options.clock], turns(repeats))
+            found["branches" if one.scheduler in BRANCHED else "batches"] += rows
+            if options.json:
+                known = {name: [asdict(row) for row in rows] for name, rows in found.items()}
+                markdown.write(options.json, json.dumps({"about": about} | known, indent=1))
+    console = Console(width=120)
+    show(console, about)
+    for name in options.tables:
+        print(f"\n{table(found[name], timed=name == 'batches')}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

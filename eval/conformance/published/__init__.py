@@ -1,0 +1,63 @@
+"""What published code does beside its rule, to the letter: quirks that the plug-ins of the package leave out.
+
+Each class is the clean plug-in with the quirk on top, made for the replay of recorded runs. To have a published loop as
+it is, hand the object over:
+
+    from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedDualCache
+
+    Sampler(denoiser, scheduler=ForcedFirst(Threshold(0.9)), cache=PublishedDualCache(), compat=True)
+"""
+
+from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
+from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
+from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
+from dllm_sampler.eval.conformance.published.fixed import (
+    AnyBlock,
+    PublishedFactor,
+    PublishedFixedSteps,
+    PublishedPositionCalibrated,
+)
+from dllm_sampler.eval.conformance.published.forced import ForcedFirst
+from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
+from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
+from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
+from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
+from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
+from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
+from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
+from dllm_sampler.eval.conformance.published.unrolled import Unrolled
+from dllm_sampler.eval.conformance.published.window import (
+    PublishedDualCache,
+    PublishedPrefixCache,
+    PublishedSparseCache,
+    PublishedWindow,
+)
+from dllm_sampler.eval.conformance.published.wino import PublishedWino
+
+__all__ = [
+    "AnyBlock",
+    "EndsAnywhere",
+    "ForcedFirst",
+    "MostUncertain",
+    "PublishedCredit",
+    "PublishedDInferThreshold",
+    "PublishedDelayedCache",
+    "PublishedDualCache",
+    "PublishedElasticCache",
+    "PublishedEndOfText",
+    "PublishedFactor",
+    "PublishedFixedSteps",
+    "PublishedFreeDave",
+    "PublishedKlass",
+    "PublishedLocalLeap",
+    "PublishedOrigin",
+    "PublishedParallelDecoding",
+    "PublishedPositionCalibrated",
+    "PublishedPrefixCache",
+    "PublishedRunningConfidence",
+    "PublishedSlowFast",
+    "PublishedSparseCache",
+    "PublishedWindow",
+    "PublishedWino",
+    "Unrolled",
+]

@@ -1,0 +1,44 @@
+"""APD's target, its temperature and its end of text, as its code has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.guides import Temperature
+from dllm_sampler.protocols import Guide
+from dllm_sampler.readout import argmax
+from dllm_sampler.schedulers.apd import ParallelDecoding
+from dllm_sampler.stops import BlockStop
+
+
+@dataclass(frozen=True)
+class PublishedParallelDecoding(ParallelDecoding):
+    """The target is the mixture's best token whatever the temperature, which is applied to the draft's noise once more.
+
+    Source: APD, arXiv 2506.00413. The published loop ends by `EndsAnywhere`.
+    """
+
+    def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
+        """See `Scheduler.guides`."""
+        again = [Temperature(guide.value) for guide in given if isinstance(guide, Temperature)]
+        return (*super().guides(given), *again)
+
+    def target(self, readout: Readout, mixed: Tensor) -> Tensor:
+        """See `ParallelDecoding.target`."""
+        return argmax(mixed)
+
+
+@dataclass(frozen=True)
+class EndsAnywhere(BlockStop):
+    """An end token ends its row wherever it stands, in the prompt too, and what is left stays masked.
+
+    Source: APD's loop, left to right without a verifier too, arXiv 2506.00413.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        finish = ((after.ids == self.eos) & ~after.masked & after.seen()).any(1)
+        return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)

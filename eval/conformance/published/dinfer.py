@@ -1,0 +1,40 @@
+"""dInfer's threshold and credit where the mask token may be a candidate (`Sampler(compat=True)`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Edit, Query
+from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.schedulers.credit import Credit
+from dllm_sampler.schedulers.dinfer import DInferThreshold
+
+
+@dataclass(frozen=True)
+class PublishedDInferThreshold(DInferThreshold):
+    """Positions whose candidate is the mask token neither count as the best one nor are committed.
+
+    Source: dInfer, arXiv 2510.08666.
+    """
+
+    mask: int = field(init=False, default=-1, repr=False, compare=False)
+
+    def bind(self, spec: ModelSpec) -> Self:
+        """Take the mask token."""
+        bound = replace(self)
+        object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
+        return bound
+
+    def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
+        """See `DInferThreshold.commit`."""
+        edit = super().commit(canvas, query, token, sure.masked_fill(token == self.mask, -torch.inf))
+        return replace(edit, commit=edit.commit & (token != self.mask))
+
+
+@dataclass(frozen=True)
+class PublishedCredit(PublishedDInferThreshold, Credit):
+    """`Credit` on the same terms."""

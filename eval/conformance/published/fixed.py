@@ -1,0 +1,89 @@
+"""Fixed schedules of LLaDA, Dream and PC-Sampler, and Fast-dLLM's factor, as their code has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry
+from dllm_sampler.schedulers.budget import block_steps, timestep_share, uniform_share
+from dllm_sampler.schedulers.factor import Factor
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.pc import PositionCalibrated
+
+
+@dataclass(frozen=True)
+class PublishedFixedSteps(FixedSteps):
+    """Every planned step is made: those with a share of 0, and those after the last mask.
+
+    Source: LLaDA, arXiv 2502.09992; Dream, arXiv 2508.15487. Dream's `timestep` counts the masks of a block averaged
+    over the batch, which makes rows depend on each other.
+    """
+
+    @property
+    def exact(self) -> bool:
+        """See `Scheduler.exact`. A block is left after its steps, with the masks in it that no step was told of."""
+        return True
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, carry = super().tell(canvas, query, readout, carry)
+        last = canvas.age + 1 >= carry[1]
+        return replace(edit, hold=~last, leave=last), carry
+
+    def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
+        """See `FixedSteps.share`."""
+        if self.schedule == "uniform":
+            return uniform_share(masks, steps, canvas.age)
+        # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
+        return timestep_share(canvas.noise_left().float().mean().expand_as(left), steps, canvas.age, self.eps)
+
+
+@dataclass(frozen=True)
+class PublishedPositionCalibrated(PublishedFixedSteps, PositionCalibrated):
+    """PC-Sampler's ranks in such steps (arXiv 2508.13021)."""
+
+
+@dataclass(frozen=True)
+class AnyBlock(PublishedFixedSteps):
+    """A block's schedule spent on the best masks of the whole generation.
+
+    Source: the entropy and margin baselines of PC-Sampler's repository, arXiv 2508.13021. With several blocks the
+    schedules shrink and masks are left.
+    """
+
+    @property
+    def whole(self) -> bool:
+        """See `Scheduler.whole`. It commits outside the block."""
+        return True
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """Every mask."""
+        return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        masks = torch.where(canvas.age == 0, canvas.noise_left(), carry[0])  # [B]
+        steps = block_steps(canvas, self.steps)
+        count = uniform_share(masks, steps, canvas.age)
+        commit = select.top(self.rate(canvas, query, readout), canvas.masked.gather(1, query.positions), count)
+        last = canvas.age + 1 >= steps
+        return Edit(readout.token[:, 0], commit, hold=~last, leave=last), (masks, steps)
+
+
+@dataclass(frozen=True)
+class PublishedFactor(Factor):
+    """The block's last mask passes too when only it fails its bound.
+
+    Source: Fast-dLLM, arXiv 2505.22618.
+    """
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, carry = super().tell(canvas, query, readout, carry)
+        lacks_one = edit.commit.sum(1) == canvas.noise_left() - 1
+        return replace(edit, commit=edit.commit | canvas.eligible(query.positions) & lacks_one[:, None]), carry

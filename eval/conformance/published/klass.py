@@ -1,0 +1,72 @@
+"""KLASS, as its code has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import select
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.eval.conformance.published.fixed import PublishedFixedSteps
+from dllm_sampler.protocols import Carry
+from dllm_sampler.readout import Law
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.klass import Klass
+
+
+@dataclass(frozen=True)
+class PublishedKlass(Klass):
+    """History starts from zeros and is kept from block to block; a block is left after its steps, masks in it or not.
+
+    Source: KLASS, arXiv 2511.05664. Every mask of the canvas is asked in each forward. Needs `cache=none`.
+    """
+
+    share = PublishedFixedSteps.share
+
+    @property
+    def precise(self) -> bool:
+        """See `Klass.precise`. Divergences are as published."""
+        return True
+
+    @property
+    def whole(self) -> bool:
+        """See `Scheduler.whole`. A later block's masks have a history."""
+        return True
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """Every mask."""
+        return Query.at(canvas, select.columns(canvas.masked, canvas.length - canvas.origin))
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        opened, asked, then, moves = carry
+        edit, opened = FixedSteps.tell(self, canvas, query, readout, opened)
+        share, now = edit.choice, Law.of(readout)
+        assert share is not None and share.count is not None
+        at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
+        # Masks only become fewer: every one was asked in the last forward too.
+        last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
+        row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
+        move = now.drift(then, row, self.precise).clamp(min=0)
+        past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
+        sure = readout.confidence[:, 0]  # [B, Q]
+        ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
+        ready = ready & (canvas.age >= self.history - 1)[:, None]
+        score = -move if self.take == "steadiest" else sure
+        chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
+        follow = ready.any(1)
+        among = torch.where(follow[:, None], chosen, eligible)
+        count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
+        choice, leave = replace(share, among=among, count=count), canvas.age + 1 >= opened[1]
+        return Edit(edit.ids, choice, leave=leave), (opened, at, now, past)
+
+
+@dataclass(frozen=True)
+class MostUncertain(PublishedKlass):
+    """The code's `alg=entropy` ranks by entropy itself, the highest first."""
+
+    def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+        """See `FixedSteps.rate`."""
+        return -super().rate(canvas, query, readout)

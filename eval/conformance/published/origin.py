@@ -1,0 +1,23 @@
+"""Dream's `origin`, as its code has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry
+from dllm_sampler.schedulers.origin import Origin
+
+
+@dataclass(frozen=True)
+class PublishedOrigin(Origin):
+    """Steps after the last mask still run.
+
+    Source: Dream, arXiv 2508.15487.
+    """
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, steps = super().tell(canvas, query, readout, carry)
+        last = canvas.age + 1 >= steps
+        return replace(edit, hold=~last, leave=last), steps

@@ -1,0 +1,47 @@
+"""ParallelBench's RCR, as its code has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.protocols import Carry
+from dllm_sampler.schedulers.budget import block_steps
+from dllm_sampler.schedulers.rcr import RunningConfidence
+
+
+@dataclass(frozen=True)
+class PublishedRunningConfidence(RunningConfidence):
+    """Confidences outlive their block: tokens of earlier blocks are taken back and predicted again too.
+
+    Source: RCR as in ParallelBench, arXiv 2510.04767. Every step is made, with or without something to do, and rounding
+    errors count: where 1 - (i + 1) / T falls just short of a position, one more stays. Needs `cache=none`.
+    """
+
+    @property
+    def whole(self) -> bool:
+        """See `Scheduler.whole`. Earlier blocks are written again."""
+        return True
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """Everything up to the block's end."""
+        columns = canvas.columns()[:, canvas.origin : -1].expand(len(canvas.ids), -1)
+        return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))
+
+    def first(self, canvas: Canvas) -> Tensor:
+        """See `RunningConfidence.first`."""
+        return torch.full_like(canvas.start, canvas.origin)[:, None]
+
+    def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
+        """See `RunningConfidence.missing`."""
+        steps = block_steps(canvas, self.steps)
+        length = (canvas.stop - canvas.start).clamp(min=1)
+        missing = (length * (1 - (canvas.age + 1).double() / steps)).long().clamp(min=0)
+        return missing, canvas.age + 1 < steps
+
+    def bound(self, tokens: int) -> int:
+        """See `Scheduler.bound`."""
+        return max(tokens, self.steps or 0)

@@ -1,0 +1,33 @@
+"""SlowFast's slow phase, as its code has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.protocols import Carry
+from dllm_sampler.schedulers.slowfast import SlowFast
+
+
+@dataclass(frozen=True)
+class PublishedSlowFast(SlowFast):
+    """The slow phase makes all its forwards, also when nothing is left to commit.
+
+    Source: SlowFast Sampling, arXiv 2506.10848. The edge is that of the first stable estimate.
+    """
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, carry = super().tell(canvas, query, readout, carry)
+        _, _, slow, fast, _ = carry
+        return replace(edit, hold=(slow > 0) & (fast < 0)), carry  # in the middle of a slow phase
+
+    def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
+        """See `SlowFast.ends`."""
+        return slow >= self.slow
+
+    def bound(self, tokens: int) -> int:
+        """See `Scheduler.bound`. A block may end with slow forwards that commit nothing."""
+        return tokens * (1 + self.slow)

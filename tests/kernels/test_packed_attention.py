@@ -1,0 +1,163 @@
+"""Attention of a pack against float64, one query at a time."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from dllm_sampler.kernels import attention as module
+from dllm_sampler.kernels.attention import packed_attention
+from dllm_sampler.models.transformer import block_causal
+from tests.kernels import checks, oracles
+from tests.turns import by_turns
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+KEYS = ["stored", "fresh", "both"]
+
+
+@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [16, 64, 80, 96, 128]))
+def test_widths_and_dtypes(dtype, size):
+    checks.pack(*oracles.pack(size, dtype, size=size, splits=1 + size % 3, keys=KEYS[size % 3]))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (8, 1), (6, 2), (7, 1)])
+def test_heads_share_keys(heads, kv_heads):
+    checks.pack(*oracles.pack(heads, heads=heads, kv_heads=kv_heads, counts=(5, 1, 9)))
+
+
+@given(seed=st.integers(0, 10**6), data=st.data())
+@settings(max_examples=16, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+def test_every_combination(seed, data):
+    def pick(*values):
+        return data.draw(st.sampled_from(values))
+
+    counts = pick((1,), (70,), (0, 1, 0), (17, 33, 5), (0, 3, 0, 0, 16, 1, 40))
+    given, options = oracles.pack(
+        seed, pick(*DTYPES[:2]), counts=counts, fillers=pick(0, 1, 20), length=pick(70, 90), heads=pick(2, 6),
+        candidates=pick(1, 3) if max(counts) < 40 else 1, kv_heads=2, size=8, keys=pick(*KEYS),
+        grid=pick(None, 1, 4, 7), splits=pick(1, 2, 5), scale=pick(None, 0.3), longest=pick(None, max(counts) * 3),
+    )  # fmt: skip
+    if "segment" in options and data.draw(st.booleans()):
+        options["segment"] = options["segment"].int()
+    checks.pack(given, options)
+
+
+@pytest.mark.parametrize("counts", [(15, 1, 16, 0, 17, 0), (64, 5), (0, 0, 31, 1), (2, 0) * 16 + (3,), (0, 1) * 33])
+def test_a_row_of_a_pack_answers_as_it_does_alone(counts):
+    """Tiles do not cross rows, and what comes before a row moves nothing."""
+    given, options = oracles.pack(1, counts=counts, length=70, keys="both", splits=2, longest=64)
+    q, k, v, slots, bounds, columns = given
+    together = checks.pack(given, options)
+    for b, (first, after) in [*enumerate(pairwise(bounds.tolist()))][-7:]:
+        own = slice(first, after)
+        its = {name: options[name][b : b + 1] for name in ("begin", "limit", "overwritten")}
+        alone = packed_attention(
+            q[own], k[own], v[own], (slots[0][b : b + 1], slots[1][b : b + 1]), torch.tensor([0, after - first]),
+            columns[own], **options | its,
+        )  # fmt: skip
+        torch.testing.assert_close(alone, together[own], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("phase", [0, 1, 3])
+def test_blocks_are_counted_from_the_first_token(phase):
+    columns = torch.arange(7, 13)
+    q, slots = torch.randn(6, 4, 16), tuple(torch.randn(1, 25, 2, 16) for _ in range(2))
+    last = phase + ((12 - phase) // 4 + 1) * 4  # the end of the last query's block
+    for s in slots:
+        s[:, last:] = s[:, :phase] = torch.nan
+    options = {"begin": torch.tensor([phase]), "limit": torch.tensor([22]), "grid": 4}
+    out = checks.pack((q, None, None, slots, torch.tensor([0, 6]), columns), options)
+    seen = block_causal(columns[None] - phase, torch.arange(25)[None] - phase, 4)[0] & (torch.arange(25) >= phase)
+    keys, values = (s[0].nan_to_num(0.0).repeat_interleave(2, 1).transpose(0, 1) for s in slots)
+    want = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
+    torch.testing.assert_close(out, want.transpose(0, 1))
+
+
+@pytest.mark.parametrize(("keys", "splits", "grid"), [("both", 1, 4), ("both", 3, None), ("fresh", 2, None)])
+def test_a_draft_among_others_answers_as_it_does_alone(keys, splits, grid):
+    given, options = oracles.pack(1, counts=(4, 0, 3), candidates=3, keys=keys, grid=grid, splits=splits)
+    q, k, v, slots, _, columns = given
+    together = checks.pack(given, options)
+    for candidate in range(3):
+        own = (options["segment"] == candidate) & (columns < 20)
+        assert own.sum() == 7
+        its: Any = options | {"segment": None}
+        alone = packed_attention(q[own], k[own], v[own], slots, torch.tensor([0, 4, 4, 7]), columns[own], **its)
+        torch.testing.assert_close(alone, together[own], rtol=0, atol=2e-6)
+
+
+def test_who_sees_nothing_answers_zeros():
+    given, options = oracles.pack(5, keys="both")
+    q, k, v, slots, _, columns = given
+    nan: Any = tuple(torch.full_like(s, torch.nan) for s in slots)
+    for splits in (1, 4):
+        options["splits"] = splits
+        assert (checks.pack((*given[:3], nan, *given[4:]), options | {"limit": options["begin"]}) == 0).all()
+        fillers = torch.zeros(4, dtype=torch.long)
+        assert (checks.pack((q, k, v, nan, fillers, columns), options) == 0).all()  # fillers, and none else
+
+
+def test_a_pack_may_be_empty():
+    q = torch.randn(0, 4, 16)
+    for answer in (packed_attention, module.packed_attention_reference):
+        assert answer(q, q, q, None, torch.zeros(3, dtype=torch.long), torch.arange(0)).shape == (0, 4, 16)
+
+
+def test_a_forward_that_computes_every_column_reads_no_slot():
+    given, options = oracles.pack(2, counts=(12, 9), length=12, keys="fresh")
+    assert all(s.isnan().all() for s in given[3])
+    out = checks.pack(given, options)
+    q, k, v, _, bounds, columns = given
+    bare = packed_attention(q, k, v, None, bounds, columns, begin=options["begin"], limit=options["limit"])
+    assert torch.equal(out, bare)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), by_turns(3, DTYPES, [0.0, 1e-4, 30.0]))
+def test_extreme_scores(dtype, factor):
+    (q, k, v, *rest), options = oracles.pack(3, dtype, keys="both")
+    checks.pack((q * factor, k, v * 100, *rest), options | {"splits": 2})
+
+
+def test_views_and_wider_slots():
+    (q, k, v, slots, bounds, columns), options = oracles.pack(4, torch.float16, keys="both", candidates=2)
+    want = oracles.packed_attention(q, k, v, slots, bounds, columns, **options)
+    a, b, c = torch.cat([q, k, v], 1).split([4, 2, 2], 1)
+    assert not b.is_contiguous()
+    apart: dict[str, Any] = {
+        name: torch.stack([x, x], -1)[..., 0] if isinstance(x, torch.Tensor) else x for name, x in options.items()
+    }
+    wide: Any = tuple(s.float() for s in slots)
+    out = packed_attention(a, b, c, wide, bounds, torch.stack([columns, columns], -1)[:, 0], **apart)
+    checks.close(out, want, torch.float16)
+
+
+def test_answers_as_the_cache_layer_does():
+    """The default layer of `Cache` stores, then attends over all slots."""
+    q, columns = torch.randn(3, 4, 16), torch.tensor([3, 4, 9])
+    stored: Any = tuple(torch.randn(1, 21, 2, 16) for _ in range(2))
+    seen = (torch.arange(21) >= 2) & (torch.arange(21) < 17)
+    keys, values = (s.transpose(1, 2) for s in stored)
+    grouped = torch.nn.functional.scaled_dot_product_attention
+    want = grouped(q.transpose(0, 1)[None], keys, values, attn_mask=seen[None], enable_gqa=True)[0].transpose(0, 1)
+    bounds = torch.tensor([0, 3])
+    ends: dict[str, Any] = {"begin": torch.tensor([2]), "limit": torch.tensor([17])}
+    out = packed_attention(q, None, None, stored, bounds, columns, **ends)
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
+    k, v = (s[0, columns] for s in stored)  # the same where the entries bring their own keys
+    overwritten = torch.zeros(1, 21, dtype=torch.bool).index_fill(1, columns, True)
+    for s in stored:
+        s[:, columns] = torch.nan
+    out = packed_attention(q, k, v, stored, bounds, columns, **ends, overwritten=overwritten)
+    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("programs", "tiles", "want"), [(1, 100, 2), (1, 3, 1), (2, 100, 1), (50, 8, 1)])
+def test_no_more_parts_than_fill_the_device(programs, tiles, want):
+    assert module._splits(programs, tiles, torch.device("cpu")) == want
+
+
+def test_configurations_are_launches():
+    checks.configurations(module.CONFIGURATIONS)
