@@ -128,7 +128,8 @@ class Engine:
             # The next step has been asked for already: what the scheduler says now holds for the one after it.
             made = replace(before if step else state.canvas, branches=state.branches)
             branches = scheduler.pace(made, perf_counter() - state.begun)
-            state.branches, state.canvas = before.branches, replace(state.canvas, branches=branches)
+            state.canvas = replace(state.canvas, branches=branches)
+        state.branches = before.branches
         if found.bad:
             self.refuse(state)
 

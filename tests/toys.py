@@ -164,13 +164,19 @@ class Spy:
         return [plan.computed.tolist() for _, _, plan in self.calls]
 
 
+def wanted(canvas: Canvas, query: Query, spec: ModelSpec, chosen: Tensor | None = None) -> packing.Request:
+    """The request for a query when the columns `chosen [B, L+1]` are computed, as far as they are seen; None: all."""
+    computed = packing.computable(canvas, query, chosen)
+    return packing.request(query, computed, packing.answerable(canvas, computed, spec))
+
+
 def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = None) -> tuple[Canvas, Plan]:
     """The canvas in the sizes that a query needs, and how a live cache computes it; by default without a cache."""
     live = NoCache().init(canvas, spec) if live is None else live
-    wanted = packing.request(canvas, query, live.computes(canvas), spec)
-    sized = packing.read(packing.measure(canvas, wanted, torch.zeros_like(canvas.start)).tolist()).sizes
+    asked = wanted(canvas, query, spec, live.computes(canvas))
+    sized = packing.read(packing.measure(canvas, asked, torch.zeros_like(canvas.start)).tolist()).sizes
     canvas = replace(canvas, sizes=sized)
-    return canvas, live.plan(canvas, wanted)
+    return canvas, live.plan(canvas, asked)
 
 
 def computed(plan: Plan) -> Tensor:

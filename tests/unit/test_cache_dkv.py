@@ -18,7 +18,6 @@ from dllm_sampler.canvas import Canvas
 from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.noise import CounterNoise
-from dllm_sampler.packing import request
 from tests import toys
 from tests.turns import by_turns
 
@@ -145,7 +144,7 @@ def test_4_after_a_refresh_the_slots_are_those_of_a_fresh_forward(kind: str) -> 
             continue
         other = DualCache().init(called, spy.spec)
         assert torch.equal(plan.computed, (called.end - called.begin) * ~called.done)
-        spy.inner(called, query, other.plan(called, request(called, query, None, spy.spec)))
+        spy.inner(called, query, other.plan(called, toys.wanted(called, query, spy.spec)))
         for one, two in ((state.cache, other), (state.cache.twin, other.twin)):
             if one is not None:
                 assert one.slots is not None and two is not None and two.slots is not None

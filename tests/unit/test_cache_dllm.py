@@ -16,7 +16,6 @@ from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.loop import Engine
 from dllm_sampler.models.transformer import SwiGLU
 from dllm_sampler.noise import CounterNoise
-from dllm_sampler.packing import request
 from tests import toys
 
 TOKENS = 16
@@ -136,7 +135,7 @@ def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
         def values(self, hidden: Tensor) -> Tensor:
             return new.transpose(1, 2)
 
-    wanted = request(canvas, Query.masks(canvas), None, spec)
+    wanted = toys.wanted(canvas, Query.masks(canvas), spec)
     plan = cache.plan(canvas, wanted)
     chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
     assert chosen is not None and chosen.tolist() == [[3, 5, 7]]
