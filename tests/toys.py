@@ -166,8 +166,7 @@ class Spy:
 
 def wanted(canvas: Canvas, query: Query, spec: ModelSpec, chosen: Tensor | None = None) -> packing.Request:
     """The request for a query when the columns `chosen [B, L+1]` are computed, as far as they are seen; None: all."""
-    computed = packing.computable(canvas, query, chosen)
-    return packing.request(query, computed, packing.answerable(canvas, computed, spec))
+    return packing.request(canvas, query, chosen, spec)
 
 
 def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = None) -> tuple[Canvas, Plan]:

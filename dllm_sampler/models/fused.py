@@ -116,6 +116,7 @@ class Fused:
             segment=pack.segment,
             overwritten=pack.overwritten,
             stored=slots is not None,
+            longest=pack.sizes.longest,
         )
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def test_what_a_step_asks_and_computes() -> None:
     before, kept = None, False
     for canvas, query, plan in spy.calls:
         live = ~canvas.done
-        computed = torch.zeros_like(canvas.masked).scatter(1, plan.positions, plan.positions < canvas.length)
+        computed = plan.wanted.computed
         asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, query.positions < canvas.length)
         assert torch.equal(asked[live], (computed & canvas.masked)[live])
         assert canvas.eligible(query.positions).any(1)[live].all()
@@ -196,7 +196,7 @@ def test_tokens_taken_back_are_computed_again() -> None:
     assert sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).complete.all()
     before = spy.calls[0][0]
     for canvas, _, plan in spy.calls[1:]:
-        computed = torch.zeros_like(canvas.masked).scatter(1, plan.positions, True)
+        computed = plan.wanted.computed
         wrote = (canvas.ids != before.ids) & ~canvas.done[:, None]
         assert not (wrote & ~computed).any()
         before = canvas

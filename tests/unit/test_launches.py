@@ -25,8 +25,6 @@ from triton.runtime.jit import JITFunction
 
 from dllm_sampler.kernels import (
     attention,
-    bookkeeping,
-    commit,
     flash,
     head,
     linear,
@@ -34,22 +32,16 @@ from dllm_sampler.kernels import (
     partial,
     readout,
     rope,
-    rows,
     swiglu,
 )  # fmt: skip
 from dllm_sampler.kernels.statistics import Then
-from tests.kernels import bookkeeping_checks
 
-BOOKKEEPING = {
-    f"rows.{name}_kernel" for name in ("eligible", "noise", "noise_left", "vouch", "write", "note", "advance", "report")
-}
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
-    flash.attention_kernel, flash.combine_kernel, commit.choose_kernel, commit.commit_kernel, head.head_kernel,
+    flash.attention_kernel, flash.combine_kernel, head.head_kernel,
     linear.linear_kernel, linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel,
-    rope.qkv_kernel, swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel,
-    rows.vouch_kernel, rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
+    rope.qkv_kernel, swiglu.swiglu_kernel,
 )  # fmt: skip
 
 
@@ -110,45 +102,6 @@ def heads(rows: int) -> None:
         head.head(hidden, weight, index=keys, then=then, top=3)
 
 
-def commits(rows: int) -> None:
-    for columns, width in ((1, 1), (40, 17)):
-        it = bookkeeping_checks.Scene(rows, columns, width, 0)
-        given: dict[str, Any] = {name: getattr(it, name) for name in (*bookkeeping_checks.COMMIT, "score")}
-        other = given | {"confidence": it.confidence[:, :1], "score": it.score.float(), "forbidden": 7}
-        rules: list[dict[str, Any]] = [{"threshold": value} for value in (1, -torch.inf)]
-        rules += [{"wanted": it.commit}, {"count": it.step}]
-        for rule in rules:
-            commit.commit(**given, **rule)
-            commit.commit(**other, **rule)
-        commit.choose(it.score, it.commit, count=it.step)
-        commit.choose(it.score, it.commit, wanted=it.commit)
-
-
-def bookkeepings(rows: int) -> None:
-    for columns, width in ((1, 1), (40, 17)):
-        it = bookkeeping_checks.Scene(rows, columns, width, 0)
-        block = it.start, it.stop
-        bookkeeping.eligible(it.masked, it.positions, *block)
-        bookkeeping.noise(it.ids, it.masked, *block, width)
-        left = bookkeeping.noise_left(it.masked, *block)
-        asked = it.positions, *block, it.done, it.step, it.bad, it.confidence, it.commit, it.token
-        bookkeeping.vouch(it.masked, *asked)
-        bookkeeping.vouch(it.masked, *asked, 7)
-        for remask in (None, it.remask):
-            bookkeeping.write(it.ids, it.masked, it.frozen, it.done, it.positions, it.token, it.commit, remask)
-        precise, step_map = torch.zeros(it.ids.shape), torch.zeros_like(it.ids)
-        sure = it.confidence[:, 0]
-        for wrote, entropy in ((None, None), (it.commit, precise)):
-            was = it.commit, it.masked, it.masked, it.step, sure
-            bookkeeping.note(step_map, precise, entropy, it.positions, wrote, *was, None if entropy is None else sure)
-        for finish, grid in ((None, None), (it.finish, 1)):
-            moving = it.age, it.step, it.done, it.closed
-            bookkeeping.advance(*block, it.begin, it.end, *moving, finish, 1, grid)
-        for certain in ((), (left, left, left, left, None)):
-            bookkeeping.report(left, *block, it.begin, it.end, it.age, it.done, it.bad, *certain)
-        bookkeeping.ended(it.done, it.bad)
-
-
 def attentions(rows: int) -> None:
     """A pack of `rows` entries in one row and in two; one is one line of one head in the kernel that adds parts up."""
     q, columns = torch.randn(rows, 1, 16), torch.arange(rows)
@@ -190,8 +143,6 @@ def layers(rows: int) -> None:
     ("launch", "kernels"),
     [
         (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
-        (commits, {"commit.choose_kernel", "commit.commit_kernel"}),
-        (bookkeepings, BOOKKEEPING),
         (attentions, {"flash.attention_kernel", "flash.combine_kernel"}),
         (linears, {"linear.linear_kernel", "linear.sum_kernel"}),
         (layers, {"norm.norm_kernel", "swiglu.swiglu_kernel", "rope.qkv_kernel"}),
