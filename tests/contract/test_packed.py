@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_a_forward_computes_what_its_rows_need_and_no_more(plugins: dict[str, An
         for hook in hooks:
             hook.remove()
     charged = [canvas.rows.sum() for canvas, _, _ in spy.calls] + [result.trace.rows.sum()]
-    assert spy.embedded == [int(after - before) for before, after in zip(charged, charged[1:], strict=False)]
+    assert spy.embedded == [int(after - before) for before, after in pairwise(charged)]
     for (canvas, _, plan), judged in zip(spy.calls, spy.judged, strict=True):
         assert not plan.computed[canvas.done].any()
         masks = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).sum()
