@@ -225,7 +225,7 @@ def rounded(canvas: Canvas) -> Sizes:
         block=canvas.width,
         computed=up(sizes.computed),
         answers=up(sizes.answers),
-        longest=most if sizes.whole else min(most, up(sizes.longest)),
+        longest=most if sizes.whole else min(max(most, sizes.longest), up(sizes.longest)),
         opens=True,
         rows=None,
     )
