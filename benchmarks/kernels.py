@@ -166,10 +166,10 @@ def layers(
     from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
 
     plain = LayerKernels(
-        attention.packed_attention_reference,
+        attention.attention_reference,
         linear.linear_reference,
         norm.norm_reference,
-        rope.packed_qkv_rope_reference,
+        rope.qkv_rope_reference,
         swiglu.swiglu_reference,
     )
 

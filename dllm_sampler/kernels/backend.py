@@ -156,10 +156,10 @@ def _triton() -> Backend:
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
         LayerKernels(
-            guarded(attention.packed_attention, attention.packed_attention_reference),
+            guarded(attention.packed_attention, attention.attention_reference),
             guarded(linear.linear, linear.linear_reference),
             guarded(norm.norm, norm.norm_reference),
-            guarded(rope.packed_qkv_rope, rope.packed_qkv_rope_reference),
+            guarded(rope.qkv_rope, rope.qkv_rope_reference),
             guarded(swiglu.swiglu, swiglu.swiglu_reference),
         ),
         StepKernels(

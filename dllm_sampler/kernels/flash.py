@@ -1,8 +1,4 @@
-"""The two kernels of `attention`: running sums over tiles of keys (flash attention), and what adds their parts up.
-
-No program reads a slot that another one of the launch writes: fresh keys come from the fresh tensors, their slots are
-left out of the stored ones. The program that attends to a fresh tile for the first tile of queries stores it.
-"""
+"""The two kernels of `attention`: running sums over tiles of keys (flash attention), and what adds their parts up."""
 
 # It takes reductions for tuples, and scans for what never returns.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -26,136 +22,6 @@ def _attend(query, key, value, allowed, scale, peak, total, acc):
     return highest, total * fade + tl.sum(weight, 1), acc
 
 
-@triton.jit
-def _allowed(live, seen, ahead, own, grid, mask, line, mask_m, column):
-    """Which queries (`live`, in blocks `own`) attend to which columns (`seen`, so far `ahead` of the first one)."""
-    allowed = live[:, None] & seen[None]
-    if grid is not None:
-        allowed = allowed & (ahead[None] < (own[:, None] + 1) * grid)
-    if mask is not None:
-        shown = tl.load(mask + line[:, None] * mask_m + column[None], mask=allowed, other=0)
-        allowed = allowed & (shown != 0)
-    return allowed
-
-
-@triton.jit
-def attention_kernel(
-    q, k, v, keys, values, positions, begin, limit, overwritten, mask, tree, out, peaks, totals,
-    rows, width, columns, q_row, q_m, k_row, k_m, v_row, v_m, mask_row, mask_m, tree_row, tree_m, grid, share, scale,
-    G: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, STORED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_M queries of the G heads of one key head, for its part of the keys."""
-    tile, split = tl.program_id(0), tl.program_id(2)
-    head, n = tl.program_id(1) % HKV, tl.program_id(1) // HKV
-    b = (n // share).to(tl.int64)  # the row of the slots
-    d = tl.arange(0, BLOCK_D)
-    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    m = packed // G
-    query_head = head * G + packed % G
-    there = m < rows
-    # Strides are in heads, so that the compiler knows how rows are aligned; only offsets of whole rows take 64 bits.
-    q += n.to(tl.int64) * q_row * DH
-    query = tl.load(
-        q + m[:, None] * (q_m * DH) + query_head[:, None] * DH + d[None],
-        mask=there[:, None] & (d[None] < DH),
-        other=0.0,
-    )
-    if keys is not None:
-        keys += b * columns * (HKV * DH) + head * DH
-        values += b * columns * (HKV * DH) + head * DH
-    if k is not None:
-        k += n.to(tl.int64) * k_row * DH + head * DH
-        v += n.to(tl.int64) * v_row * DH + head * DH
-    at = tl.load(positions + b * width + m % width, mask=there, other=columns - 1).to(tl.int32)
-    live = at < columns - 1  # fillers see nothing
-
-    if mask is not None:
-        mask += b * mask_row
-    if tree is not None:
-        tree += b * tree_row
-
-    low = 0
-    high = columns - 1
-    if begin is not None:
-        low = tl.load(begin + b).to(tl.int32)
-    if limit is not None:
-        high = tl.minimum(tl.load(limit + b).to(tl.int32), high)
-    end = tl.max(tl.where(live, high, low), 0)  # a tile of fillers reads nothing
-    own = at * 0
-    if grid is not None:
-        own = tl.maximum(at - low, 0) // grid
-        end = tl.minimum(end, low + (tl.max(tl.where(live, own, -1), 0) + 1) * grid)
-
-    tiles_stored = 0
-    if STORED:
-        tiles_stored = tl.maximum(end - low + BLOCK_N - 1, 0) // BLOCK_N
-    tiles = tiles_stored
-    if k is not None:
-        tiles += tl.cdiv(rows, BLOCK_N)
-    part = tl.cdiv(tiles, tl.num_programs(2))
-    first = split * part
-    last = tl.minimum(first + part, tiles)
-
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if STORED:
-        for t in range(first, tl.minimum(last, tiles_stored)):
-            column = low + t * BLOCK_N + tl.arange(0, BLOCK_N)
-            seen = column < end
-            if overwritten is not None:
-                seen = seen & (tl.load(overwritten + b * columns + column, mask=seen, other=1) == 0)
-            allowed = _allowed(live, seen, column - low, own, grid, mask, m % width, mask_m, column)
-            if mask is not None:
-                seen = tl.max(allowed.to(tl.int32), 0) > 0
-            slot = column[:, None] * (HKV * DH) + d[None]
-            inside = seen[:, None] & (d[None] < DH)
-            key = tl.load(keys + slot, mask=inside, other=0.0).to(query.dtype)
-            value = tl.load(values + slot, mask=inside, other=0.0).to(query.dtype)
-            peak, total, acc = _attend(query, key, value, allowed, scale, peak, total, acc)
-    if k is not None:
-        fresh, until = tl.maximum(first, tiles_stored) - tiles_stored, last - tiles_stored
-        # The tokens of a draft are few, and in cache: for matrix units, fetching them ahead would only take registers.
-        half: tl.constexpr = query.dtype.primitive_bitwidth == 16
-        stages: tl.constexpr = 1 if half and STORED and tree is not None else None
-        for t in tl.range(fresh, until, num_stages=stages):
-            j = t * BLOCK_N + tl.arange(0, BLOCK_N)
-            column = tl.load(positions + b * width + j % width, mask=j < rows, other=columns - 1).to(tl.int32)
-            seen = (column >= low) & (column < high)
-            allowed = _allowed(live, seen, column - low, own, grid, mask, m % width, mask_m, column)
-            if tree is not None:
-                shown = tl.load(tree + m[:, None] * tree_m + j[None], mask=allowed, other=0)
-                allowed = allowed & (shown != 0)
-            inside = seen[:, None] & (d[None] < DH)
-            key = tl.load(k + j[:, None] * (k_m * DH) + d[None], mask=inside, other=0.0)
-            value = tl.load(v + j[:, None] * (v_m * DH) + d[None], mask=inside, other=0.0)
-            peak, total, acc = _attend(query, key, value, allowed, scale, peak, total, acc)
-        if keys is not None:  # noqa: SIM102 (this one is known when compiling)
-            if (tile == 0) & (n % share == 0):  # candidate 0 alone is stored
-                for t in range(fresh, until):
-                    j = t * BLOCK_N + tl.arange(0, BLOCK_N)
-                    column = tl.load(positions + b * width + j, mask=j < width, other=columns - 1).to(tl.int32)
-                    slot = column[:, None] * (HKV * DH) + d[None]
-                    real = (column < columns - 1)[:, None] & (d[None] < DH)
-                    tl.store(keys + slot, tl.load(k + j[:, None] * (k_m * DH) + d[None], mask=real), mask=real)
-                    tl.store(values + slot, tl.load(v + j[:, None] * (v_m * DH) + d[None], mask=real), mask=real)
-
-    # The addresses of the output are worked out again, from what the compiler cannot know to be the same number: kept
-    # since the queries were read, they would fill registers all along.
-    packed = (tile + tl.minimum(last, 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    m, query_head = packed // G, head * G + packed % G
-    there = m < rows
-    before = (split * (tl.num_programs(1) // HKV) + n).to(tl.int64) * rows * (HKV * G)
-    line = m * (HKV * G) + query_head
-    if peaks is not None:
-        tl.store(peaks + before + line, peak, mask=there)
-        tl.store(totals + before + line, total, mask=there)
-    else:
-        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + before * DH + line[:, None] * DH + d[None], acc, mask=there[:, None] & (d[None] < DH))
-
-
 _ROWS = tl.constexpr(32)  # looked at together, by a warp
 
 
@@ -176,7 +42,7 @@ def _place(bounds, batch, entries, tile, G: tl.constexpr, BLOCK_M: tl.constexpr)
 
 
 @triton.jit
-def packed_kernel(
+def attention_kernel(
     q, k, v, keys, values, bounds, positions, segment, begin, limit, overwritten, out, peaks, totals,
     entries, batch, columns, grid, scale,
     G: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr,

@@ -86,38 +86,6 @@ def _heads(
 
 @triton.jit
 def qkv_kernel(
-    fused, bias, q_weight, k_weight, cos, sin, positions, q, k, v, keys, values,
-    width, columns, rope_stride, eps,
-    H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
-    HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_H heads of queries, keys or values of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    q_tiles: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    kv_tiles: tl.constexpr = (HKV + BLOCK_H - 1) // BLOCK_H
-    fused += row * (H + 2 * HKV) * DH
-    cos += (row // width) * rope_stride + row % width * ROTARY
-    sin += (row // width) * rope_stride + row % width * ROTARY
-    slot = row
-    if keys is not None:
-        column = tl.load(positions + row).to(tl.int64)
-        # The last slot is the empty one, where nothing is written.
-        slot = tl.where(column < columns - 1, ((row // width) * columns + column) * HKV * DH, -1)
-    if tile < q_tiles:
-        _heads(fused, bias, q_weight, cos, sin, q, None, row, slot, tile * BLOCK_H, H, eps,
-               True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
-    elif tile < q_tiles + kv_tiles:
-        _heads(fused + H * DH, None if bias is None else bias + H * DH, k_weight, cos, sin, k, keys, row, slot,
-               (tile - q_tiles) * BLOCK_H, HKV, eps, True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
-    else:
-        tile -= q_tiles + kv_tiles
-        _heads(fused + (H + HKV) * DH, None if bias is None else bias + (H + HKV) * DH, None, cos, sin, v, values,
-               row, slot, tile * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
-
-
-@triton.jit
-def packed_qkv_kernel(
     fused, bias, q_weight, k_weight, cos, sin, places, q, k, v, keys, values, eps,
     H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -160,87 +128,6 @@ def qkv_rope(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     slots: tuple[Tensor, Tensor] | None = None,
-    positions: Tensor | None = None,
-    fresh: bool = True,
-) -> Heads:
-    """Rotated queries `[N, M, H, Dh]`, rotated keys and values `[N, M, Hkv, Dh]` of a fused projection.
-
-    fused: `[N, M, (H + 2 Hkv) Dh]`: queries, keys, values
-    cos, sin: float32 `[N|1, 1, M, R]` as in `models.transformer.Rope`: the leading R dimensions of a head are turned
-    bias: `[(H + 2 Hkv) Dh]` that the projection left out; added in the stream's dtype, one rounding more than in it
-    q_weight, k_weight: `[Dh]`, norms of each head, with `eps`
-    slots: keys and values `[N, L+1, Hkv, Dh]`, written in place at `positions [N, M]`; at L nothing is written
-    fresh: return keys and values too; without them `block_attention` reads the slots
-
-    Rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
-    """
-    rows, width, total = fused.shape
-    size = total // (heads + 2 * kv_heads)
-    assert slots is None or positions is not None
-    at = None if slots is None or positions is None else positions.contiguous()
-    fused, cos, sin = fused.contiguous(), cos.contiguous(), sin.contiguous()
-    q = fused.new_empty(rows, width, heads, size)
-    k, v = (fused.new_empty(rows, width, kv_heads, size) if fresh else None for _ in range(2))
-    keys, values = slots or (None, None)
-    if q.numel():
-        shape = _shape(heads, kv_heads, size, cos.shape[-1])
-        tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
-        launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
-        qkv_kernel[rows * width, tiles](
-            fused, bias, q_weight, k_weight, cos, sin, at,
-            q, k, v, keys, values,
-            width, 1 if keys is None else keys.shape[1], 0 if len(cos) == 1 else width * cos.shape[-1], eps,
-            **launch,
-        )  # fmt: skip
-    return q, k, v
-
-
-def qkv_rope_reference(
-    fused: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    *,
-    bias: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-    slots: tuple[Tensor, Tensor] | None = None,
-    positions: Tensor | None = None,
-    fresh: bool = True,
-) -> Heads:
-    """What `qkv_rope` computes, in torch."""
-    size, turned = fused.shape[-1] // (heads + 2 * kv_heads), cos.shape[-1]
-    every = (fused if bias is None else fused + bias).unflatten(-1, (-1, size))  # [N, M, H+2Hkv, Dh]
-    q, k, v = every.split([heads, kv_heads, kv_heads], 2)
-
-    def rotated(x: Tensor, weight: Tensor | None) -> Tensor:
-        x = x if weight is None else F.rms_norm(x, weight.shape, None, eps) * weight
-        c, s, lead = cos.transpose(1, 2), sin.transpose(1, 2), x[..., :turned]  # [N|1, M, 1, R]
-        lead = torch.addcmul(lead * c, lead.roll(turned // 2, -1), s).to(x.dtype)
-        return torch.cat([lead, x[..., turned:]], -1)
-
-    q, k = rotated(q, q_weight), rotated(k, k_weight)
-    if slots is not None:
-        assert positions is not None
-        for slot, new in zip(slots, (k, v), strict=True):
-            put(slot, positions, new)
-    return (q, k, v) if fresh else (q, None, None)
-
-
-def packed_qkv_rope(
-    fused: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
-    *,
-    bias: Tensor | None = None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-    slots: tuple[Tensor, Tensor] | None = None,
     places: Tensor | None = None,
     fresh: bool = True,
 ) -> Heads:
@@ -259,6 +146,7 @@ def packed_qkv_rope(
     entries, total = fused.shape
     size = total // (heads + 2 * kv_heads)
     assert slots is None or places is not None
+    assert cos.numel() == sin.numel() == entries * cos.shape[-1], "an entry has cosines and sines of its own"
     fused, cos, sin = fused.contiguous(), cos.contiguous(), sin.contiguous()
     q = fused.new_empty(entries, heads, size)
     k, v = (fused.new_empty(entries, kv_heads, size) if fresh else None for _ in range(2))
@@ -267,14 +155,14 @@ def packed_qkv_rope(
         shape = _shape(heads, kv_heads, size, cos.shape[-1])
         tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
         launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
-        packed_qkv_kernel[entries, tiles](
+        qkv_kernel[entries, tiles](
             fused, bias, q_weight, k_weight, cos, sin, None if places is None else places.contiguous(),
             q, k, v, keys, values, eps, **launch,
         )  # fmt: skip
     return q, k, v
 
 
-def packed_qkv_rope_reference(
+def qkv_rope_reference(
     fused: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -289,7 +177,7 @@ def packed_qkv_rope_reference(
     places: Tensor | None = None,
     fresh: bool = True,
 ) -> Heads:
-    """What `packed_qkv_rope` computes, in torch."""
+    """What `qkv_rope` computes, in torch."""
     size, turned = fused.shape[-1] // (heads + 2 * kv_heads), cos.shape[-1]
     every = (fused if bias is None else fused + bias).unflatten(-1, (-1, size))  # [T, H+2Hkv, Dh]
     q, k, v = every.split([heads, kv_heads, kv_heads], 1)
@@ -317,15 +205,6 @@ def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
     flat.index_copy_(0, places.where(places >= 0, empty), fresh.to(slots.dtype).where(~nowhere, flat[empty]))
 
 
-def put(slots: Tensor, positions: Tensor, fresh: Tensor) -> None:
-    """Write `fresh [N, M, ...]` at `positions [N, M]` of `slots [N, L+1, ...]`, in place; nothing at L."""
-    last = slots.shape[1] - 1
-    empty = slots[:, last].clone()
-    at = positions.view(*positions.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)
-    slots.scatter_(1, at, fresh.to(slots.dtype))
-    slots[:, last] = empty
-
-
 def _shape(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
     tail = next_power_of_2(size - rotary) if rotary < size else 0
     half = next_power_of_2(rotary // 2)
@@ -335,31 +214,12 @@ def _shape(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
 
 def _configuration(name: str, dtype: str, shape: dict[str, int], bias: bool, norm: bool, slots: bool) -> Configuration:
     pointer, optional = f"*{dtype}", {"bias": bias, "q_weight": norm, "k_weight": norm}
-    optional |= dict.fromkeys(("k", "v"), not slots) | dict.fromkeys(("keys", "values"), slots)
-    optional["positions"] = slots
-    signature = {}
-    for argument in qkv_kernel.arg_names:
-        if argument in shape or not optional.get(argument, True):
-            signature[argument] = "constexpr"
-        elif argument in ("width", "columns", "rope_stride"):
-            signature[argument] = "i32"
-        else:
-            signature[argument] = {"eps": "fp32", "cos": "*fp32", "sin": "*fp32", "positions": "*i64"}.get(
-                argument, pointer
-            )
-    absent = dict.fromkeys((a for a, given in optional.items() if not given), None)
-    where = " slots" if slots else ""
-    return Configuration(f"qkv_rope {name} {dtype}{where}", qkv_kernel, signature, shape | absent, WARPS)
-
-
-def _packed(name: str, dtype: str, shape: dict[str, int], bias: bool, norm: bool, slots: bool) -> Configuration:
-    pointer, optional = f"*{dtype}", {"bias": bias, "q_weight": norm, "k_weight": norm}
     optional |= dict.fromkeys(("k", "v"), not slots) | dict.fromkeys(("keys", "values", "places"), slots)
     constants = shape | dict.fromkeys(argument for argument, given in optional.items() if not given)
     types = {"eps": "fp32", "cos": "*fp32", "sin": "*fp32", "places": "*i64"}
-    signature = {a: "constexpr" if a in constants else types.get(a, pointer) for a in packed_qkv_kernel.arg_names}
+    signature = {a: "constexpr" if a in constants else types.get(a, pointer) for a in qkv_kernel.arg_names}
     where = " slots" if slots else ""
-    return Configuration(f"packed qkv_rope {name} {dtype}{where}", packed_qkv_kernel, signature, constants, WARPS)
+    return Configuration(f"qkv_rope {name} {dtype}{where}", qkv_kernel, signature, constants, WARPS)
 
 
 _MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
@@ -371,12 +231,6 @@ _MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
 }
 CONFIGURATIONS = [
     _configuration(name, dtype, _shape(*model[:4]), *model[4:], slots)
-    for name, model in _MODELS.items()
-    for dtype in ("bf16", "fp16", "fp32")
-    for slots in (False, True)
-]
-CONFIGURATIONS += [
-    _packed(name, dtype, _shape(*model[:4]), *model[4:], slots)
     for name, model in _MODELS.items()
     for dtype in ("bf16", "fp16", "fp32")
     for slots in (False, True)

@@ -10,12 +10,7 @@ from dllm_sampler.kernels import linear as linears
 from dllm_sampler.kernels import norm as norms
 from dllm_sampler.kernels import rope as ropes
 from dllm_sampler.kernels import swiglu as swiglus
-from dllm_sampler.kernels.attention import (
-    attention_reference,
-    block_attention,
-    packed_attention,
-    packed_attention_reference,
-)
+from dllm_sampler.kernels.attention import attention_reference, packed_attention
 from dllm_sampler.kernels.configuration import Configuration
 from tests.kernels import oracles
 
@@ -32,36 +27,15 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype, roundings: float = 2) -
 
 
 def attention(given, options, device="cpu") -> Tensor:
-    """Kernel and reference against the oracle, outputs and slots; returns the kernel's output."""
-    want, after = oracles.attention(*given, **options)
-    q, k, v, slots, positions = given
-
-    def moved(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
-
-    for answer in (attention_reference, block_attention):
-        own: Any = tuple(moved(s.clone()) for s in slots)
-        with sdpa_kernel(SDPBackend.MATH):  # a GPU's others take float32 apart into TF32
-            out = answer(
-                moved(q), moved(k), moved(v), own, moved(positions), **{name: moved(x) for name, x in options.items()}
-            )
-        assert out.dtype == q.dtype
-        close(out, want, q.dtype)
-        for slot, right in zip(own, after, strict=True):
-            assert torch.equal(slot.cpu().nan_to_num(777.0), right.nan_to_num(777.0))
-    return out
-
-
-def pack(given, options, device="cpu") -> Tensor:
     """Kernel and reference against the oracle; no slot changes. Returns the kernel's output."""
-    want = oracles.packed_attention(*given, **options)
+    want = oracles.attention(*given, **options)
 
     def moved(x: Any) -> Any:
         return tuple(map(moved, x)) if isinstance(x, tuple) else x.to(device) if isinstance(x, Tensor) else x
 
     here, there = moved(given), {name: moved(x) for name, x in options.items()}
     before = () if given[3] is None else tuple(s.clone() for s in given[3])
-    for answer in (packed_attention_reference, packed_attention):
+    for answer in (attention_reference, packed_attention):
         with sdpa_kernel(SDPBackend.MATH):  # a GPU's others take float32 apart into TF32
             out = answer(*here, **there)
         assert out.dtype == given[0].dtype
@@ -97,54 +71,6 @@ def swiglu(seed: int, shape, dtype, fused: bool, factor: float, device="cpu") ->
 
 def rope(
     seed: int, dtype, heads: int, kv_heads: int, size: int, rotary: int, *, bias: bool, norm: bool, slots: bool,
-    fresh: bool, shared: bool, device="cpu",
-) -> None:  # fmt: skip
-    """Split, bias, norm, rotation and storage against float64."""
-    source = torch.Generator().manual_seed(seed)
-    batch, width, length, eps = 2, 3, 9, 1e-6
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=source).to(dtype)
-
-    fused = normal(batch, width, (heads + 2 * kv_heads) * size)
-    angles = torch.rand(1 if shared else batch, 1, width, rotary // 2, generator=source) * 1000
-    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    options: dict[str, Any] = {"bias": normal(fused.shape[-1]) if bias else None, "eps": eps, "fresh": fresh}
-    options |= {f"{x}_weight": normal(size) if norm else None for x in "qk"}
-    stored = [torch.full((batch, length + 1, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
-    positions = torch.tensor([[0, 4, 8], [2, length, length]])
-
-    plain = fused.double() + (options["bias"].double() if bias else 0)
-    parts = list(plain.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 2))
-    for i, weight in enumerate((options["q_weight"], options["k_weight"])):
-        x = parts[i]
-        if weight is not None:
-            x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
-        a, b, rest = x.split([rotary // 2, rotary // 2, size - rotary], -1)
-        c, s = (f.double()[:, 0, :, None, rotary // 2 :] for f in (cos, sin))
-        parts[i] = torch.cat([a * c - b * s, b * c + a * s, rest], -1)
-    # Of the rotation, and before it of the bias, the norm and its weight, two of whose errors a rotation adds up.
-    roundings = 1 + 2**0.5 * (bias + 2 * norm)
-    for answer in (ropes.qkv_rope_reference, ropes.qkv_rope):
-        own = tuple(x.clone().to(device) for x in stored)
-        here: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
-        if slots:
-            here |= {"slots": own, "positions": positions.to(device)}
-        got = answer(fused.to(device), cos.to(device), sin.to(device), heads, kv_heads, **here)
-        assert fresh or got[1] is got[2] is None
-        for mine, want in zip([x for x in got if x is not None], parts, strict=False):
-            close(mine, want, dtype, roundings)
-        for slot, want in zip(own, parts[1:], strict=True):
-            right = torch.full(slot.shape, torch.nan, dtype=torch.float64)
-            if slots:
-                for b, m in ((0, 0), (0, 1), (0, 2), (1, 0)):
-                    right[b, positions[b, m]] = want[b, m]
-            assert torch.equal(slot.isnan().cpu(), right.isnan())
-            close(slot.nan_to_num(0.0), right.nan_to_num(0.0), dtype, roundings)
-
-
-def packed_rope(
-    seed: int, dtype, heads: int, kv_heads: int, size: int, rotary: int, *, bias: bool, norm: bool, slots: bool,
     fresh: bool, shaped: bool, device="cpu",
 ) -> None:  # fmt: skip
     """Split, bias, norm, rotation and storage against float64; shaped: cosines as the network has them."""
@@ -176,7 +102,7 @@ def packed_rope(
     # Of the rotation, and before it of the bias, the norm and its weight, two of whose errors a rotation adds up.
     roundings = 1 + 2**0.5 * (bias + 2 * norm)
     cos, sin = (x[None, None] if shaped else x for x in (cos, sin))
-    for answer in (ropes.packed_qkv_rope_reference, ropes.packed_qkv_rope):
+    for answer in (ropes.qkv_rope_reference, ropes.qkv_rope):
         own = tuple(x.clone().to(device) for x in stored)
         here: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
         if slots:
@@ -187,9 +113,8 @@ def packed_rope(
             close(mine, want, dtype, roundings)
         for slot, want in zip(own, parts[1:], strict=True):
             expected = torch.full((batch * (length + 1), kv_heads, size), torch.nan, dtype=torch.float64)
-            for place, new in zip(places.tolist() if slots else (), want):  # noqa: B905 (none without slots)
-                if place >= 0:
-                    expected[place] = new
+            if slots:
+                expected[places[places >= 0]] = want[places >= 0]
             found = slot.cpu().double().flatten(0, 1)
             assert torch.equal(found.isnan(), expected.isnan())
             close(found.nan_to_num(0.0), expected.nan_to_num(0.0), dtype, roundings)

@@ -24,11 +24,9 @@ from tests.kernels import checks, oracles, readout_checks
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REFERENCES = (
-    (checks, "attention_reference", attention.block_attention), (checks.norms, "norm_reference", norm.norm),
+    (checks, "attention_reference", attention.packed_attention), (checks.norms, "norm_reference", norm.norm),
     (checks.ropes, "qkv_rope_reference", rope.qkv_rope), (checks.swiglus, "swiglu_reference", swiglu.swiglu),
     (checks.linears, "linear_reference", linear.linear),
-    (checks, "packed_attention_reference", attention.packed_attention),
-    (checks.ropes, "packed_qkv_rope_reference", rope.packed_qkv_rope),
 )  # fmt: skip
 Cases = dict[str, Callable[[int, torch.dtype], None]]
 
@@ -37,25 +35,16 @@ def cases(device: str) -> Cases:
     """What is run with each seed and dtype."""
 
     def attend(seed: int, dtype: torch.dtype) -> None:
-        width, grid = (1, 5, 17)[seed % 3], (None, 4)[seed % 2]
-        given, options = oracles.case(seed, dtype, width=width, length=60, heads=6, grid=grid, splits=1 + seed % 3)
-        checks.attention(given, options, device)
-
-    def turn(seed: int, dtype: torch.dtype) -> None:
-        flags = {"bias": seed % 2 > 0, "norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shared": False}
-        checks.rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
-
-    def pack(seed: int, dtype: torch.dtype) -> None:
         counts, grid = ((1, 0, 2), (5, 1), (17, 0, 3))[seed % 3], (None, 4)[seed % 2]
         drafts = {"candidates": 1 + seed % 4 // 3, "keys": ("stored", "both", "fresh")[seed % 5 % 3]}
         given, options = oracles.pack(
             seed, dtype, counts=counts, length=60, heads=6, grid=grid, splits=1 + seed % 3, **drafts
         )
-        checks.pack(given, options, device)
+        checks.attention(given, options, device)
 
-    def pack_turn(seed: int, dtype: torch.dtype) -> None:
+    def turn(seed: int, dtype: torch.dtype) -> None:
         flags = {"bias": seed % 2 > 0, "norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shaped": False}
-        checks.packed_rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
+        checks.rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
 
     def read(seed: int, dtype: torch.dtype) -> None:
         readout_checks.readout_against_float64(readout.readout, device, dtype, 1 + seed % 3, 500 + 701 * seed, 0)
@@ -70,8 +59,6 @@ def cases(device: str) -> Cases:
         "attention": attend,
         "norm": lambda seed, dtype: checks.norm(seed, (2, 3, 128), dtype, seed % 2 > 0, 3.0, device),
         "qkv_rope": turn,
-        "packed attention": pack,
-        "packed qkv_rope": pack_turn,
         "swiglu": lambda seed, dtype: checks.swiglu(seed, (2, 3, 300), dtype, seed % 2 > 0, 3.0, device),
         "linear": lambda seed, dtype: checks.linear(seed, 1 + 5 * (seed % 9), 100, 600, dtype, seed % 2 > 0, device),
     }

@@ -46,8 +46,7 @@ BOOKKEEPING = {
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (
-    flash.attention_kernel, flash.combine_kernel, flash.packed_kernel, rope.packed_qkv_kernel,
-    commit.choose_kernel, commit.commit_kernel, head.head_kernel,
+    flash.attention_kernel, flash.combine_kernel, commit.choose_kernel, commit.commit_kernel, head.head_kernel,
     linear.linear_kernel, linear.sum_kernel, norm.norm_kernel, partial.combine_kernel, readout.readout_kernel,
     rope.qkv_kernel, swiglu.swiglu_kernel, rows.eligible_kernel, rows.noise_kernel, rows.noise_left_kernel,
     rows.vouch_kernel, rows.write_kernel, rows.note_kernel, rows.advance_kernel, rows.report_kernel,
@@ -151,20 +150,6 @@ def bookkeepings(rows: int) -> None:
 
 
 def attentions(rows: int) -> None:
-    """A row of `rows` positions; one of them is one line of one head in the kernel that adds parts up."""
-    q = torch.randn(1, rows, 1, 16)
-    positions = torch.arange(rows)[None]
-    slots = torch.randn(1, rows + 2, 1, 16), torch.randn(1, rows + 2, 1, 16)
-    ends: dict[str, Any] = {"begin": torch.zeros(1, dtype=torch.long), "limit": torch.ones(1, dtype=torch.long)}
-    for splits in (1, 2):
-        attention.block_attention(q, q, q, slots, positions, grid=rows, **ends, splits=splits)
-        attention.block_attention(q, None, None, slots, positions, **ends, splits=splits)
-    seen = torch.ones(1, 1, rows + 2, dtype=torch.bool)
-    attention.block_attention(q, None, None, slots, positions, mask=seen, splits=2)
-    attention.block_attention(q, q, q, None, positions, tree=torch.ones(1, rows, rows, dtype=torch.bool), splits=1)
-
-
-def packs(rows: int) -> None:
     """A pack of `rows` entries in one row and in two; one is one line of one head in the kernel that adds parts up."""
     q, columns = torch.randn(rows, 1, 16), torch.arange(rows)
     for batch in (1, 2):
@@ -179,9 +164,6 @@ def packs(rows: int) -> None:
             attention.packed_attention(
                 q, q, q, slots, bounds, columns, grid=rows, segment=columns.int(), overwritten=hidden, splits=splits
             )
-    fused, turn = torch.randn(rows, 3 * 16), torch.randn(rows, 16)
-    rope.packed_qkv_rope(fused, turn, turn, 1, 1)
-    rope.packed_qkv_rope(fused, turn, turn, 1, 1, slots=slots, places=columns, fresh=False)
 
 
 def linears(rows: int) -> None:
@@ -198,10 +180,10 @@ def layers(rows: int) -> None:
         norm.norm(x, torch.ones(width), 1e-5)
         norm.norm(x, torch.ones(width), 1e-5, x)
         swiglu.swiglu(x, x)
-    fused, turn = torch.randn(1, rows, 3 * 16), torch.randn(1, 1, rows, 16)
+    fused, turn = torch.randn(rows, 3 * 16), torch.randn(rows, 16)
     rope.qkv_rope(fused, turn, turn, 1, 1)
     slots = torch.zeros(1, 5, 1, 16), torch.zeros(1, 5, 1, 16)
-    rope.qkv_rope(fused, turn, turn, 1, 1, slots=slots, positions=torch.zeros(1, rows, dtype=torch.long), fresh=False)
+    rope.qkv_rope(fused, turn, turn, 1, 1, slots=slots, places=torch.arange(rows), fresh=False)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +193,6 @@ def layers(rows: int) -> None:
         (commits, {"commit.choose_kernel", "commit.commit_kernel"}),
         (bookkeepings, BOOKKEEPING),
         (attentions, {"flash.attention_kernel", "flash.combine_kernel"}),
-        (packs, {"flash.packed_kernel", "flash.combine_kernel", "rope.packed_qkv_kernel"}),
         (linears, {"linear.linear_kernel", "linear.sum_kernel"}),
         (layers, {"norm.norm_kernel", "swiglu.swiglu_kernel", "rope.qkv_kernel"}),
     ],
