@@ -146,6 +146,7 @@ def qkv_rope(
     entries, total = fused.shape
     size = total // (heads + 2 * kv_heads)
     assert slots is None or places is not None
+    assert cos.numel() == sin.numel() == entries * cos.shape[-1], "an entry has cosines and sines of its own"
     fused, cos, sin = fused.contiguous(), cos.contiguous(), sin.contiguous()
     q = fused.new_empty(entries, heads, size)
     k, v = (fused.new_empty(entries, kv_heads, size) if fresh else None for _ in range(2))
