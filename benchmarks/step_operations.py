@@ -40,6 +40,7 @@ from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.noise import CounterNoise
+from dllm_sampler.packing import Request
 from dllm_sampler.plugins import Plugins
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.trace import Recorder
@@ -95,9 +96,12 @@ def counted(seen: Operations, p: Plugins) -> Iterator[None]:
         *((type(p.scheduler), name, "ask") for name in ("ask", "ahead")),
         *((type(p.cache), name, "narrow") for name in ("expect", "computes", "narrow")),
         *((owner, name, "narrow") for owner, name in ((packing, "answerable"), (Query, "join"))),
-        *((packing, name, "measure") for name in ("request", "measure")),
+        (packing, "computable", "narrow"),
+        (Request, "of", "measure"),
+        (packing, "measure", "measure"),
         (Buffers, "copy_in", "home"),
     ]
+    places = [place for place in places if hasattr(place[0], place[1])]  # few schedulers plan, few caches foresee
     # Where a method is defined: some plug-ins look whether theirs is the default.
     places = [(_home(owner, name), name, part) for owner, name, part in places]
     patches = [patch.object(owner, name, seen.under(part, getattr(owner, name))) for owner, name, part in places]

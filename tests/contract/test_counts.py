@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError, config
 from dllm_sampler.cache.base import Cache
+from dllm_sampler.eval.conformance.published import PublishedFixedSteps, PublishedPositionCalibrated
 from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.slowfast import SlowFast
 from tests import toys
@@ -188,10 +189,10 @@ def test_masks_behind_an_end_of_text(stop: str) -> None:
 
 def test_published_shares_are_refused() -> None:
     """A published loop leaves a block after its steps, with the masks in it that no step was told of."""
-    for name in ("fixed", "pc", "certainty"):
+    for scheduler in (PublishedFixedSteps(5), PublishedPositionCalibrated(5)):
         for cache in WIDTH:
             with pytest.raises(UserError, match=r"needs a prediction at every position .* chooses .*: use cache=dual"):
-                toys.sampler(scheduler={"name": name, "steps": 5, "compat": True}, cache=cache)
+                toys.sampler(scheduler=scheduler, cache=cache)
 
 
 def test_a_mask_that_was_not_asked_has_no_history() -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, config, layout
+from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, Traits, config, layout
 from dllm_sampler.cache.base import Foresees
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.loop import Engine
@@ -175,7 +175,10 @@ class Vandal(Scheduler):
     """Asks for every column and writes, remasks, cuts and finishes at random, wherever it likes."""
 
     cuts: bool = False
-    plans: ClassVar[bool] = True  # pyright: ignore[reportIncompatibleMethodOverride] - so that no cache refuses it
+    traits: ClassVar[Traits] = Traits(plans=True, asks_block=False)  # pyright: ignore - so that no cache refuses it
+
+    def ahead(self, canvas: Canvas, carry: Any) -> torch.Tensor:
+        return torch.zeros_like(canvas.ids)
 
     def ask(self, canvas: Canvas, carry: Any) -> Query:
         everything = canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)

@@ -11,31 +11,31 @@ from dllm_sampler import config
 
 # Above twice threshold's count, each with the count that it has; whoever lowers one lowers it here.
 DEARER = {
-    "budgeted": 33,  # a budget that goes from step to step, over a sort
-    "ccd": 62,  # a line of positions, and the one before it
+    "budgeted": 38,  # a budget that goes from step to step, over a sort
+    "ccd": 63,  # a line of positions, and the one before it
     "ccd_marginal": 81,  # distributions of the last steps
-    "certainty": 36,  # the fixed schedule and every position's neighbourhood
+    "certainty": 41,  # the fixed schedule and every position's neighbourhood
     "credit": 58,  # remembered tokens of every position
     "entropy_renoise": 64,  # a sort of entropies, and what it takes back
-    "eoser": 35,  # the scheduler inside, and a factor
-    "freedave": 337,  # the scheduler inside, once for each of three drafts and the step after them
-    "klass": 62,  # distributions of the last step, and the fixed schedule
+    "eoser": 39,  # the scheduler inside, and a factor
+    "freedave": 347,  # the scheduler inside, once for each of three drafts and the step after them
+    "klass": 78,  # distributions of the last step, and the fixed schedule
     "learn2pd": 54,  # a network
-    "pc": 33,  # the fixed schedule, weighted by place and by frequency
+    "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
     "remdm": 47,  # two choices, the second of which looks at the first
-    "slowfast": 74,  # two phases
-    "ssd": 337,  # as freedave
+    "slowfast": 81,  # two phases
+    "ssd": 347,  # as freedave
 }
 
 
 # Operations of a step besides the model and the readout, by scheduler, cache, stop; whoever lowers one lowers it here.
 STEPS = {
-    ("threshold", "none", "prefix"): 148,
-    ("threshold", "dual", "prefix"): 164,
-    ("fixed", "dual", "prefix"): 174,
-    ("fixed", "dual", "none"): 166,
-    ("klass", "dual", "prefix"): 205,
+    ("threshold", "none", "prefix"): 120,
+    ("threshold", "dual", "prefix"): 132,
+    ("fixed", "dual", "prefix"): 146,
+    ("fixed", "dual", "none"): 138,
+    ("klass", "dual", "prefix"): 189,
 }
 
 

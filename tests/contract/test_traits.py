@@ -18,7 +18,7 @@ from dllm_sampler.canvas import Edit, Readout
 from dllm_sampler.eval import conformance
 from dllm_sampler.eval.conformance import published
 from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
-from dllm_sampler.eval.conformance.published import ForcedFirst, Unrolled
+from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedFreeDave, Unrolled
 from dllm_sampler.eval.conformance.unmasking import AmongTop
 from dllm_sampler.guides import Temperature
 from dllm_sampler.noise import CounterNoise
@@ -39,6 +39,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     Eoser: Eoser,
     ForcedFirst: ForcedFirst,
     FreeDave: FreeDave,
+    PublishedFreeDave: PublishedFreeDave,
     Noted: Noted,
     PublishedEager: lambda inner: PublishedEager(
         inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
@@ -67,7 +68,7 @@ REFUSED: dict[type[Around], set[str]] = {
 }
 
 ALONE = {PublishedEager, Verifier}  # one asks and commits without the inner scheduler, one is no method by itself
-CLOCKS = {FreeDave, Noted}  # they bound their own drafts
+CLOCKS = {FreeDave, Noted, PublishedFreeDave}  # they bound their own drafts
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)
 
