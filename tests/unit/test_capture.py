@@ -78,7 +78,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 def test_a_pool_outlives_its_recordings(gpu: Cuda) -> None:
     """Each is gone before the next is made, as a generation of another size makes it."""
-    ran: list[object] = []
+    ran: list[tuple[int, object]] = []
     for number in range(3):
         replay = capture.cuda(lambda number=number: ran.append((number, gpu.stream)))
         replay()

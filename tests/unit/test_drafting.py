@@ -191,9 +191,9 @@ def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str) -> Non
             canvas, plan = toys.planned(state.canvas, asked, spy.spec, live)
             found += reversed(plan.answers.spread(denoiser(canvas, asked, plan)[0]).unbind(1))
         forwards[together] = [*reversed(found), *(live.slots.keys if live.slots else [])]
-    real = query.positions < canvas.length
+    real, length = query.positions < start.length, start.length
     for number, (one, other) in enumerate(zip(forwards[True], forwards[False], strict=True)):
-        keep = real[..., None] if number < 3 else torch.arange(one.shape[1])[:, None, None] < canvas.length
+        keep = real[..., None] if number < 3 else torch.arange(one.shape[1])[:, None, None] < length
         torch.testing.assert_close(one * keep, other * keep)
 
 
