@@ -44,8 +44,7 @@ class Sampler:
         noise: where randomness comes from; counter-based by default.
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
         max_steps: give up after so many steps; None: the scheduler's own bound.
-        poll_every: look for finished rows every so many steps (under a cache that stores keys each step is looked at
-            whose sizes the schedule does not fix in advance).
+        poll_every: look for finished rows every so many steps (under a cache that stores keys each step is looked at).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
         cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
