@@ -7,7 +7,7 @@ from dllm_sampler._version import __version__
 from dllm_sampler.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
-    from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+    from dllm_sampler.canvas import Canvas, Edit, Query, Readout
     from dllm_sampler.deer import SpeculativeSampler
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dllm_sampler.trace import Trace
 
 _HOMES = {
-    "canvas": ("Canvas", "Choice", "Edit", "Query", "Readout"),
+    "canvas": ("Canvas", "Edit", "Query", "Readout"),
     "deer": ("SpeculativeSampler",),
     "noise": ("CounterNoise", "ReplayNoise"),
     "protocols": ("Blocks", "Context", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop", "Traits"),
@@ -32,7 +32,6 @@ _HOMES = {
 __all__ = [
     "Blocks",
     "Canvas",
-    "Choice",
     "Commits",
     "Context",
     "CounterNoise",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import bookkeeping, select
-from dllm_sampler.errors import UserError
 
 if TYPE_CHECKING:
     from dllm_sampler.noise import Noise
@@ -254,67 +253,11 @@ class Readout:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What to commit among the canvas's noise inside the block, not worked out yet; exactly one of three rules.
-
-    Raises:
-        UserError: none of them is given, or more than one, or something has another shape or dtype.
-    """
-
-    canvas: Canvas
-    positions: Tensor  # [B, Q]
-    score: Tensor  # [B, Q] what ranks them, higher first; the lower position comes first among equals
-    threshold: float | None = None  # what reaches it, and the best position in any case
-    wanted: Tensor | None = None  # [B, Q] bool: these, and the best position in any case
-    count: Tensor | None = None  # [B] so many of the best
-    among: Tensor | None = None  # [B, Q] bool: of these alone; None: of `canvas.eligible(positions)`
-
-    def __post_init__(self) -> None:
-        if (self.threshold is None) + (self.wanted is None) + (self.count is None) != 2:
-            raise UserError("a choice needs one rule: a threshold, positions that are wanted, or a count")
-        if self.threshold is not None and not isinstance(self.threshold, int | float):
-            raise UserError(f"a choice's threshold is a number, not a {type(self.threshold).__name__}")
-        shape = tuple(self.positions.shape)
-        wanted = {"wanted": (shape, torch.bool), "among": (shape, torch.bool), "count": (shape[:1], torch.int64)}
-        for name, (of, dtype) in ({"score": (shape, self.score.dtype)} | wanted).items():
-            given = getattr(self, name)
-            if given is not None and (tuple(given.shape) != of or given.dtype != dtype):
-                kind = "" if name == "score" else f" of {dtype}"
-                raise UserError(f"a choice's {name} is {list(of)}{kind}, not {list(given.shape)} of {given.dtype}")
-        if not self.score.is_floating_point():
-            raise UserError(f"a choice's score is of floating point numbers, not of {self.score.dtype}")
-
-    def made(self) -> Tensor:
-        """`[B, Q] bool` what it comes to."""
-        among = self.canvas.eligible(self.positions) if self.among is None else self.among
-        return select.by_rule(self.score, among, self.threshold, self.wanted, self.count)
-
-
-class _Commit:
-    """`Edit.commit`: a choice that is made when somebody reads it, once."""
-
-    def __get__(self, edit: Edit | None, owner: type[Edit]) -> Tensor:
-        if edit is None:
-            raise AttributeError("commit")  # so that the dataclass sees no default
-        kept = vars(edit)
-        if isinstance(kept["commit"], Choice):
-            kept["commit"] = kept["commit"].made()
-        return kept["commit"]
-
-    def __set__(self, edit: Edit, value: Tensor | Choice) -> None:
-        vars(edit)["commit"] = value
-
-
-@dataclass(frozen=True)
 class Edit:
-    """What to write at the queried positions, and what becomes of the block. None means nobody.
-
-    Never changed in place: `replace` makes another. What to commit may be given as a `Choice`: who reads it, as
-    `replace` does too, gets a tensor; where nobody does, the loop chooses and writes at once (`Canvas.commit`).
-    """
+    """What to write at the queried positions, and what becomes of the block. None means no row, or no position."""
 
     ids: Tensor  # [B, Q]
-    commit: _Commit = _Commit()  # [B, Q] bool: write, also over a committed token
+    commit: Tensor  # [B, Q] bool: write, also over a committed token
     remask: Tensor | None = None  # [B, Q] bool: write and be noise
     hold: Tensor | None = None  # [B] bool: stay in the block although it is full
     leave: Tensor | None = None  # [B] bool: leave the block unfinished
@@ -322,14 +265,3 @@ class Edit:
     end: Tensor | None = None  # [B] cut the canvas here
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
-
-    def writes_as(self, other: Edit) -> bool:
-        """Whether both write the same, as far as their tensors are the same objects."""
-        names = ("ids", "commit", "remask", "end")
-        return all(getattr(self, name) is getattr(other, name) for name in names)
-
-    @property
-    def choice(self) -> Choice | None:
-        """What to commit as long as nobody has read it, if it was given as a choice."""
-        held = vars(self)["commit"]
-        return held if isinstance(held, Choice) else None

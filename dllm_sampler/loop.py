@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dllm_sampler import packing, readout
 from dllm_sampler.cache.base import Cache, Foresees, Prefills
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.models.compiled import whole
@@ -186,15 +186,7 @@ class Engine:
         edit, state.carry = p.scheduler.tell(canvas, query, seen, state.carry)
         forbidden = spec.mask_id if p.compat else None  # a "committed" mask token is still noise
         state.bad, told = canvas.vouch(query.positions, edit, state.bad, seen.confidence, forbidden)
-        after = canvas.apply(query.positions, told)
-        edit = p.stop(canvas, after, query, seen, told)
-        if edit.leave is not told.leave or edit.hold is not told.hold:
-            raise UserError(
-                f"stop={type(p.stop).__name__} decides when a row leaves its block (leave or hold of the edit), which"
-                " is for schedulers and blocks to say: a stop ends rows (finish, end)"
-            )
-        if not edit.writes_as(told):
-            after = canvas.apply(query.positions, edit)
+        edit, after = self._stop(canvas, query, seen, told)
         state.cache.observe(canvas, query, edit, seen)
         state.recorder.note(canvas, after, query, edit, seen)
         closed = p.blocks.close(canvas, after, edit)
@@ -202,6 +194,20 @@ class Engine:
         state.canvas = after.advance(closed, canvas.width, edit.finish, **counts)
         if seen.logits is not None and spec.self_conditioning:
             state.previous = seen.logits[:, 0].to(spec.dtype)
+
+    def _stop(self, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> tuple[Edit, Canvas]:
+        """The edit as the stop policy leaves it, and the canvas after it."""
+        stop, after = self.plugins.stop, canvas.apply(query.positions, edit)
+        stopped = stop(canvas, after, query, seen, edit)
+        if stopped.leave is not edit.leave or stopped.hold is not edit.hold:
+            raise UserError(
+                f"stop={type(stop).__name__} decides when a row leaves its block (leave or hold of the edit), which"
+                " is for schedulers and blocks to say: a stop ends rows (finish, end)"
+            )
+        writes = ("ids", "commit", "remask", "end")
+        if any(getattr(stopped, name) is not getattr(edit, name) for name in writes):
+            after = canvas.apply(query.positions, stopped)
+        return stopped, after
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

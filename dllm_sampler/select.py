@@ -57,19 +57,3 @@ def at_least_one(chosen: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
     best = score.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
     leader = eligible & (score >= best)
     return eligible & (chosen | (leader & (leader.cumsum(1) == 1)))
-
-
-def by_rule(
-    score: Tensor,
-    eligible: Tensor,
-    threshold: float | None = None,
-    wanted: Tensor | None = None,
-    count: Tensor | None = None,
-) -> Tensor:
-    """`[B, Q] bool` by the one rule given: `top`, or `at_least_one` of what is wanted or reaches the threshold."""
-    if count is not None:
-        return top(score, eligible, count)
-    if wanted is None:
-        assert threshold is not None
-        wanted = score >= threshold
-    return at_least_one(wanted, score, eligible)

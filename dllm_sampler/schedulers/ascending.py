@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.select import top
 
 
 @dataclass(frozen=True)
@@ -22,5 +23,4 @@ class AscendingSteps(Scheduler):
         left, total = canvas.noise_left(), canvas.end - canvas.origin  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
-        choice = Choice(canvas, query.positions, readout.confidence[:, 0], count=count)
-        return Edit(readout.token[:, 0], choice), carry
+        return Edit(readout.token[:, 0], top(readout.confidence[:, 0], canvas.eligible(query.positions), count)), carry

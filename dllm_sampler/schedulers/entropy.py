@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Scheduler, Traits
+from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,5 @@ class EntropyThreshold(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         assert readout.entropy is not None
-        choice = Choice(canvas, query.positions, -readout.entropy[:, 0], threshold=-self.entropy)
-        return Edit(readout.token[:, 0], choice), carry
+        unsure, eligible = readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
+        return Edit(readout.token[:, 0], at_least_one(unsure <= self.entropy, -unsure, eligible)), carry

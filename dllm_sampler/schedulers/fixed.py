@@ -6,11 +6,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
+from dllm_sampler.select import top
 
 Schedule = Literal["uniform", "timestep"]
 
@@ -66,17 +67,18 @@ class FixedSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
+        count, carry = self.count(canvas, carry)
+        score = self.order(canvas, query, readout, count)
+        return Edit(readout.token[:, 0], top(score, canvas.eligible(query.positions), count)), carry
+
+    def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
+        """`[B]` positions that this step commits, and the next step's carry."""
         # Counted on the canvas: a cache may choose which masks are asked, and the query of a row that is done has room
         # for a part of them.
         opens, left = canvas.age == 0, canvas.noise_left()
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
-        count = self.share(canvas, masks, steps, left)
-        score = self.rate(canvas, query, readout)
-        if self.alg_temp:
-            score = score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
-        choice = Choice(canvas, query.positions, score, count=count)
-        return Edit(readout.token[:, 0], choice), (masks, steps)
+        return self.share(canvas, masks, steps, left), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
         """`[B]` positions that this step commits in a block of `masks [B]`, of which `left [B]` are left."""
@@ -85,6 +87,13 @@ class FixedSteps(Scheduler):
         else:
             count = timestep_share(left, steps, canvas.age, self.eps)
         return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))
+
+    def order(self, canvas: Canvas, query: Query, readout: Readout, count: Tensor) -> Tensor:
+        """`[B, Q]` what this step ranks the masks by: `rate`, with noise under a temperature."""
+        score = self.rate(canvas, query, readout)
+        if not self.alg_temp:
+            return score
+        return score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B, Q]` what ranks the masks, higher first."""

@@ -75,9 +75,7 @@ class Klass(FixedSteps):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
-        edit, opened = super().tell(canvas, query, readout, opened)
-        share = edit.choice
-        assert share is not None and share.count is not None
+        count, opened = self.count(canvas, opened)
         now = Law.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
@@ -93,7 +91,6 @@ class Klass(FixedSteps):
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
         # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
         free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])
-        follow = chosen.sum(1) >= share.count.masked_fill(free, 1)
-        among = torch.where(follow[:, None], chosen, eligible)
-        count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
-        return Edit(edit.ids, replace(share, among=among, count=count)), (opened, at, now, past)
+        follow = chosen.sum(1) >= count.masked_fill(free, 1)
+        share = select.top(self.order(canvas, query, readout, count), eligible, count)
+        return Edit(readout.token[:, 0], torch.where(follow[:, None], chosen, share)), (opened, at, now, past)

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class LocalLeap(Threshold):
         # Neighbours are columns, not neighbours in the query: committed tokens between them count as distance.
         row = torch.zeros(canvas.ids.shape, device=sure.device).scatter_(1, query.positions, anchor.float())
         near = F.max_pool1d(row[:, None], 2 * self.radius + 1, 1, self.radius)[:, 0].gather(1, query.positions) > 0
-        choice = Choice(canvas, query.positions, sure, wanted=self.ready(anchor, near, sure), among=eligible)
-        return Edit(readout.token[:, 0], choice), carry
+        return Edit(readout.token[:, 0], at_least_one(self.ready(anchor, near, sure), sure, eligible)), carry
 
     def ready(self, anchor: Tensor, near: Tensor, sure: Tensor) -> Tensor:
         """`[B, Q] bool` what is committed: each `anchor`, and `near` one what is `sure` enough."""

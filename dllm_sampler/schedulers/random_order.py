@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import check_steps, even_share
 
@@ -55,8 +55,8 @@ class RandomOrder(Scheduler):
         """See `Scheduler.tell`."""
         share, carry = even_share(canvas, self.steps, carry)
         # A stop may have joined later positions, and a block that this forward sized may have lost some.
-        choice = Choice(canvas, query.positions, self._number(canvas, query.positions), count=share)
-        return Edit(readout.token[:, 0], choice), carry
+        commit = select.top(self._number(canvas, query.positions), canvas.eligible(query.positions), share)
+        return Edit(readout.token[:, 0], commit), carry
 
     def bound(self, tokens: int) -> int:
         """A block that is sized by its first forward (AdaBlock) may commit nothing in it: one more per block."""

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from dllm_sampler.canvas import Canvas, Choice, Edit, Query, Readout
+from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)
@@ -28,5 +29,5 @@ class Threshold(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        choice = Choice(canvas, query.positions, readout.confidence[:, 0], threshold=self.threshold)
-        return Edit(readout.token[:, 0], choice), carry
+        sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
+        return Edit(readout.token[:, 0], at_least_one(sure >= self.threshold, sure, eligible)), carry

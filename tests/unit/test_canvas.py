@@ -1,15 +1,12 @@
 """`Canvas.apply`, `vouch` and `advance`: the guarantees that every plug-in may rely on."""
 
-import copy
 from dataclasses import fields, replace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import Canvas, Choice, Edit, Query
-from dllm_sampler.errors import UserError
+from dllm_sampler import Canvas, Edit, Query
 from tests import toys
 
 LENGTH = 8
@@ -70,81 +67,20 @@ def test_apply(situation):
     assert all(getattr(after, name) is getattr(canvas, name) for name in untouched)
 
 
-def choices(canvas: Canvas, positions: torch.Tensor) -> list[Choice]:
-    """One by each rule."""
-    score = torch.rand(positions.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    count = torch.arange(len(positions))
-    return [
-        Choice(canvas, positions, score, threshold=0.4),
-        Choice(canvas, positions, score, wanted=score < 0.3),
-        Choice(canvas, positions, score, count=count),
-        Choice(canvas, positions, score, count=count, among=canvas.eligible(positions) & (score < 0.7)),
-    ]
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(situations(), st.booleans(), st.sampled_from([None, 33]))
-def test_an_open_choice_is_committed_as_a_made_one(situation, failing, forbidden):
+def test_vouch(situation, failing, forbidden):
     canvas, positions, edit = situation
     batch, width = positions.shape
     sure, bad = torch.full((batch, 2, width), 0.5), torch.zeros(batch, dtype=torch.long)
     sure[0, 1, 0] = torch.nan if failing else 0.5
-    for choice in choices(canvas, positions):
-        given = replace(edit, commit=choice), replace(edit, commit=choice.made())
-        (ours, told), (theirs, made) = (canvas.vouch(positions, one, bad, sure, forbidden) for one in given)
-        assert torch.equal(ours, theirs) and torch.equal(told.commit, made.commit)
-        failed = failing and bool(canvas.eligible(positions)[0, 0] & ~canvas.done[0])
-        assert ours.tolist() == [int(canvas.step[0]) + 1 if failed else 0] + [0] * (batch - 1)
-        assert not (told.commit[0].any() and failed), "a row that the model failed is not written to"
-        assert not (told.commit & (edit.ids == forbidden)).any()
-        after, expected = (canvas.apply(positions, one) for one in (told, made))
-        for name in ("ids", "masked", "end", "stop"):
-            assert torch.equal(getattr(after, name), getattr(expected, name))
-
-
-def test_a_choice_is_made_once_and_by_who_reads_it():
-    canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    query = Query.masks(canvas)
-    for choice in choices(canvas, query.positions):
-        edit, expected = Edit(query.positions, choice), choice.made()
-        held = copy.deepcopy(edit)
-        assert edit.choice is choice and copy.copy(edit).choice is choice and held.choice is not None
-        assert edit.commit is edit.commit and torch.equal(edit.commit, expected)
-        assert edit.choice is None and replace(edit, ids=query.positions).commit is edit.commit
-        assert torch.equal(held.commit, expected)
-
-
-def test_one_rule_is_needed():
-    canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    tables = canvas, Query.masks(canvas).positions, torch.ones(2, 4)
-    for rules in ({}, {"threshold": 0.5, "count": torch.ones(2)}, {"threshold": 0.0, "wanted": torch.ones(2, 4) > 0}):
-        with pytest.raises(UserError, match="one rule"):
-            Choice(*tables, **rules)
-    with pytest.raises(TypeError, match="commit"):
-        Edit(torch.ones(2, 4))  # it has no default
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"score": torch.ones(2, 3)}, r"score is \[2, 4\], not \[2, 3\]"),
-        ({"score": torch.ones(2, 4).long()}, "score is of floating point numbers, not of torch.int64"),
-        ({"threshold": torch.ones(1)}, "threshold is a number, not a Tensor"),
-        ({"threshold": None, "count": torch.ones(1).long()}, r"count is \[2\] of torch.int64, not \[1\]"),
-        ({"threshold": None, "count": torch.ones(2)}, r"not \[2\] of torch.float32"),
-        (
-            {"threshold": None, "wanted": torch.ones(2, 4)},
-            r"wanted is \[2, 4\] of torch.bool, not \[2, 4\] of torch.float",
-        ),
-        ({"among": torch.ones(4) > 0}, r"among is \[2, 4\] of torch.bool, not \[4\]"),
-    ],
-)
-def test_a_choice_that_does_not_fit_is_refused(given, said):
-    """A kernel would read beyond its tables."""
-    canvas = toys.canvas(torch.ones(2, 4, dtype=torch.bool))
-    tables = {"positions": Query.masks(canvas).positions, "score": torch.ones(2, 4), "threshold": 0.5}
-    with pytest.raises(UserError, match=f"a choice's {said}" if said[0] != "n" else said):
-        Choice(canvas, **(tables | given))
+    failed = failing and bool(canvas.eligible(positions)[0, 0] & ~canvas.done[0])
+    ours, told = canvas.vouch(positions, edit, bad, sure, forbidden)
+    assert ours.tolist() == [int(canvas.step[0]) + 1 if failed else 0] + [0] * (batch - 1)
+    assert not (told.commit[0].any() and failed), "a row that the model failed is not written to"
+    assert not (told.commit & (edit.ids == forbidden)).any()
+    allowed = edit.commit & (edit.ids != (-1 if forbidden is None else forbidden))
+    assert torch.equal(told.commit[int(failed) :], allowed[int(failed) :]), "nothing else is refused"
 
 
 def test_advance():

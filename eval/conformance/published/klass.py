@@ -12,7 +12,6 @@ from dllm_sampler.canvas import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.published.fixed import PublishedFixedSteps
 from dllm_sampler.protocols import Carry, Traits
 from dllm_sampler.readout import Law
-from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.klass import Klass
 
 
@@ -42,9 +41,7 @@ class PublishedKlass(Klass):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
-        edit, opened = FixedSteps.tell(self, canvas, query, readout, opened)
-        share, now = edit.choice, Law.of(readout)
-        assert share is not None and share.count is not None
+        (count, opened), now = self.count(canvas, opened), Law.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         # Masks only become fewer: every one was asked in the last forward too.
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
@@ -56,11 +53,9 @@ class PublishedKlass(Klass):
         ready = ready & (canvas.age >= self.history - 1)[:, None]
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
-        follow = ready.any(1)
-        among = torch.where(follow[:, None], chosen, eligible)
-        count = share.count.masked_fill(follow, sure.shape[1])  # all that follow
-        choice, leave = replace(share, among=among, count=count), canvas.age + 1 >= opened[1]
-        return Edit(edit.ids, choice, leave=leave), (opened, at, now, past)
+        share = select.top(self.order(canvas, query, readout, count), eligible, count)
+        commit, leave = torch.where(ready.any(1)[:, None], chosen, share), canvas.age + 1 >= opened[1]
+        return Edit(readout.token[:, 0], commit, leave=leave), (opened, at, now, past)
 
 
 @dataclass(frozen=True)
