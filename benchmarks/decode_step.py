@@ -51,18 +51,18 @@ from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
 from torch import Tensor
 
-from dllm_sampler import layout, readout
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.capture import cuda as record
+from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine import layout, readout
+from dllm_sampler.engine.capture import cuda as record
+from dllm_sampler.engine.graphs import MOST, StaticEngine
+from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
-from dllm_sampler.graphs import MOST, StaticEngine
 from dllm_sampler.kernels.backend import TORCH, Backend, select
-from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.protocols import ModelSpec, Plan, Spent
 from dllm_sampler.sampler import Sampler
 
 SIDES = ("torch", "triton", "graph", "compiled", "int8")

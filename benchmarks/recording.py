@@ -21,9 +21,9 @@ from options import command, parser
 from rich.console import Console
 from subjects import SIZES, Subject, check, subject
 
+from dllm_sampler.core.trace import Recorder
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.trace import Recorder
 
 
 def arms(it: Subject, batch: int, steps: int) -> dict[str, Callable[[], float]]:

@@ -38,14 +38,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dllm_sampler import config, layout, readout
-from dllm_sampler.blocks import FixedBlocks
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler import config
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Blocks, Carry, Context, ModelSpec, Scheduler, Stop, block_over
+from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.engine import layout, readout
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Blocks, Carry, Context, ModelSpec, Scheduler, Stop, block_over
 from dllm_sampler.schedulers.threshold import Threshold
 
 PROMPT, BLOCKS, WARM = 64, 4, 2  # prompt tokens, blocks on the canvas, steps played before the measured one

@@ -32,18 +32,20 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_sampler import config, layout, packing, readout
-from dllm_sampler.buffers import Buffers
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler import config
+from dllm_sampler.core import packing
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import Request
+from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine import layout, readout
+from dllm_sampler.engine.buffers import Buffers
+from dllm_sampler.engine.graphs import StaticEngine
+from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.eval.untrained import llada
-from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.packing import Request
-from dllm_sampler.plugins import Plugins
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.trace import Recorder
 
 ANSWER = ("pack", "readout", "open", "tell", "stop", "apply", "observe", "record", "close", "advance")
 PARTS = (*ANSWER, "ask", "narrow", "measure", "home", "loop")

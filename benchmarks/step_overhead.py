@@ -32,15 +32,16 @@ from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
-from dllm_sampler import config, layout
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler import config
+from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
-from dllm_sampler.loop import Engine
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
-from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
 TARGETS = {  # for llada-157m
     ("overhead", "none"): 1.10,

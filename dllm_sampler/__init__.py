@@ -7,26 +7,26 @@ from dllm_sampler._version import __version__
 from dllm_sampler.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
-    from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-    from dllm_sampler.deer import SpeculativeSampler
+    from dllm_sampler.core.noise import CounterNoise, ReplayNoise
+    from dllm_sampler.core.protocols import Blocks, Context, Denoiser, Guide, ModelSpec, Scheduler, Stop, Traits
+    from dllm_sampler.core.trace import Trace
+    from dllm_sampler.core.values import Canvas, Edit, Query, Readout
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
-    from dllm_sampler.noise import CounterNoise, ReplayNoise
-    from dllm_sampler.protocols import Blocks, Context, Denoiser, Guide, ModelSpec, Scheduler, Stop, Traits
     from dllm_sampler.result import Commits, Result, Speculation
     from dllm_sampler.sampler import Sampler
-    from dllm_sampler.trace import Trace
+    from dllm_sampler.speculative.deer import SpeculativeSampler
 
 _HOMES = {
-    "canvas": ("Canvas", "Edit", "Query", "Readout"),
-    "deer": ("SpeculativeSampler",),
-    "noise": ("CounterNoise", "ReplayNoise"),
-    "protocols": ("Blocks", "Context", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop", "Traits"),
+    "core.values": ("Canvas", "Edit", "Query", "Readout"),
+    "speculative.deer": ("SpeculativeSampler",),
+    "core.noise": ("CounterNoise", "ReplayNoise"),
+    "core.protocols": ("Blocks", "Context", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop", "Traits"),
     "result": ("Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
     "sampler": ("Sampler",),
-    "trace": ("Trace",),
+    "core.trace": ("Trace",),
 }
 
 __all__ = [

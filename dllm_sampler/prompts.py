@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler.core.protocols import ModelSpec
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Tensor | Sequence[Message]

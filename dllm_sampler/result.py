@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
-from dllm_sampler.protocols import ModelSpec
-from dllm_sampler.trace import Trace
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import capture, config, graphs, layout, prompts
-from dllm_sampler.blocks import FixedBlocks
-from dllm_sampler.canvas import Canvas
+from dllm_sampler import config, prompts
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.noise import CounterNoise, Noise
+from dllm_sampler.core.protocols import Denoiser, ModelSpec
+from dllm_sampler.core.trace import Trace
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.engine import capture, graphs, layout
+from dllm_sampler.engine.graphs import StaticEngine
+from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import NotFiniteError, UserError
-from dllm_sampler.graphs import StaticEngine
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
-from dllm_sampler.loop import Engine, State
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.noise import CounterNoise, Noise
-from dllm_sampler.plugins import Plugins, assemble
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Denoiser, ModelSpec
 from dllm_sampler.result import Commits, Result, summarise
-from dllm_sampler.trace import Trace
 
 Progress = Callable[[int, int, int], None]
 

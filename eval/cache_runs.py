@@ -14,18 +14,19 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from dllm_sampler import config, layout, prompts
+from dllm_sampler import config, prompts
 from dllm_sampler.cache.base import Cache, Slots
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan, Spent
+from dllm_sampler.core.trace import Recorder, Trace
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.eval.exact_match import held_out_prompts
 from dllm_sampler.eval.scheduler_runs import Setup, settings
 from dllm_sampler.eval.store import Plugins, Store
-from dllm_sampler.loop import Engine, State
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 from dllm_sampler.result import summarise
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.trace import Recorder, Trace
 from dllm_sampler.training.tasks import TASKS
 
 SCHEMA = 1

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Carry, Context, Denoiser, Scheduler
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.select import top
-from dllm_sampler.stops import BlockStop, NoStop, PrefixStop, TruncateStop
+from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop
 
 LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # they look at nothing but committed tokens
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
+from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job
@@ -24,10 +25,9 @@ from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Denoiser
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.stops import PrefixStop
+from dllm_sampler.stops.end_tokens import PrefixStop
 
 Begin = Callable[[Job], None]
 Progress = Callable[[int], None]

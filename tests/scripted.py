@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Result, Sampler
-from dllm_sampler.blocks import FullBlock
-from dllm_sampler.protocols import Plan, Scheduler, Spent
-from dllm_sampler.stops import Prophet
+from dllm_sampler.blocks.fixed import FullBlock
+from dllm_sampler.core.protocols import Plan, Scheduler, Spent
+from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 
 PROMPTS = toys.PROMPTS[:4]

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dllm_sampler import Sampler
-from dllm_sampler.buffers import Step
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.capture import Record
-from dllm_sampler.graphs import InPlace, StaticEngine
+from dllm_sampler.engine.buffers import Step
+from dllm_sampler.engine.capture import Record
+from dllm_sampler.engine.graphs import InPlace, StaticEngine
 from tests import toys
 
 

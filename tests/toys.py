@@ -13,17 +13,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query, Sampler, packing
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query, Sampler
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Sizes
+from dllm_sampler.core import packing
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Plan, Spent
+from dllm_sampler.core.values import Sizes
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Plan, Spent
 
 VOCAB, MASK, EOS, EOT = 40, 39, 34, 15  # a random network likes some tokens better: these two do occur
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16], [4, 4, 28, 13, 33], [12, 6]]  # ragged, none alike

@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import select
+from dllm_sampler.core.packing import Answers, Pack, Request, visible
+from dllm_sampler.core.protocols import Context, Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.packing import Answers, Pack, Request, visible
-from dllm_sampler.protocols import Context, Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.packing import measure, read, request
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Scheduler
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.packing import measure, read, request
-from dllm_sampler.protocols import Denoiser, ModelSpec, Scheduler
 from dllm_sampler.schedulers.stored import StorePass
 
 StorePasses = Literal["ride", "separate"]

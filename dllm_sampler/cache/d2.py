@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler import select
 from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 from dllm_sampler.schedulers.certainty import density
 
 

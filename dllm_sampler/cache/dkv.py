@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import Cache, changed, visible
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
 
 Mode = Literal["decode", "prefill", "pd"]
 Shift = Literal["un", "un_right", "right"]

@@ -8,11 +8,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Context, ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Context, ModelSpec
 
 
 @dataclass

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dllm_sampler.cache.window import WindowCache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.values import Canvas
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import ClassVar
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.protocols import Context
+from dllm_sampler.core.protocols import Context
 
 
 @dataclass

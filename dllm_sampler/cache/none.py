@@ -6,9 +6,9 @@ from typing import ClassVar
 import torch
 
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.packing import measure, read, request
-from dllm_sampler.protocols import ModelSpec, Plan
+from dllm_sampler.core.packing import measure, read, request
+from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Query
 
 
 def once(canvas: Canvas, query: Query, spec: ModelSpec) -> tuple[Canvas, Plan]:

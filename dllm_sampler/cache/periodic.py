@@ -11,9 +11,9 @@ from torch import Tensor
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
 
 
 @dataclass

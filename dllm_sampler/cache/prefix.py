@@ -6,7 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from dllm_sampler.cache.window import WindowCache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.values import Canvas
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dllm_sampler.protocols import ModelSpec
+from dllm_sampler.core.protocols import ModelSpec
 
 if TYPE_CHECKING:
     from dllm_sampler.cache.base import PaddedPlan

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler import select
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core import select
+from dllm_sampler.core.packing import Request, visible
+from dllm_sampler.core.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-from dllm_sampler.packing import Request, visible
-from dllm_sampler.protocols import LayerParts, ModelSpec, Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import Cache, changed
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dllm_sampler.cache.base import Cache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.values import Canvas
 
 
 @dataclass

@@ -26,8 +26,8 @@ from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
 if TYPE_CHECKING:
-    from dllm_sampler.deer import SpeculativeSampler
     from dllm_sampler.result import Speculation
+    from dllm_sampler.speculative.deer import SpeculativeSampler
 
 
 def run(arguments: Arguments) -> int:
@@ -121,7 +121,7 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
 
 def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
     """The target of the options, with the sampler as its drafter."""
-    from dllm_sampler.deer import SpeculativeSampler  # transformers' modelling code takes seconds to import
+    from dllm_sampler.speculative.deer import SpeculativeSampler  # transformers' modelling code takes seconds to import
 
     return SpeculativeSampler(
         sampler,

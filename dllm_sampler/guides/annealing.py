@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Guide
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.values import Canvas
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Context, Guide
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Context, Guide
 
 Mode = Literal["ban", "defer"]
 

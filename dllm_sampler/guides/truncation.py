@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Guide
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:

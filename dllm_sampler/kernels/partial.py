@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler import noise, readout
+from dllm_sampler.core import noise
+from dllm_sampler.engine import readout
 from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
 from dllm_sampler.kernels.statistics import Statistics
 

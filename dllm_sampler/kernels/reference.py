@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler import readout as readouts
+from dllm_sampler.core.noise import token_noise
+from dllm_sampler.engine import readout as readouts
 from dllm_sampler.guides.truncation import tempered
 from dllm_sampler.kernels.statistics import Statistics, Then, check
-from dllm_sampler.noise import token_noise
 
 NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
 

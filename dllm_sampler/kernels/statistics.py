@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Readout
+from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import UserError
 
 MOST = 64  # best tokens that a kernel lists

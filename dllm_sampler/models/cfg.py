@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import ReusesGuidance
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dllm_sampler.cache.base import PaddedPlan
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.packing import predictors
+from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
-from dllm_sampler.packing import predictors
-from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface
-from dllm_sampler.protocols import ModelSpec, Plan, Spent
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.packing import Pack
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels
 from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
-from dllm_sampler.packing import Pack
-from dllm_sampler.protocols import Plan
 
 
 def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, query: Query, plan: Plan) -> Drive | None:

@@ -15,13 +15,13 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family, Fields
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.protocols import Denoiser
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", "*.txt", "*.model", "*.jinja"]

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler import select
-from dllm_sampler.packing import Pack
-from dllm_sampler.protocols import Visible
+from dllm_sampler.core import select
+from dllm_sampler.core.packing import Pack
+from dllm_sampler.core.protocols import Visible
 
 Stored = tuple[Tensor, Tensor]  # keys and values [B, L+1, Hkv, Dh]
 

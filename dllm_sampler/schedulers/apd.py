@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Carry, Context, Guide, ModelSpec, Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Carry, Context, Guide, ModelSpec, Traits
 from dllm_sampler.schedulers.leftright import Leftmost
 
 if TYPE_CHECKING:
-    from dllm_sampler.models.autoregressive import Verifier
+    from dllm_sampler.speculative.autoregressive import Verifier
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ParallelDecoding(Leftmost):
         Raises:
             UserError: none given, nothing to load, or another vocabulary or tokenizer than the model's.
         """
-        from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
+        from dllm_sampler.speculative import autoregressive  # transformers' modelling code takes seconds to import
 
         bound = self
         if self.judge is None or self.model != context.spec:

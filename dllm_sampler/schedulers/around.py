@@ -5,8 +5,8 @@ from typing import Self
 
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Carry, Context, Guide, Paced, Planner, Scheduler, Tempered, Traits
+from dllm_sampler.core.protocols import Carry, Context, Guide, Paced, Planner, Scheduler, Tempered, Traits
+from dllm_sampler.core.values import Canvas, Query
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
-from dllm_sampler.select import top
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
 @dataclass(frozen=True)

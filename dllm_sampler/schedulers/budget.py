@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
 

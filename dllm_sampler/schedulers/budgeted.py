@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.select import rank
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps, check_steps
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.select import rank
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.select import rank, top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.schedulers.budget import check_steps, even_share
 from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
-from dllm_sampler.select import rank, top
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
 

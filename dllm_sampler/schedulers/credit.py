@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 

@@ -6,9 +6,9 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Context, Scheduler
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.checks import check_number
 from dllm_sampler.schedulers.fixed import FixedSteps

@@ -9,9 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import ModelSpec
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
 SCHEMA = 1

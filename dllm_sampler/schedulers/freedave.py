@@ -5,9 +5,9 @@ from typing import Literal, Self, get_args
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Context, Scheduler
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Context, Scheduler
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.pace import Pace

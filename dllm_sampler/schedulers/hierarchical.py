@@ -5,10 +5,10 @@ from typing import Self
 
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.select import rank, top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Context, Scheduler, Traits
-from dllm_sampler.select import rank, top
 
 
 @dataclass(frozen=True)

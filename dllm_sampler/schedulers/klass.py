@@ -5,11 +5,11 @@ from typing import Literal, Self, get_args
 
 import torch
 
-from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Carry, Context, ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.engine.readout import Law
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Context, ModelSpec
-from dllm_sampler.readout import Law
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 

@@ -5,12 +5,12 @@ from typing import Self
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Context, ModelSpec, Scheduler, Traits
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Context, ModelSpec, Scheduler, Traits
 from dllm_sampler.schedulers.budget import check_steps, even_share
 from dllm_sampler.schedulers.filter import Layers, find, judge, lay_out, load
-from dllm_sampler.select import top
 
 
 @dataclass(frozen=True)

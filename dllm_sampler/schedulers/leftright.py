@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.checks import check_count
 
 

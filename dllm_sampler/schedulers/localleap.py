@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.values import Canvas
 
 Table = dict[int, list[float]]  # branches to the seconds of their forwards
 

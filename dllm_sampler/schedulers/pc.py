@@ -8,9 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Context
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 

@@ -6,8 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query
-from dllm_sampler.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.schedulers.budget import block_steps, check_steps
 
 

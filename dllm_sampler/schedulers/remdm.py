@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Traits
+from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.remasking import Remasking
-from dllm_sampler.select import top
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dllm_sampler.canvas import Canvas, Readout
+from dllm_sampler.core.values import Canvas, Readout
 
 _PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a step changes of a canvas
 

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 
 Score = Literal["confidence", "margin", "entropy", "random", "position"]

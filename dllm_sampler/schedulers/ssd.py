@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from dllm_sampler.protocols import Scheduler
+from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.verifier import Branch, Verifier

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Traits, block_over
+from dllm_sampler.core.protocols import Carry, Traits, block_over
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.protocols import Carry, Scheduler
-from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)

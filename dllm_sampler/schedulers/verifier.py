@@ -8,11 +8,11 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import select
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Carry, Context, Traits, block_over
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Carry, Context, Traits, block_over
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 

@@ -17,12 +17,12 @@ from rich.progress import TaskID
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
-from dllm_sampler.deer import SpeculativeSampler
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.deer_losses import Rows, distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export

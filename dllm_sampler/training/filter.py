@@ -17,11 +17,11 @@ from rich.table import Column, Table
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cli import inputs
+from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.filter import Layers, about, judge
 from dllm_sampler.schedulers.fixed import FixedSteps

@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.filter import lay_out
 from dllm_sampler.training import checkpoint

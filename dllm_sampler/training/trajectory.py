@@ -16,12 +16,12 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler import select
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.transformer import block_causal
-from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.trace import Trace
 
 
 @dataclass(frozen=True)

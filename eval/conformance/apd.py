@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dllm_sampler.blocks import FullBlock
+from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.trailing import TrailingCache
+from dllm_sampler.core.protocols import ModelSpec
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import EndsAnywhere, PublishedParallelDecoding
-from dllm_sampler.protocols import ModelSpec
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.leftright import LeftToRight
 
@@ -71,7 +71,7 @@ def apd(line: Line, checkpoints: Checkpoints) -> Setup:
 
 def _watched(path: str, spec: ModelSpec, read: list[int]) -> PreTrainedModel:
     """The causal LM in a folder, which takes down how many tokens each of its passes reads."""
-    from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
+    from dllm_sampler.speculative import autoregressive  # transformers' modelling code takes seconds to import
 
     model = autoregressive.load(path, spec).model
 

@@ -9,16 +9,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.noise import Noise, ReplayNoise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.eval.conformance.published import EarlyStop, StopAt
 from dllm_sampler.guides import Temperature, TopK, TopP
-from dllm_sampler.noise import Noise, ReplayNoise
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Guide
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.lines import Line, Steps
 from dllm_sampler.eval.conformance.lines import Unsupported as Unsupported
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.protocols import Denoiser, ModelSpec, Plan, Spent
 from dllm_sampler.sampler import Sampler
 
 

@@ -9,20 +9,20 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dkv_greedy import GreedyCache
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.eval.conformance import dream
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import PublishedDelayedCache, PublishedFixedSteps
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.random_order import RandomOrder
 

@@ -8,12 +8,12 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Query, Readout
+from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import StopAt
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size, Steps, Tokens
-from dllm_sampler.noise import ReplayNoise
-from dllm_sampler.protocols import Context
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
 

@@ -7,9 +7,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from dllm_sampler.blocks import FixedBlocks, FullBlock
+from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
+from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.core.protocols import Blocks, Guide, Scheduler
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import (
@@ -20,8 +22,6 @@ from dllm_sampler.eval.conformance.published import (
     PublishedPrefixCache,
 )
 from dllm_sampler.guides import Temperature, TopK, TopP
-from dllm_sampler.noise import ReplayNoise
-from dllm_sampler.protocols import Blocks, Guide, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.threshold import Threshold

@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from dllm_sampler.blocks import FullBlock
+from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.sparse import SparseCache
+from dllm_sampler.core.protocols import Denoiser, Scheduler
 from dllm_sampler.eval.conformance import llada
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.dream import SCORES
@@ -16,7 +17,6 @@ from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps, PublishedRunningConfidence, PublishedSlowFast
 from dllm_sampler.guides import TopK
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.ccd import Coherent
 from dllm_sampler.schedulers.remdm import Remdm

@@ -9,11 +9,12 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size, Steps
@@ -24,12 +25,11 @@ from dllm_sampler.eval.conformance.published import (
     PublishedFreeDave,
     PublishedPrefixCache,
 )
-from dllm_sampler.protocols import Carry, Scheduler, Traits
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops import NoStop
+from dllm_sampler.stops.end_tokens import NoStop
 
 
 class Arguments(BaseModel):

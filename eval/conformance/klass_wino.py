@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.dream import SCORES
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import Loop, setup
 from dllm_sampler.eval.conformance.published import AnyBlock, MostUncertain, PublishedKlass, PublishedWino
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Denoiser
 from dllm_sampler.schedulers.klass import Take
 
 TAKES: dict[str, Take] = {"all": "all", "max_conf": "surest", "min_kl": "steadiest"}

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.protocols import Stop
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import PublishedEndOfText
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Stop
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
-from dllm_sampler.stops import NoStop
+from dllm_sampler.stops.end_tokens import NoStop
 
 
 class Arguments(BaseModel):

@@ -7,8 +7,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dllm_sampler.blocks import AdaBlock, AscendingBlocks, FullBlock
+from dllm_sampler.blocks.adablock import AdaBlock
+from dllm_sampler.blocks.ascending import AscendingBlocks
+from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import NoCache
+from dllm_sampler.core.protocols import Denoiser, Scheduler
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.llada import CACHES, Loop, setup
@@ -21,7 +24,6 @@ from dllm_sampler.eval.conformance.published import (
     PublishedPositionCalibrated,
 )
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.protocols import Denoiser, Scheduler
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.ascending import AscendingSteps
 from dllm_sampler.schedulers.entropy import EntropyThreshold
@@ -29,7 +31,7 @@ from dllm_sampler.schedulers.entropy_bound import EntropyBound
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops import Prophet
+from dllm_sampler.stops.prophet import Prophet
 
 # What AdaBlock's Dream path takes for delimiters: every token that holds a newline or ends a sentence.
 DREAM_DELIMITERS = (

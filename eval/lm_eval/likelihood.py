@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dllm_sampler import layout
-from dllm_sampler.blocks import FullBlock
+from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
-from dllm_sampler.canvas import Query
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Denoiser, ModelSpec
+from dllm_sampler.core.values import Query
+from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Denoiser, ModelSpec
 
 
 def check(spec: ModelSpec) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from dllm_sampler.protocols import Denoiser
+from dllm_sampler.core.protocols import Denoiser
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 
+from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt
 from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
-from dllm_sampler.protocols import Denoiser
 
 
 @dataclass

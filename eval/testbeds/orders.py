@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import Carry, Scheduler
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.score import Score, rate, score_needs
-from dllm_sampler.select import top
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_sampler import Canvas, Query, Result, Sampler, UserError, layout
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler import Canvas, Query, Result, Sampler, UserError
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.eval.conformance import lines, replay
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup
 from dllm_sampler.eval.conformance.diffusion_gemma import Watched
-from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser, Memory
-from dllm_sampler.noise import CounterNoise
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
 

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_sampler import layout
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine import layout
 from dllm_sampler.eval.conformance.published import PublishedDualCache, PublishedPrefixCache
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
-from dllm_sampler.noise import CounterNoise
 from tests import toys
 
 DATA = Path(__file__).parent / "data"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dllm_sampler import Canvas, Sampler, UserError, config
+from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.eval.conformance.published import (
     AnyBlock,
     EndsAnywhere,
@@ -29,7 +30,6 @@ from dllm_sampler.eval.conformance.published import (
     PublishedWino,
     Unrolled,
 )
-from dllm_sampler.protocols import Scheduler
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.factor import Factor
@@ -43,7 +43,7 @@ from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.rcr import RunningConfidence
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
-from dllm_sampler.stops import EndOfText
+from dllm_sampler.stops.end_of_text import EndOfText
 from tests import scripted, toys
 from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same, sampler, written
 from tests.turns import by_turns

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, Traits, config, layout
+from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, Traits, config
 from dllm_sampler.cache.base import Foresees
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
-from dllm_sampler.loop import Engine
-from dllm_sampler.noise import CounterNoise
 from tests import toys
 from tests.contract import cases
 from tests.contract.cases import CASES, TOKENS, Case, thinned

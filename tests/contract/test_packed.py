@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Query, Result, Sampler, config
-from dllm_sampler.canvas import Sizes
-from dllm_sampler.graphs import rounded
+from dllm_sampler.core.packing import Answers, Request
+from dllm_sampler.core.protocols import Guide, Plan, Spent
+from dllm_sampler.core.values import Sizes
+from dllm_sampler.engine.graphs import rounded
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.packing import Answers, Request
-from dllm_sampler.protocols import Guide, Plan, Spent
 from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row

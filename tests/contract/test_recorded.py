@@ -13,8 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dllm_sampler import Result, Sampler, graphs
+from dllm_sampler import Result, Sampler
 from dllm_sampler.cache.slots import Slots
+from dllm_sampler.engine import graphs
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels import backend
 from tests import toys

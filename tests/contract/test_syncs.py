@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_sampler.loop import Engine, State
+from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import CASES, Case, thinned

@@ -12,17 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, layout, schedulers
-from dllm_sampler.blocks import FixedBlocks
-from dllm_sampler.canvas import Edit, Readout
+from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, schedulers
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
+from dllm_sampler.core.values import Edit, Readout
+from dllm_sampler.engine import layout
 from dllm_sampler.eval import conformance
 from dllm_sampler.eval.conformance import published
 from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
 from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedFreeDave, Unrolled
 from dllm_sampler.eval.conformance.unmasking import AmongTop
 from dllm_sampler.guides import Temperature
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.freedave import FreeDave

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dllm_sampler import Result
-from dllm_sampler.loop import Engine
+from dllm_sampler.engine.loop import Engine
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case
 

@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from dllm_sampler import Sampler, UserError
-from dllm_sampler.buffers import Step
 from dllm_sampler.config import names
-from dllm_sampler.loop import Engine
+from dllm_sampler.engine.buffers import Step
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer

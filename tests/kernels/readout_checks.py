@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import noise
-from dllm_sampler.canvas import Query
+from dllm_sampler.core import noise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.values import Query
+from dllm_sampler.engine.readout import TINY
 from dllm_sampler.guides import Temperature
 from dllm_sampler.kernels.statistics import Statistics, Then
-from dllm_sampler.packing import Answers
-from dllm_sampler.readout import TINY
 from tests import toys
 
 INF = float("inf")
@@ -137,7 +137,7 @@ def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: 
 
 def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: float) -> None:
     """The tokens and statistics of `readout.read` with its guide and noise, for a batch of canvases."""
-    from dllm_sampler import readout
+    from dllm_sampler.engine import readout
 
     canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), row_seed=torch.tensor([5, -9, 2**40]))
     canvas = replace(canvas, step=torch.tensor([0, 3, 11]), begin=torch.tensor([0, 1, 2]))

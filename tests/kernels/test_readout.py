@@ -10,7 +10,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import noise
+from dllm_sampler.core import noise
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.statistics import Then

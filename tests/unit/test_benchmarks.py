@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import readout
-from dllm_sampler.graphs import StaticEngine
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.engine import readout
+from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
-from dllm_sampler.packing import Answers
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Query, Result, Sampler, UserError, layout
+from dllm_sampler import Query, Result, Sampler, UserError
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dkv_greedy import GreedyCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.canvas import Canvas
-from dllm_sampler.loop import Engine, State
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.models.transformer import Layer
-from dllm_sampler.noise import CounterNoise
 from tests import toys
 from tests.turns import by_turns
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, Sampler, UserError, layout
+from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.dllm_cache import IntervalCache
-from dllm_sampler.canvas import Query
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.values import Query
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.conformance.builder import Measured
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
-from dllm_sampler.loop import Engine
 from dllm_sampler.models.transformer import SwiGLU
-from dllm_sampler.noise import CounterNoise
 from tests import toys
 
 TOKENS = 16

@@ -14,10 +14,10 @@ from torch import Tensor
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
+from dllm_sampler.core.protocols import Denoiser, Plan
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Transformer, TransformerConfig
-from dllm_sampler.protocols import Denoiser, Plan
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.turns import by_turns

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllm_sampler import config, layout
+from dllm_sampler import config
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval import cache_runs, markdown
 from dllm_sampler.eval.cache_runs import APART, Figures, Row, bytes_held, caches
 from dllm_sampler.eval.cache_table import DOCS, HEAD, SECTION, main
-from dllm_sampler.loop import Engine
 from tests import toys
 
 documented = pytest.mark.skipif(not DOCS.exists(), reason="an installed package has no docs")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import capture
+from dllm_sampler.engine import capture
 
 
 class Graph:

@@ -13,9 +13,9 @@ from hydra.utils import get_class
 from dllm_sampler import blocks, cache, config, guides, schedulers, stops
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.core.protocols import Blocks, Guide, Scheduler, Stop
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopP
-from dllm_sampler.protocols import Blocks, Guide, Scheduler, Stop
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
-from dllm_sampler.canvas import Canvas, Query
 from dllm_sampler.cli import main
-from dllm_sampler.deer import SpeculativeSampler
+from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.models.denoiser import TransformerDenoiser, spent
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.protocols import ModelSpec, Plan, Spent
 from dllm_sampler.result import Speculation
+from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
 
 PROMPTS = [

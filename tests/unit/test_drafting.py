@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError, layout, packing
+from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError
+from dllm_sampler.core import packing
+from dllm_sampler.core.noise import CounterNoise, ReplayNoise
+from dllm_sampler.core.protocols import Plan, Spent
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.drafting import same_path
-from dllm_sampler.loop import Engine
-from dllm_sampler.noise import CounterNoise, ReplayNoise
-from dllm_sampler.protocols import Plan, Spent
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.pace import Pace
 from dllm_sampler.schedulers.ssd import SelfSpeculative

@@ -11,15 +11,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dllm_sampler import Sampler, UserError, layout
-from dllm_sampler.buffers import walk
-from dllm_sampler.graphs import StaticEngine, obstacle, rounded
+from dllm_sampler import Sampler, UserError
+from dllm_sampler.core.noise import CounterNoise, ReplayNoise
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.buffers import walk
+from dllm_sampler.engine.graphs import StaticEngine, obstacle, rounded
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.kernels import backend
-from dllm_sampler.loop import Engine
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoE, MoeConfig
-from dllm_sampler.noise import CounterNoise, ReplayNoise
-from dllm_sampler.protocols import Denoiser
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.taped import Taped, taped

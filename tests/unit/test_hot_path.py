@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dllm_sampler import readout
+from dllm_sampler.engine import readout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -8,8 +8,9 @@ import torch
 from torch._inductor import metrics
 from torch._inductor.compile_fx import compile_fx
 
-from dllm_sampler import Sampler, UserError, loop
-from dllm_sampler.graphs import StaticEngine
+from dllm_sampler import Sampler, UserError
+from dllm_sampler.engine import loop
+from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
 from tests import toys

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler import layout
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.canvas import Canvas, Query
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Denoiser, Spent
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import Denoiser, Spent
 from tests import toys
 
 TINY = TransformerConfig(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, CounterNoise, Query, ReplayNoise
-from dllm_sampler.noise import SCALE, Noise, gumbel
-from dllm_sampler.packing import Answers
+from dllm_sampler.core.noise import SCALE, Noise, gumbel
+from dllm_sampler.core.packing import Answers
 from tests import toys
 
 NOISE = CounterNoise()

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, CounterNoise, Result, Sampler, UserError, layout
-from dllm_sampler.blocks import FixedBlocks, FullBlock
+from dllm_sampler import Canvas, CounterNoise, Result, Sampler, UserError
+from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.oracle import Oracle, decode
-from dllm_sampler.loop import Engine
-from dllm_sampler.stops import EndOfText, Prophet
+from dllm_sampler.stops.end_of_text import EndOfText
+from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
 from tests.scripted import Script

@@ -7,16 +7,17 @@ import pytest
 import torch
 
 from dllm_sampler import Query, Sampler, UserError
-from dllm_sampler.blocks import AdaBlock, FixedBlocks
+from dllm_sampler.blocks.adablock import AdaBlock
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
-from dllm_sampler.models import autoregressive
-from dllm_sampler.packing import Answers
-from dllm_sampler.readout import read
 from dllm_sampler.schedulers import learn2pd
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.klass import Klass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops import PrefixStop
+from dllm_sampler.speculative import autoregressive
+from dllm_sampler.stops.end_tokens import PrefixStop
 from tests import toys
 
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import Query, Readout, readout
+from dllm_sampler import Query, Readout
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.engine import readout
 from dllm_sampler.guides import EndTokens, Temperature
-from dllm_sampler.packing import Answers
 from tests import toys
 
 NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "probabilities", "logits", "hidden"})

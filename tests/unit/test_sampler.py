@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.guides import Temperature
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops import NoStop
+from dllm_sampler.stops.end_tokens import NoStop
 from tests import toys
 
 TOKENS = 13

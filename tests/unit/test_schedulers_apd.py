@@ -13,14 +13,15 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError, readout
-from dllm_sampler.blocks import FixedBlocks, FullBlock
+from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError
+from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
-from dllm_sampler.models import autoregressive
-from dllm_sampler.models.autoregressive import Reading
-from dllm_sampler.packing import Answers
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.engine import readout
 from dllm_sampler.schedulers.apd import ParallelDecoding, mixture
 from dllm_sampler.schedulers.leftright import LeftToRight
+from dllm_sampler.speculative import autoregressive
+from dllm_sampler.speculative.autoregressive import Reading
 from tests import scripted, toys
 from tests.turns import by_turns
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, CounterNoise, Edit, Query, Readout, Sampler, UserError, layout
-from dllm_sampler.blocks import FixedBlocks, FullBlock
-from dllm_sampler.protocols import Scheduler
+from dllm_sampler import Canvas, CounterNoise, Edit, Query, Readout, Sampler, UserError
+from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.engine import layout
 from dllm_sampler.result import Result
 from dllm_sampler.schedulers.ccd import Coherent
 from dllm_sampler.schedulers.ccd_marginal import CoherentMarginal
@@ -27,7 +28,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops import EndOfText
+from dllm_sampler.stops.end_of_text import EndOfText
 from tests import toys
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 from tests.toys import MASK

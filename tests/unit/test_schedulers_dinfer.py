@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, Sampler, UserError
-from dllm_sampler.blocks import FixedBlocks, FullBlock
+from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.periodic import PeriodicDual, PeriodicPrefix
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold

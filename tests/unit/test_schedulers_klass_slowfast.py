@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, UserError
-from dllm_sampler.blocks import FixedBlocks, FullBlock
-from dllm_sampler.protocols import Carry, Scheduler, Stop
+from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.core.protocols import Carry, Scheduler, Stop
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -22,7 +22,7 @@ from dllm_sampler.schedulers.remdm import Remdm
 from dllm_sampler.schedulers.slowfast import SlowFast
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
-from dllm_sampler.stops import Prophet
+from dllm_sampler.stops.prophet import Prophet
 from tests.contract.test_reference import probabilities
 from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same_answers, sampler, written
 from tests.toys import MASK

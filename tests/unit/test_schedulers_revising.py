@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Query, Sampler, UserError, layout
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler import Query, Sampler, UserError
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import once
-from dllm_sampler.noise import CounterNoise
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.engine import layout
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.rcr import RunningConfidence

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError, readout
+from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Denoiser, Plan, Spent
+from dllm_sampler.engine import readout
 from dllm_sampler.guides.annealing import LinearTemperature
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Denoiser, Plan, Spent
 from dllm_sampler.schedulers.block_refine import BlockRefine
 from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
 from tests import scripted, toys

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import select
+from dllm_sampler.core import select
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 scores = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 1.0, math.inf])  # few values: ties everywhere

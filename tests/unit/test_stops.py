@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from dllm_sampler import Canvas, Edit, Query
-from dllm_sampler.protocols import Stop
-from dllm_sampler.stops import BlockStop, NoStop, PrefixStop, Prophet, TruncateStop
+from dllm_sampler.core.protocols import Stop
+from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop
+from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 
 E, M = toys.EOS, toys.MASK

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dllm_sampler import Result, Trace, UserError
-from dllm_sampler.trace import FIELDS
+from dllm_sampler.core.trace import FIELDS
 from tests import toys
 
 TOKENS = 13

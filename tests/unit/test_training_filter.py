@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dllm_sampler import Sampler, UserError
-from dllm_sampler.blocks import FixedBlocks
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.schedulers.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import checkpoint as states

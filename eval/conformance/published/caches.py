@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.values import Canvas
 
 
 @dataclass

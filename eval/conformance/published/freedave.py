@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.rows import choose
 from dllm_sampler.schedulers.verifier import Held, Walked
-from dllm_sampler.select import at_least_one
 
 
 @dataclass(frozen=True)

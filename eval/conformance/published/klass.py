@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.engine.readout import Law
 from dllm_sampler.eval.conformance.published.fixed import PublishedFixedSteps
-from dllm_sampler.protocols import Carry, Traits
-from dllm_sampler.readout import Law
 from dllm_sampler.schedulers.klass import Klass
 
 

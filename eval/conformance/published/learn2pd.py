@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.stops import EndOfText
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.stops.end_of_text import EndOfText
 
 
 @dataclass(frozen=True)

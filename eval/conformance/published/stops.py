@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.protocols import block_over
-from dllm_sampler.stops import BlockStop, PrefixStop
+from dllm_sampler.core.protocols import block_over
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop
 
 
 @dataclass(frozen=True)

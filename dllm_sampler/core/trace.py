@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dllm_sampler import bookkeeping
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import bookkeeping
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
 SCHEMA = 2

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from dllm_sampler.canvas import Canvas
-    from dllm_sampler.packing import Answers
+    from dllm_sampler.core.packing import Answers
+    from dllm_sampler.core.values import Canvas
 
 
 class Noise(Protocol):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import bookkeeping, select
+from dllm_sampler.core import bookkeeping, select
 
 if TYPE_CHECKING:
-    from dllm_sampler.noise import Noise
+    from dllm_sampler.core.noise import Noise
 
 
 @dataclass(frozen=True)

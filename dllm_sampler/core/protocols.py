@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtim
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
-from dllm_sampler.packing import Answers, Pack, Request
+from dllm_sampler.core.packing import Answers, Pack, Request
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from dllm_sampler.canvas import Canvas, Sizes
-from dllm_sampler.noise import Noise
-from dllm_sampler.protocols import Blocks, ModelSpec
+from dllm_sampler.core.noise import Noise
+from dllm_sampler.core.protocols import Blocks, ModelSpec
+from dllm_sampler.core.values import Canvas, Sizes
 
 
 def canvas(

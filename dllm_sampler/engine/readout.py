@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.canvas import Canvas, Readout
+from dllm_sampler.core.noise import CounterNoise, answer_keys
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Denoiser, Guide, ModelSpec
+from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.guides.truncation import Temperature
-from dllm_sampler.noise import CounterNoise, answer_keys
-from dllm_sampler.packing import Answers
-from dllm_sampler.protocols import Denoiser, Guide, ModelSpec
 
 if TYPE_CHECKING:
     from dllm_sampler.kernels.backend import Backend

@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler import packing, readout
 from dllm_sampler.cache.base import Cache, Foresees, Prefills
-from dllm_sampler.canvas import Canvas, Edit, Query, Readout
+from dllm_sampler.core import packing
+from dllm_sampler.core.packing import Request
+from dllm_sampler.core.protocols import Carry, Denoiser, Paced, Planner, Spent
+from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.engine import readout
+from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.models.compiled import whole
-from dllm_sampler.packing import Request
-from dllm_sampler.plugins import Plugins
-from dllm_sampler.protocols import Carry, Denoiser, Paced, Planner, Spent
-from dllm_sampler.trace import Recorder
 
 
 @dataclass

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import nn
 
-from dllm_sampler.buffers import Buffers, Step, address, copied, restored
-from dllm_sampler.canvas import Canvas, Sizes
-from dllm_sampler.capture import Record
+from dllm_sampler.core.noise import CounterNoise, Noise
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.values import Canvas, Sizes
+from dllm_sampler.engine.buffers import Buffers, Step, address, copied, restored
+from dllm_sampler.engine.capture import Record
+from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
-from dllm_sampler.loop import Engine, State
 from dllm_sampler.models.fused import hooked
 from dllm_sampler.models.moe import Experts, waits
-from dllm_sampler.noise import CounterNoise, Noise
-from dllm_sampler.plugins import Plugins
-from dllm_sampler.protocols import Denoiser
 
 KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made

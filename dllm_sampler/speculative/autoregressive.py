@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from dllm_sampler.canvas import Canvas
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface, loading, weights
-from dllm_sampler.protocols import ModelSpec
 
 PADDING = 512  # vocabularies of one tokenizer differ by the padding to a multiple of at most this
 

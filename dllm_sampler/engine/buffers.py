@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.canvas import Sizes
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.values import Sizes
+from dllm_sampler.engine.loop import State
 from dllm_sampler.errors import UserError
-from dllm_sampler.loop import State
-from dllm_sampler.noise import CounterNoise
-from dllm_sampler.protocols import ModelSpec
-from dllm_sampler.trace import Recorder
 
 PARTS = ("canvas", "cache", "carry", "bad", "recorder", "wanted", "measured", "previous")  # of a state: a step's work
 SIZES = "canvas.sizes"  # what the host sets between two steps

@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dllm_sampler import layout, prompts
-from dllm_sampler.blocks import FullBlock
+from dllm_sampler import prompts
+from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
-from dllm_sampler.canvas import Canvas, Edit, Query
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query
+from dllm_sampler.engine import layout
+from dllm_sampler.engine.loop import Engine
+from dllm_sampler.engine.readout import argmax
 from dllm_sampler.errors import NotFiniteError, UserError
-from dllm_sampler.loop import Engine
-from dllm_sampler.models import autoregressive
-from dllm_sampler.models.autoregressive import Reading, Verifier
-from dllm_sampler.packing import Answers
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.protocols import ModelSpec
-from dllm_sampler.readout import argmax
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.speculative import autoregressive
+from dllm_sampler.speculative.autoregressive import Reading, Verifier
 
 Progress = Callable[[int, int, int], None]
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
-from dllm_sampler.canvas import Canvas, Query, Sizes
+from dllm_sampler.core import select
+from dllm_sampler.core.values import Canvas, Query, Sizes
 
 if TYPE_CHECKING:
-    from dllm_sampler.protocols import ModelSpec
+    from dllm_sampler.core.protocols import ModelSpec
 
 
 class Request(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm_sampler import select
+from dllm_sampler.core import select
 
 
 def eligible(masked: Tensor, positions: Tensor, start: Tensor, stop: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""AdaBlock: a block ends where a sentence does."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.protocols import Blocks
+from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.errors import UserError
+
+
+@dataclass(frozen=True)
+class AdaBlock(Blocks):
+    """End a block at the surest delimiter ahead (a newline, say), where the model is sure enough of one.
+
+    Source: AdaBlock-dLLM, arXiv 2509.26432. The forward that opens a block also sizes it: among the positions of the
+    window whose candidate is a delimiter the most confident one ends the block, inclusively, if its confidence
+    reaches the threshold; otherwise the block has `length` positions. The window is the published code's, a share of
+    the whole generation (the paper's grows with what is decoded).
+
+    Args:
+        delimiters: token ids; none: fixed blocks.
+        threshold: probability the delimiter must reach; above 1: fixed blocks.
+        length: of a block without a delimiter; may exceed the window.
+        window: share of the generation looked ahead.
+    """
+
+    sizes_on_open: ClassVar[bool] = True
+
+    delimiters: tuple[int, ...] = (198,)
+    threshold: float = 0.3
+    length: int = 32
+    window: float = 0.25
+
+    def __post_init__(self) -> None:
+        FixedBlocks(self.length)
+        object.__setattr__(self, "delimiters", tuple(self.delimiters))
+        if not self.threshold >= 0:
+            raise UserError(f"blocks.threshold must be a probability from 0 on, not {self.threshold!r}")
+        if not 0 <= self.window <= 1:
+            raise UserError(f"blocks.window must be a share between 0 and 1, not {self.window!r}")
+
+    def lookahead(self, tokens: int) -> int:
+        """See `Blocks.lookahead`."""
+        return min(max(self.length, int(self.window * tokens)), tokens)
+
+    def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+        """See `Blocks.open`."""
+        tokens = canvas.length - canvas.origin
+        ahead = query.positions - canvas.start[:, None]  # [B, Q]
+        delimits = torch.zeros_like(ahead, dtype=torch.bool)
+        for mark in self.delimiters:  # numbers, not a tensor: that would be a copy to the device in every step
+            delimits |= readout.token[:, 0] == mark
+        inside = canvas.eligible(query.positions) & (ahead < int(self.window * tokens))
+        sure, surest = readout.confidence[:, 0].masked_fill(~(delimits & inside), -1.0).max(1)  # first on a tie
+        found = canvas.start + ahead.gather(1, surest[:, None])[:, 0] + 1
+        fallback = torch.minimum(canvas.start + self.length, canvas.end)
+        return torch.where((sure >= self.threshold) & (sure >= 0), found, fallback)

@@ -1,0 +1,53 @@
+"""ASS: blocks that double."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Blocks
+from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.errors import UserError
+
+
+@dataclass(frozen=True)
+class AscendingBlocks(Blocks):
+    """ASS's blocks: each later one is a single step of `scheduler=ascending` long.
+
+    Source: ASS, arXiv 2509.23924. With S = floor(log2 G), the last block has 2^(S-1) + 1 + (G - 2^S) positions,
+    those before it 2^(S-2), 2^(S-3), ...; the first one takes what remains.
+
+    Args:
+        count: blocks; at most S.
+    """
+
+    sizes_on_open: ClassVar[bool] = True
+
+    count: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
+            raise UserError(f"blocks.count must be a whole number of at least 1, not {self.count!r}")
+
+    def ends(self, tokens: int) -> list[int]:
+        """Where the blocks of a generation of `tokens` end."""
+        steps = tokens.bit_length() - 1
+        if self.count > max(steps, 1):
+            raise UserError(f"blocks.count={self.count} is more than the {steps} steps of {tokens} new tokens")
+        later = [2 ** (steps - 1) + 1 + tokens - 2**steps, *(2 ** (steps - 2 - i) for i in range(self.count - 2))]
+        sizes = list(reversed(later[: self.count - 1]))
+        first = tokens - sum(sizes)
+        return [first + sum(sizes[:i]) for i in range(self.count)]
+
+    def lookahead(self, tokens: int) -> int:
+        """See `Blocks.lookahead`."""
+        ends = self.ends(tokens)
+        return max(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+    def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+        """See `Blocks.open`."""
+        following = canvas.end
+        for end in reversed(self.ends(canvas.length - canvas.origin)):
+            following = torch.where(canvas.start < canvas.origin + end, canvas.origin + end, following)
+        return torch.minimum(following, canvas.end)

@@ -1,0 +1,56 @@
+"""Blocks of one length."""
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from dllm_sampler.core.protocols import Blocks, Context
+from dllm_sampler.errors import UserError
+
+DEFAULT_LENGTH = 32  # LLaDA's
+
+
+@dataclass(frozen=True)
+class FixedBlocks(Blocks):
+    """Consecutive blocks of equal length.
+
+    They are counted from the end of the prompt (LLaDA, arXiv 2502.09992), and for block-causal models (SDAR, arXiv
+    2510.06303; LLaDA2, arXiv 2512.15745), whose attention knows blocks too, from the row's first token: there the
+    prompt's last tokens may be the beginning of the first block. The last block is shorter where the generation ends
+    inside it; published block-causal samplers decode it to its end and drop what is too long.
+
+    Args:
+        length: positions per block; None: what the model was trained on, 32 if that is no one length.
+    """
+
+    length: int | None = None
+    causal: bool = field(init=False, default=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        length = self.length
+        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+            raise UserError(f"blocks.length must be a whole number of at least 1, not {length!r}")
+
+    def bind(self, context: Context) -> Self:
+        """Take the model's own length and whether its attention knows blocks."""
+        spec = context.spec
+        bound = replace(self, length=self.length or spec.block_length or DEFAULT_LENGTH)
+        object.__setattr__(bound, "causal", spec.attention == "block_causal")
+        return bound
+
+    @property
+    def grid(self) -> int | None:
+        """See `Blocks.grid`."""
+        return self.length if self.causal else None
+
+    def lookahead(self, tokens: int) -> int:
+        """See `Blocks.lookahead`."""
+        return min(self.length or DEFAULT_LENGTH, tokens)
+
+
+@dataclass(frozen=True)
+class FullBlock(Blocks):
+    """One block: the whole generation may be decoded in any order (full diffusion; Dream, arXiv 2508.15487)."""
+
+    def lookahead(self, tokens: int) -> int:
+        """See `Blocks.lookahead`."""
+        return tokens

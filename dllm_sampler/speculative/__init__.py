@@ -1,0 +1,1 @@
+"""An autoregressive model as the target or the verifier of drafts."""

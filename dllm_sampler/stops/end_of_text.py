@@ -1,0 +1,53 @@
+"""Learn2PD's End-of-Text prediction."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.stops.end_tokens import TruncateStop
+
+
+@dataclass(frozen=True)
+class EndOfText(TruncateStop):
+    """Cut the canvas behind the end of text, by a committed end token or by a predicted one.
+
+    Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule: cut where an end
+    token is committed (as `TruncateStop`). `predicted` is the published code's: where a step commits none, also cut
+    behind the mask most surely predicted to be one, anywhere on the canvas. The code sets no bound there, and can cut
+    after the very first forward: that is `min_conf=0`.
+
+    Args:
+        mode: `resolved` or `predicted`.
+        min_conf: probability a predicted end token must reach.
+    """
+
+    mode: Literal["resolved", "predicted"] = "resolved"
+    min_conf: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("resolved", "predicted"):
+            raise UserError(f"stop.mode must be resolved or predicted, not {self.mode!r}")
+        if isinstance(self.min_conf, bool) or not self.min_conf >= 0:
+            raise UserError(f"stop.min_conf must be a probability from 0 on, not {self.min_conf!r}")
+
+    def positions(self, canvas: Canvas) -> Tensor | None:
+        """See `Stop.positions`."""
+        return canvas.masked if self.mode == "predicted" else None
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        if self.mode == "resolved":
+            return super().__call__(canvas, after, query, readout, edit)
+        at, nowhere = query.positions, canvas.length + 1  # [B, Q]
+        wrote = edit.commit & (edit.ids == self.eos) & (at < canvas.length)
+        cut = torch.where(wrote, at + 1, nowhere).amin(1)
+        open_ = after.masked.gather(1, at)
+        likely = open_ & (readout.token[:, 0] == self.eos) & (readout.confidence[:, 0] >= self.min_conf)
+        sure, surest = readout.confidence[:, 0].masked_fill(~likely, -1.0).max(1)  # first on a tie
+        guess = torch.where(sure >= 0, at.gather(1, surest[:, None])[:, 0] + 1, nowhere)
+        cut = torch.where(cut < nowhere, cut, guess)
+        return replace(edit, end=cut if edit.end is None else torch.minimum(cut, edit.end))

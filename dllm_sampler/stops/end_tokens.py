@@ -1,0 +1,83 @@
+"""Stop at a committed end token (the rules stand side by side in docs/architecture.md)."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Context, Stop, block_over
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+
+
+def _first(chosen: Tensor) -> Tensor:
+    """`[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
+    size = chosen.shape[1]
+    return torch.where(chosen, select.numbers(size, chosen.device), size).amin(1)
+
+
+@dataclass(frozen=True)
+class NoStop(Stop):
+    """Decode the whole canvas; the text is cut at the first end token afterwards (LLaDA's default)."""
+
+
+@dataclass(frozen=True)
+class _EosStop(Stop):
+    eos: int = field(init=False, default=-1)
+
+    def bind(self, context: Context) -> Self:
+        """See `Stop.bind`."""
+        bound = replace(self)
+        object.__setattr__(bound, "eos", context.spec.eos_id)
+        return bound
+
+    def ends(self, after: Canvas) -> Tensor:
+        """`[B, L+1] bool` end tokens that stand committed in the generation."""
+        return (after.ids == self.eos) & ~after.masked & ~after.frozen & after.seen()
+
+
+def finished(edit: Edit, finish: Tensor) -> Edit:
+    """The edit that also stops the rows `finish [B] bool`."""
+    return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)
+
+
+@dataclass(frozen=True)
+class BlockStop(_EosStop):
+    """Stop after a complete block that contains an end token; what lies behind it becomes padding."""
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        return finished(edit, block_over(after, edit) & (self.ends(after) & canvas.in_block()).any(1))
+
+
+@dataclass(frozen=True)
+class PrefixStop(_EosStop):
+    """Stop once an end token is committed and no mask remains before it; no token before it changes.
+
+    A scheduler that takes tokens back (`edit.remask`) is done with them when the block is over.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        part = slice(canvas.origin, canvas.length)
+        ends = (after.ids[:, part] == self.eos) & (after.masked[:, part].cumsum(1) == 0)
+        fire = (ends & (canvas.columns()[:, part] < after.end[:, None])).any(1)
+        return finished(edit, fire if edit.remask is None else fire & block_over(after, edit))
+
+
+@dataclass(frozen=True)
+class TruncateStop(_EosStop):
+    """Cut the canvas behind an end token as soon as it is committed: later masks vanish from the context.
+
+    Where the scheduler takes tokens back (`edit.remask`), once its block is over.
+    """
+
+    cuts: ClassVar[bool] = True
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        end = _first(self.ends(after)) + 1
+        if edit.remask is not None:
+            end = torch.where(block_over(after, edit), end, canvas.end)
+        return replace(edit, end=end if edit.end is None else torch.minimum(end, edit.end))

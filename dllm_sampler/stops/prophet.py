@@ -1,0 +1,85 @@
+"""Prophet: fill all masks once the answer is settled."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Stop
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.stops.end_tokens import finished
+
+
+@dataclass(frozen=True)
+class Prophet(Stop):
+    """Fill every mask at once when the best token stands far above the second on the answer's positions.
+
+    Source: Prophet, arXiv 2508.19982. The gap is between the two best logits, averaged over the region, masked or
+    not; the bound falls as decoding proceeds. It is judged only on forwards with fresh rows for the whole region and
+    every mask: under a dual cache those that open a block.
+
+    Args:
+        start: first position of the answer region inside the generation; None: the region is every mask.
+        length: positions of the region, of which those inside the generation count. With none there it never fires.
+        early, mid, late: bounds on the mean gap until a third, two thirds and the rest of the way.
+        steps: planned forwards, which make progress the step's number (from 1) over them, as published; None:
+            progress is the share of the generation already committed.
+    """
+
+    fills: ClassVar[bool] = True
+
+    start: int | None = None
+    length: int = 5
+    early: float = 7.5
+    mid: float = 5.0
+    late: float = 2.5
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("length", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"stop.{name} must be a whole number from 1 on, not {value!r}")
+        for name in ("early", "mid", "late"):
+            if math.isnan(getattr(self, name)):
+                raise UserError(f"stop.{name} must be a number, not nan: infinity never fires")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The gap."""
+        return frozenset({"gap"})
+
+    def region(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` the answer's columns."""
+        if self.start is None:
+            return canvas.masked
+        ahead = canvas.columns() - canvas.origin
+        return (ahead >= max(0, self.start)) & (ahead < self.start + self.length) & canvas.seen()
+
+    def positions(self, canvas: Canvas) -> Tensor:
+        """See `Stop.positions`."""
+        return canvas.masked | self.region(canvas)
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        assert readout.gap is not None
+        region = self.region(canvas)
+        there = region.gather(1, query.positions)  # [B, Q]
+        asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, True)
+        covered = (asked | ~self.positions(canvas)).all(1)
+        # Truncated to one token (top_p measured), a distribution has no second logit: the gap says nothing then.
+        usable = there & (readout.gap[:, 0] < torch.inf)
+        gap = readout.gap[:, 0].masked_fill(~usable, 0).sum(1) / there.sum(1).clamp(min=1)
+        if self.steps is None:
+            progress = 1 - canvas.masked.sum(1) / (canvas.end - canvas.origin)
+        else:
+            progress = (canvas.step + 1) / self.steps
+        bound = torch.where(progress < 0.33, self.early, torch.where(progress < 0.67, self.mid, self.late))
+        fire = covered & there.any(1) & (gap >= bound)
+        fill = canvas.masked.gather(1, query.positions) & fire[:, None]
+        ids = torch.where(fill, readout.token[:, 0], edit.ids)
+        remask = None if edit.remask is None else edit.remask & ~fire[:, None]
+        return finished(replace(edit, ids=ids, commit=edit.commit | fill, remask=remask), fire)
