@@ -93,7 +93,10 @@ def counted(seen: Operations, p: Plugins) -> Iterator[None]:
         *((type(p.blocks), name, name) for name in ("open", "close")),
         (type(p.scheduler), "tell", "tell"),
         *((type(p.stop), name, "stop") for name in ("__call__", "positions")),
-        *((Canvas, name, part) for name, part in {"vouch": "apply", "apply": "apply", "advance": "advance"}.items()),
+        *(
+            (Canvas, name, part)
+            for name, part in {"reject_nonfinite": "apply", "apply": "apply", "advance": "advance"}.items()
+        ),
         (Recorder, "note", "record"),
         *((type(p.scheduler), name, "ask") for name in ("ask", "ahead")),
         *((type(p.cache), name, "narrow") for name in ("expect", "computes", "narrow")),

@@ -33,8 +33,8 @@ from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
-from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError

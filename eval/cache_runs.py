@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dllm_sampler import config, prompts
 from dllm_sampler.cache.base import Cache, Slots
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan, Spent
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan
 from dllm_sampler.core.trace import Recorder, Trace
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.eval.exact_match import held_out_prompts
@@ -201,7 +201,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
             sums["predictions"] += count
             sums["repeated"] += 1
         columns = int((before.seen().sum(1) * ~before.done).sum())
-        computed = int((state.canvas.rows - before.rows).sum())
+        computed = int((state.canvas.computed - before.computed).sum())
         sums["computed"] += computed
         sums["columns"] += columns
         sums["whole"] += computed == columns

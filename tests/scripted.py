@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Result, Sampler
 from dllm_sampler.blocks.fixed import FullBlock
-from dllm_sampler.core.protocols import Plan, Scheduler, Spent
+from dllm_sampler.core.protocols import Plan, Scheduler
+from dllm_sampler.core.values import Spent
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 

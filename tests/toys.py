@@ -19,8 +19,8 @@ from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Plan, Spent
-from dllm_sampler.core.values import Sizes
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.values import Sizes, Spent
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.moe import MoeConfig

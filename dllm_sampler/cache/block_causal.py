@@ -75,7 +75,7 @@ class BlockCausalCache(Cache):
             for buffer, source in zip(mine, its, strict=True):
                 buffer.copy_(source.repeat_interleave(samples, 0))
         self.clean = canvas.on_grid(canvas.start)
-        return torch.stack([spent.rows, *[torch.zeros_like(spent.rows)] * (samples - 1)], 1).flatten()
+        return torch.stack([spent.computed, *[torch.zeros_like(spent.computed)] * (samples - 1)], 1).flatten()
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.packing import Answers, Pack, Request
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,14 +71,6 @@ class Plan:
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
     pack: Pack | None = None  # None: the padded form (`cache.base.PaddedPlan`)
     attention: Callable[..., Tensor] | None = None  # of the pack (`models.packed.PackedAttention`)
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a forward cost each row, nothing for finished ones; the loop adds it up."""
-
-    nfe: Tensor  # [B] passes
-    rows: Tensor  # [B] positions computed, candidates and guidance branches included
 
 
 class Denoiser(Protocol):
@@ -147,7 +139,7 @@ class Traits:
     static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
     ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
     block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
-    horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.ahead`); None: all
+    horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dllm_sampler.core import bookkeeping
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -26,7 +25,7 @@ class Recorder:
     """Device buffers of a running generation; nothing is transferred before the end.
 
     Costs 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and per step some ten
-    small operations on the queried positions, one launch with kernels (`benchmarks/recording.py`). The entropy is one
+    small operations on the queried positions (`benchmarks/recording.py`). The entropy is one
     more reduction of the logits, unless a plug-in needs it anyway.
 
     Args:
@@ -37,7 +36,7 @@ class Recorder:
     """
 
     def __init__(self, canvas: Canvas, dtype: torch.dtype = torch.float32, entropy: bool = False, revises: bool = True):
-        self.revises, self.empty = revises, canvas.length
+        self.revises = revises
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1]
         self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1]
@@ -48,29 +47,24 @@ class Recorder:
     def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Take down what one step wrote, by the row's own count of forwards."""
         at = query.positions
-        wrote = None
+        was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
         if self.revises or edit.remask is not None:
-            was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
             writable = ~(before.frozen.gather(1, at) | before.done[:, None])
             wrote = edit.commit & ~noise & writable
             other = edit.commit & (edit.ids != before.ids.gather(1, at))
             if edit.remask is not None:
                 other = other | edit.remask
-                self.step_map.scatter_(1, at.masked_fill(~noise, self.empty), -1)
+                self.step_map.scatter_(1, at.masked_fill(~noise, before.length), -1)
             self.revised |= (other & writable & ~was).any(1)
-        bookkeeping.note(
-            self.step_map,
-            self.logprob,
-            self.entropy,
-            at,
-            wrote,
-            edit.commit,
-            before.masked,
-            after.masked,
-            before.step,
-            readout.confidence[:, 0] if edit.confidence is None else edit.confidence,
-            None if readout.entropy is None else readout.entropy[:, 0],
-        )
+        else:
+            wrote = edit.commit & was & ~noise
+        # What was not written goes to the empty slot, whose numbers are never read.
+        at = at.masked_fill(~wrote, before.length)
+        self.step_map.scatter_(1, at, before.step[:, None].masked_fill(~wrote, -1))
+        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
+        self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
+        if self.entropy is not None and readout.entropy is not None:
+            self.entropy.scatter_(1, at, readout.entropy[:, 0].to(self.entropy.dtype))
         if edit.end is not None:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)
@@ -108,7 +102,7 @@ class Trace:
             "gone": recorder.gone[:, part],
             "logprob": recorder.logprob[:, part],
             "nfe": canvas.nfe,
-            "rows": canvas.rows,
+            "rows": canvas.computed,
             "begin": canvas.begin - spare,
             "end": canvas.end.clamp(max=canvas.asked.stop) - spare,
             "seeds": canvas.row_seed,

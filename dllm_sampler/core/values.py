@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import bookkeeping, select
+from dllm_sampler.core import select
 
 if TYPE_CHECKING:
     from dllm_sampler.core.noise import Noise
@@ -35,6 +35,14 @@ class Sizes:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What a forward cost each row, nothing for finished ones; the loop adds it up."""
+
+    nfe: Tensor  # [B] passes
+    computed: Tensor  # [B] positions computed, candidates and guidance branches included
+
+
+@dataclass(frozen=True)
 class Canvas:
     """The state of a batch between two steps. Only `apply` writes tokens, only `advance` moves blocks."""
 
@@ -49,7 +57,7 @@ class Canvas:
     step: Tensor  # [B] forwards made by this row
     done: Tensor  # [B] bool
     nfe: Tensor  # [B] passes the row took part in
-    rows: Tensor  # [B] positions computed for the row
+    computed: Tensor  # [B] positions computed for the row
     row_seed: Tensor  # [B] int64
     origin: int  # column at which every row's generation starts
     padded: bool  # some row does not see every column: attention needs a key mask
@@ -84,14 +92,15 @@ class Canvas:
         column = self.columns()
         return (column >= self.start[:, None]) & (column < self.stop[:, None])
 
-    def reach(self, start: Tensor, lookahead: int) -> Tensor:
-        """`[B]` provisional end of blocks that begin at `start [B]`."""
-        return bookkeeping.reach(start, self.begin, self.end, lookahead, self.grid)
+    def block_end(self, start: Tensor, width: int) -> Tensor:
+        """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
+        stop = torch.minimum(start + width, self.end)
+        return stop if self.grid is None else torch.minimum(stop, self.on_grid(start) + self.grid)
 
     def on_grid(self, column: Tensor) -> Tensor:
         """`[B]` first column of the grid's block that `column [B]` lies in."""
         assert self.grid is not None
-        return bookkeeping.on_grid(column, self.begin, self.grid)
+        return column - (column - self.begin) % self.grid
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
@@ -104,13 +113,13 @@ class Canvas:
         noise = self.masked & (column >= self.start[:, None])
         return torch.where(noise, column, self.end[:, None]).amin(1)
 
-    def ahead(self, horizon: int | None) -> Tensor | None:
-        """`[B]` the first column that a horizon of so many columns from the first noise on hides; None: none is."""
+    def visible_end(self, horizon: int | None) -> Tensor | None:
+        """`[B]` first hidden column when the model sees `horizon` columns from the first noise on; None: none is."""
         return None if horizon is None else torch.minimum(self.frontier() + horizon, self.end)
 
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
-        return bookkeeping.noise_left(self.masked, self.start, self.stop)
+        return (self.masked & self.in_block()).sum(1)
 
     def inside(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` lie in the active block."""
@@ -118,14 +127,20 @@ class Canvas:
 
     def eligible(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
-        return bookkeeping.eligible(self.masked, positions, self.start, self.stop)
+        return self.masked.gather(1, positions) & self.inside(positions)
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
         """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""
-        ids, masked = bookkeeping.write(
-            self.ids, self.masked, self.frozen, self.done, positions, edit.ids, edit.commit, edit.remask
+        touched = edit.commit if edit.remask is None else edit.commit | edit.remask
+        kept = self.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
+        at = positions.masked_fill(
+            kept, self.length
+        )  # what is not written goes to the empty slot, as what stands there
+        after = replace(
+            self,
+            ids=self.ids.scatter(1, at, torch.where(kept, self.ids[:, -1:], edit.ids)),
+            masked=self.masked.scatter(1, at, False if edit.remask is None else edit.remask & ~kept),
         )
-        after = replace(self, ids=ids, masked=masked)
         if edit.end is None:
             return after
         end = torch.where(self.done, self.end, torch.minimum(self.end, edit.end))
@@ -136,14 +151,25 @@ class Canvas:
             masked=after.masked & (self.columns() < end[:, None]),
         )
 
-    def vouch(
+    def reject_nonfinite(
         self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
     ) -> tuple[Tensor, Edit]:
-        """`[B]` the rows that are bad now, and the edit without what `bookkeeping.vouch` refuses."""
-        bad, commit = bookkeeping.vouch(
-            self.masked, positions, self.start, self.stop, self.done, self.step, bad,
-            confidence, edit.commit, edit.ids, forbidden,
-        )  # fmt: skip
+        """Keep rows that the model failed from being written to.
+
+        Args:
+            bad: `[B]` the first forward (from 1) that failed; 0: none did.
+            confidence: `[B, K, Q]` NaN where the model returned no finite number.
+            forbidden: a token that is not committed.
+
+        Returns:
+            `[B]` `bad` after this forward, and the edit without the commits of bad rows.
+        """
+        asked = self.eligible(positions) & ~self.done[:, None]
+        fails = (asked[:, None] & confidence.isnan()).flatten(1).any(1)
+        bad = torch.where(fails & (bad == 0), self.step + 1, bad)
+        commit = edit.commit & (bad == 0)[:, None]
+        if forbidden is not None:
+            commit = commit & (edit.ids != forbidden)
         return bad, replace(edit, commit=commit)
 
     def renoised(self, vocab: int) -> Canvas:
@@ -156,16 +182,28 @@ class Canvas:
         drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
-    def advance(self, closed: Tensor, lookahead: int, finish: Tensor | None, **counts: Tensor) -> Canvas:
-        """Count the step and move the rows whose block closed (`[B] bool`) to their next block; finished rows rest.
+    def advance(self, closed: Tensor, width: int, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
+        """Count the step and move the rows whose block `closed` (`[B] bool`) to their next block; finished rows rest.
 
-        counts: new `nfe` and `rows`.
+        Args:
+            width: columns of the next block, as far as there is room.
+            finish: `[B] bool` rows that end here.
+            spent: what the forward cost.
         """
-        moved = bookkeeping.advance(
-            self.start, self.stop, self.begin, self.end, self.age, self.step, self.done,
-            closed, finish, lookahead, self.grid,
-        )  # fmt: skip
-        return replace(self, **dict(zip(("start", "stop", "age", "step", "done"), moved, strict=True)), **counts)
+        live = ~self.done
+        closed = closed & live
+        start = torch.where(closed, self.stop, self.start)
+        done = self.done | (start >= self.end)
+        return replace(
+            self,
+            start=start,
+            stop=torch.where(closed, self.block_end(start, width), self.stop),
+            age=(self.age + live).masked_fill(closed, 0),
+            step=self.step + live,
+            done=done if finish is None else done | finish,
+            nfe=self.nfe if spent is None else self.nfe + spent.nfe,
+            computed=self.computed if spent is None else self.computed + spent.computed,
+        )
 
 
 @dataclass(frozen=True)
@@ -190,8 +228,7 @@ class Query:
     @staticmethod
     def masks(canvas: Canvas) -> Query:
         """The noise of the active block: the least a scheduler can ask for."""
-        positions, ids = bookkeeping.noise(canvas.ids, canvas.masked, canvas.start, canvas.stop, canvas.width)
-        return Query(positions, ids[:, None])
+        return Query.at(canvas, select.columns(canvas.masked & canvas.in_block(), canvas.width))
 
     @staticmethod
     def window(canvas: Canvas) -> Query:

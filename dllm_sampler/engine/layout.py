@@ -58,7 +58,7 @@ def canvas(
         step=zero,
         done=zero > 0,
         nfe=zero,
-        rows=zero,
+        computed=zero,
         row_seed=torch.tensor(seeds, device=spec.device),
         origin=origin,
         padded=cuts or grain > 1 or any(len(row) != origin for row in rows),
@@ -68,4 +68,4 @@ def canvas(
         grid=blocks.grid,
         surplus=surplus,
     )
-    return replace(laid, stop=laid.reach(start, width))
+    return replace(laid, stop=laid.block_end(start, width))

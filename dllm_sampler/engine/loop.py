@@ -15,9 +15,9 @@ from torch import Tensor
 from dllm_sampler.cache.base import Cache, Foresees, Prefills
 from dllm_sampler.core import packing
 from dllm_sampler.core.packing import Request
-from dllm_sampler.core.protocols import Carry, Denoiser, Paced, Planner, Spent
+from dllm_sampler.core.protocols import Carry, Denoiser, Paced, Planner
 from dllm_sampler.core.trace import Recorder
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine import readout
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -89,7 +89,7 @@ class Engine:
         cache, bad = p.cache.init(canvas, spec), torch.zeros_like(canvas.step)
         if self.samples > 1 and isinstance(cache, Prefills):
             rows = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
-            canvas = canvas if rows is None else replace(canvas, rows=canvas.rows + rows)
+            canvas = canvas if rows is None else replace(canvas, computed=canvas.computed + rows)
         recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.traits.revises)
         nothing: Any = None
         state = State(canvas, cache, p.scheduler.init(canvas), bad, recorder, nothing, nothing)
@@ -186,13 +186,12 @@ class Engine:
             canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
         edit, state.carry = p.scheduler.tell(canvas, query, seen, state.carry)
         forbidden = spec.mask_id if p.compat else None  # a "committed" mask token is still noise
-        state.bad, told = canvas.vouch(query.positions, edit, state.bad, seen.confidence, forbidden)
+        state.bad, told = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)
         edit, after = self._stop(canvas, query, seen, told)
         state.cache.observe(canvas, query, edit, seen)
         state.recorder.note(canvas, after, query, edit, seen)
         closed = p.blocks.close(canvas, after, edit)
-        counts = {"nfe": canvas.nfe + spent.nfe, "rows": canvas.rows + spent.rows}
-        state.canvas = after.advance(closed, canvas.width, edit.finish, **counts)
+        state.canvas = after.advance(closed, canvas.width, edit.finish, spent)
         if seen.logits is not None and spec.self_conditioning:
             state.previous = seen.logits[:, 0].to(spec.dtype)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import ReusesGuidance
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan, Spent
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend
 
@@ -45,7 +45,7 @@ class GuidedDenoiser:
         conditional, spent = self.denoiser(canvas, query, plan)
         unconditional, other = self._unconditional(canvas, query, plan)
         hidden = unconditional + (self.scale + 1) * (conditional - unconditional)  # [R, D]
-        return hidden, Spent(spent.nfe, spent.rows + other.rows)
+        return hidden, Spent(spent.nfe, spent.computed + other.computed)
 
     def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """The branch that does not see the prompt."""
@@ -69,7 +69,7 @@ class GuidedDenoiser:
         if not reuse:
             unconditional, other = self._unconditional(canvas, every, whole)
             cache.difference = conditional - unconditional
-            spent = Spent(spent.nfe, spent.rows + other.rows)
+            spent = Spent(spent.nfe, spent.computed + other.computed)
         assert cache.difference is not None
         hidden = conditional + self.scale * cache.difference
         row, position = plan.answers.row, plan.answers.position

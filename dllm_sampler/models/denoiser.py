@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.packing import predictors
-from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused

@@ -31,7 +31,7 @@ class Leftmost(Scheduler):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, beyond which nothing is seen."""
-        limit, masks, width = canvas.ahead(self.max_lookahead), canvas.masked & canvas.in_block(), canvas.width
+        limit, masks, width = canvas.visible_end(self.max_lookahead), canvas.masked & canvas.in_block(), canvas.width
         if limit is not None:
             masks = masks & (canvas.columns() < limit[:, None])
             width = min(width, self.max_lookahead or width)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan, Spent
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.lines import Line, Steps
 from dllm_sampler.eval.conformance.lines import Unsupported as Unsupported
@@ -65,7 +65,7 @@ class Measured:
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """See `Denoiser`."""
         hidden, spent = self.denoiser(canvas, query, plan)
-        self.lengths.append(int(spent.rows.max()))
+        self.lengths.append(int(spent.computed.max()))
         return hidden, spent
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import ModelSpec, Plan, Spent
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.testbeds.laws import UNKNOWN, Law
 from dllm_sampler.models.denoiser import spent

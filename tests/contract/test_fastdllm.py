@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from dllm_sampler import Canvas, ModelSpec, Query, Readout, Sampler
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.packing import Pack
-from dllm_sampler.core.protocols import Plan, Spent
-from dllm_sampler.core.values import Edit
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.values import Edit, Spent
 from dllm_sampler.models.cfg import GuidedDenoiser
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Query, Result, Sampler, config
 from dllm_sampler.core.packing import Answers, Request
-from dllm_sampler.core.protocols import Guide, Plan, Spent
-from dllm_sampler.core.values import Sizes
+from dllm_sampler.core.protocols import Guide, Plan
+from dllm_sampler.core.values import Sizes, Spent
 from dllm_sampler.engine.graphs import rounded
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
@@ -86,7 +86,7 @@ def test_a_forward_computes_what_its_rows_need_and_no_more(plugins: dict[str, An
     finally:
         for hook in hooks:
             hook.remove()
-    charged = [canvas.rows.sum() for canvas, _, _ in spy.calls] + [result.trace.rows.sum()]
+    charged = [canvas.computed.sum() for canvas, _, _ in spy.calls] + [result.trace.rows.sum()]
     assert spy.embedded == [int(after - before) for before, after in pairwise(charged)]
     for (canvas, _, plan), judged in zip(spy.calls, spy.judged, strict=True):
         assert not plan.computed[canvas.done].any()
@@ -150,7 +150,7 @@ class Twice(toys.Spy):
             found, cost = self.inner(other, query, again)
             one, two = plan.answers.spread(hidden), again.answers.spread(found)
             torch.testing.assert_close(one, two, rtol=0, atol=1e-11)
-            assert torch.equal(spent.rows, cost.rows) and torch.equal(spent.nfe, cost.nfe)
+            assert torch.equal(spent.computed, cost.computed) and torch.equal(spent.nfe, cost.nfe)
         return hidden, spent
 
     @staticmethod

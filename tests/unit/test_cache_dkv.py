@@ -205,7 +205,7 @@ def test_6_without_a_prompt_prefill_is_no_cache() -> None:
     for cache in ("none", DelayedCache(None, "prefill")):
         sampler = Sampler(spy, scheduler=PARALLEL, cache=cache, blocks="full", stop="none")
         *_, state = Engine(spy, sampler.plugins, 1).run(toys.canvas(torch.ones(2, 9, dtype=torch.bool)), 9)
-        results.append((state.canvas.ids, state.canvas.rows))
+        results.append((state.canvas.ids, state.canvas.computed))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 

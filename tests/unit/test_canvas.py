@@ -1,4 +1,4 @@
-"""`Canvas.apply`, `vouch` and `advance`: the guarantees that every plug-in may rely on."""
+"""`Canvas.apply`, `reject_nonfinite` and `advance`: the guarantees that every plug-in may rely on."""
 
 from dataclasses import fields, replace
 
@@ -69,13 +69,13 @@ def test_apply(situation):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(situations(), st.booleans(), st.sampled_from([None, 33]))
-def test_vouch(situation, failing, forbidden):
+def test_reject_nonfinite(situation, failing, forbidden):
     canvas, positions, edit = situation
     batch, width = positions.shape
     sure, bad = torch.full((batch, 2, width), 0.5), torch.zeros(batch, dtype=torch.long)
     sure[0, 1, 0] = torch.nan if failing else 0.5
     failed = failing and bool(canvas.eligible(positions)[0, 0] & ~canvas.done[0])
-    ours, told = canvas.vouch(positions, edit, bad, sure, forbidden)
+    ours, told = canvas.reject_nonfinite(positions, edit, bad, sure, forbidden)
     assert ours.tolist() == [int(canvas.step[0]) + 1 if failed else 0] + [0] * (batch - 1)
     assert not (told.commit[0].any() and failed), "a row that the model failed is not written to"
     assert not (told.commit & (edit.ids == forbidden)).any()

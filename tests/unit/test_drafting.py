@@ -13,7 +13,8 @@ from torch import Tensor
 from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise, ReplayNoise
-from dllm_sampler.core.protocols import Plan, Spent
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.values import Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.drafting import same_path

@@ -13,8 +13,8 @@ from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Denoiser, Spent
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
@@ -55,7 +55,7 @@ def test_each_row_of_a_padded_batch_answers_as_if_alone():
         ids = torch.tensor([prompt + [39] * 4])
         close(logits[row, 0], model.transformer(ids)[0, len(prompt) :].detach())
     assert spent.nfe.tolist() == [1, 1, 1]
-    assert spent.rows.tolist() == [9, 6, 7]
+    assert spent.computed.tolist() == [9, 6, 7]
 
 
 def test_shifted_models_answer_from_the_row_before():
@@ -83,7 +83,7 @@ def test_hypotheses_and_cost_of_candidates():
     close(both[[0, 2]], alone[[0, 2]])
     close(both[1, 0, 0], alone[1, 0, 0])
     assert (both[1, 1] == 0).all(), "a candidate that is not alive has no answer"
-    assert spent.rows.tolist() == [18, 6, 14]
+    assert spent.computed.tolist() == [18, 6, 14]
     ids = torch.tensor([[1, 2, 3, 4, 5, guesses[0, 1, 0], 39, guesses[0, 1, 1], 39]])
     close(alone[0, 1], model.transformer(ids)[0, [5, 7]].detach())
 
@@ -107,7 +107,7 @@ def test_finished_rows_cost_nothing():
     canvas = replace(canvas, done=torch.tensor([False, True, False]))
     _, spent = ask(model, canvas, Query.window(canvas))
     assert spent.nfe.tolist() == [1, 0, 1]
-    assert spent.rows.tolist() == [9, 0, 7]
+    assert spent.computed.tolist() == [9, 0, 7]
 
 
 def test_a_live_module_is_left_as_it_was():
@@ -185,7 +185,7 @@ def test_guidance_mixes_two_branches(cache: Cache):
     query = Query.window(canvas)
     logits, spent = ask(guided(model, 0.5), canvas, query, cache)
     assert spent.nfe.tolist() == [1, 1, 1]
-    assert spent.rows.tolist() == [18, 12, 14]
+    assert spent.computed.tolist() == [18, 12, 14]
     conditional, _ = ask(model, canvas, query)
     blank = replace(canvas, ids=canvas.ids.masked_fill(canvas.frozen, 39))
     unconditional, _ = ask(model, blank, query)
@@ -227,7 +227,7 @@ def test_masked_language_models(kind: str):
     assert model.spec.max_positions == (32 if kind == "roberta" else 34)
     canvas = canvas_of(model)
     logits, spent = ask(model, canvas, Query.window(canvas))
-    assert spent.rows.tolist() == [9, 6, 7]
+    assert spent.computed.tolist() == [9, 6, 7]
     for row, prompt in enumerate(PROMPTS):
         with torch.no_grad():
             alone = network(input_ids=torch.tensor([prompt + [39] * 4])).logits[0]

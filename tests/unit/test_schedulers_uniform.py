@@ -11,7 +11,8 @@ from torch import Tensor
 from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Denoiser, Plan, Spent
+from dllm_sampler.core.protocols import Denoiser, Plan
+from dllm_sampler.core.values import Spent
 from dllm_sampler.engine import readout
 from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.schedulers.block_refine import BlockRefine
