@@ -51,7 +51,8 @@ from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
 from torch import Tensor
 
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout, readout
 from dllm_sampler.engine.capture import cuda as record

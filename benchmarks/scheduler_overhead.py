@@ -42,7 +42,8 @@ from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Blocks, Carry, Context, ModelSpec, Scheduler, Stop, block_over
+from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler, Stop
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.engine import layout, readout
 from dllm_sampler.eval import markdown
@@ -164,7 +165,7 @@ class Judge:
                 break
             edit, self.carry = self.tell(self.seen)
             after = self.canvas.apply(self.query.positions, edit)
-            self.canvas = after.advance(block_over(after, edit), self.scene.block, edit.finish)
+            self.canvas = after.advance(after.block_over(edit), self.scene.block, edit.finish)
 
     def read(self, logits: Tensor) -> Readout:
         return self.scene.read(logits, self.canvas, self.query, self.scheduler.needs)

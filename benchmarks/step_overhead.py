@@ -33,7 +33,8 @@ from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine

@@ -8,7 +8,8 @@ from dllm_sampler.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
     from dllm_sampler.core.noise import CounterNoise, ReplayNoise
-    from dllm_sampler.core.protocols import Blocks, Context, Denoiser, Guide, ModelSpec, Scheduler, Stop, Traits
+    from dllm_sampler.core.protocols import Blocks, Cache, Context, Denoiser, Guide, Scheduler, Stop
+    from dllm_sampler.core.spec import ModelSpec, Traits
     from dllm_sampler.core.trace import Trace
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
     from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -21,7 +22,8 @@ _HOMES = {
     "core.values": ("Canvas", "Edit", "Query", "Readout"),
     "speculative.deer": ("SpeculativeSampler",),
     "core.noise": ("CounterNoise", "ReplayNoise"),
-    "core.protocols": ("Blocks", "Context", "Denoiser", "Guide", "ModelSpec", "Scheduler", "Stop", "Traits"),
+    "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
+    "core.spec": ("ModelSpec", "Traits"),
     "result": ("Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
@@ -31,6 +33,7 @@ _HOMES = {
 
 __all__ = [
     "Blocks",
+    "Cache",
     "Canvas",
     "Commits",
     "Context",

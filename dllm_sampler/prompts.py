@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 
 Message = Mapping[str, str]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 
 

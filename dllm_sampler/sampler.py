@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config, prompts
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core.noise import CounterNoise, Noise
-from dllm_sampler.core.protocols import Denoiser, ModelSpec
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.engine import capture, graphs, layout
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine, State

@@ -15,8 +15,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from dllm_sampler import config, prompts
-from dllm_sampler.cache.base import Cache, Slots
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan
+from dllm_sampler.cache.base import Slots
+from dllm_sampler.core.protocols import Cache, Denoiser, Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.protocols import Cache, Plan
 from dllm_sampler.core.values import Sizes, Spent
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
-from dllm_sampler.core.packing import Answers, Pack, Request, visible
-from dllm_sampler.core.protocols import Context, Denoiser, LayerParts, ModelSpec, Plan, Scheduler, Visible
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.masks import Visible, keys_of, mask_of, visible
+from dllm_sampler.core.packing import Answers, Pack, Request
+from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.packed import PackedAttention
-from dllm_sampler.models.transformer import block_causal
 
 
 @dataclass(frozen=True)
@@ -33,31 +33,14 @@ class PaddedPlan(Plan):
 
 
 @dataclass
-class Cache:
-    """Decides which columns a forward computes. The configured object is a template; `init` returns a live copy.
-
-    A cache says in `computes` which columns the next forward computes. The engine packs them, and queries lose the
-    positions that nothing predicts then. What few caches can do besides is a protocol of its own: `Foresees`,
-    `Prefills`, `ReusesGuidance`, `Wraps`.
-    """
-
-    stores: ClassVar[bool] = True  # keeps keys and values between forwards
-    pads: ClassVar[bool] = False  # drives layers itself, on the padded form
-    syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
-    chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
-    keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
-    causal: ClassVar[bool] = False  # for block-causal models, and no others
+class BaseCache(Cache):
+    """A cache that lacks only the choice of columns (`computes`): the default layer on a pack, and the padded form."""
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
-    twin: Self | None = field(init=False, default=None, repr=False, compare=False)
+    twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
-
-    @property
-    def steady(self) -> bool:
-        """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
-        return False
 
     def bind(self, context: Context) -> Cache:
         """The cache to use with this model and scheduler; default: this one.
@@ -85,25 +68,13 @@ class Cache:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
 
-    def computes(self, canvas: Canvas) -> Tensor | None:
-        """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
-        return None
-
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
-        """Drop the positions outside `answered [B, L+1] bool`, which nothing will predict, unless the query is exact.
-
-        Not asked where every column is computed.
-        """
-        return query if query.exact else query.drop(canvas, answered)
-
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
         answers = Answers.of(wanted, canvas.sizes)
-        sees, computed = extent(canvas, wanted.query), wanted.entries(canvas)
+        sees, computed = Visible.of(canvas, wanted.query), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
-        pack = Pack.of(canvas, wanted, answers, self.spec)
-        return Plan(self, wanted, answers, sees, computed, pack, PackedAttention(pack, sees))
+        return Plan(self, wanted, answers, sees, computed, Pack.of(canvas, wanted, answers, self.spec))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on the pack `hidden [1, T, D]`: store keys and values, attend, feed forward.
@@ -118,13 +89,6 @@ class Cache:
             stored = self.slots.keys[index], self.slots.values[index]
         hidden = hidden + parts.output(plan.attention(q, k, v, stored))
         return hidden + parts.mlp(hidden)
-
-    def rows(self, plan: Plan) -> Tensor:
-        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
-        return plan.computed
-
-    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
 
     # For subclasses.
 
@@ -143,7 +107,7 @@ class Cache:
     def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keep the fresh `k, v [B, Hkv, M, Dh]`; return the `k, v [B, Hkv, S, Dh]` to attend to and their mask."""
         if self.slots is not None:
-            self.slots.write(index, k, v, plan)
+            self.slots.write(index, k, v, plan.slots)
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
         return k, v, mask_of(plan.keys)
 
@@ -209,77 +173,10 @@ class Cache:
             )
 
 
-@runtime_checkable
-class Foresees(Protocol):
-    """A cache that wants to know what the next forward commits: of a scheduler that `plans`."""
-
-    def expect(self, ahead: Tensor, most: int) -> None:
-        """Take note of `Planner.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
-        ...
-
-
-@runtime_checkable
-class Prefills(Protocol):
-    """A cache that shares what rows have in common. Where attention goes both ways a prompt's keys depend on what is
-    written behind it, and nothing can be shared."""
-
-    def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
-
-        Args:
-            template: the cache this live copy was made from.
-
-        Returns:
-            `[B]` positions computed, each group's on account of its first row; None: nothing was shared.
-        """
-        ...
-
-
-@runtime_checkable
-class ReusesGuidance(Protocol):
-    """A cache that spares passes of the branch without prompt, under classifier-free guidance."""
-
-    difference: Tensor | None  # between the branches, as the last forward that made both left it
-
-    def reuses_guidance(self) -> bool | None:
-        """Whether the next forward may use an earlier one's difference between the branches; None: none ever does."""
-        ...
-
-
-@runtime_checkable
-class Wraps(Protocol):
-    """A cache that wants forwards of its own, which the scheduler does not see."""
-
-    def around(self, scheduler: Scheduler) -> Scheduler:
-        """The bound scheduler, with those forwards."""
-        ...
-
-
 def places(canvas: Canvas, positions: Tensor) -> Tensor:
     """`[B*M]` where `positions [B, M]` lie in a buffer of B*(L+1) columns."""
     batch, columns = canvas.ids.shape
     return (positions + select.numbers(batch * columns, positions.device)[::columns, None]).flatten()
-
-
-def mask_of(keys: Tensor | None) -> Tensor | None:
-    """Keys seen, `[N, S]` or `[N, M, S]`, as attention wants them."""
-    if keys is None:
-        return None
-    return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
-
-
-def extent(canvas: Canvas, query: Query) -> Visible:
-    """What `visible` and the blocks of the canvas say, in numbers."""
-    end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-    return Visible(canvas.begin, end, canvas.grid)
-
-
-def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
-    """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
-    if canvas.grid is not None:
-        begin = canvas.begin[:, None]
-        return seen[:, None] & block_causal(positions - begin, canvas.columns() - begin, canvas.grid)
-    return seen if canvas.padded or query.limit is not None else None
 
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:

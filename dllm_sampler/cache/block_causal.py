@@ -8,9 +8,10 @@ from typing import ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.packing import measure, read, request
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Scheduler
+from dllm_sampler.core.protocols import Cache, Denoiser, Scheduler
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.stored import StorePass
@@ -19,7 +20,7 @@ StorePasses = Literal["ride", "separate"]
 
 
 @dataclass
-class BlockCausalCache(Cache):
+class BlockCausalCache(BaseCache):
     """Recompute the current block alone. Answers are those of `cache=none`: no earlier block sees it.
 
     Source: SDAR, arXiv 2510.06303; block diffusion, arXiv 2503.09573. The keys and values of a block are final once a

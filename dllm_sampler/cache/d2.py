@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
+from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.core.protocols import LayerParts, Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.certainty import density
 
 
 @dataclass
-class D2Cache(Cache):
+class D2Cache(BaseCache):
     """After the first forward, compute a few masks, what was just committed, and the tokens most looked at.
 
     Source: d2Cache, arXiv 2509.23094. The masks are the best `masks` by their last known confidence times the certainty

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache, changed, visible
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.cache.base import BaseCache, changed
+from dllm_sampler.core.masks import visible
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -18,7 +19,7 @@ Shift = Literal["un", "un_right", "right"]
 
 
 @dataclass
-class DelayedCache(Cache):
+class DelayedCache(BaseCache):
     """Compute the masks of the whole canvas and what the previous step committed; serve all other tokens from slots.
 
     Source: dKV-Cache-Decode, -Prefill and -PD, arXiv 2505.15781. A token changes its keys and values most when it turns

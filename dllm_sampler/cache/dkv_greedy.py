@@ -8,15 +8,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Context, ModelSpec
+from dllm_sampler.core.protocols import Cache, Context
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
 
 @dataclass
-class GreedyCache(Cache):
+class GreedyCache(BaseCache):
     """Compute the positions that this step commits, those of the previous step, and `window` masks beside each new one.
 
     Source: dKV-Cache-Greedy, arXiv 2505.15781. Everything else is served as it was last computed, also masks. A step

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache, PaddedPlan, changed
+from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed
 from dllm_sampler.core import select
 from dllm_sampler.core.packing import Request
-from dllm_sampler.core.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.core.protocols import LayerParts, Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -28,7 +29,7 @@ class IntervalPlan(PaddedPlan):
 
 
 @dataclass
-class IntervalCache(Cache):
+class IntervalCache(BaseCache):
     """Refresh the prompt seldom, the response more often, and in between only the rows whose values moved most.
 
     Source: dLLM-Cache, arXiv 2506.06295. Each layer keeps keys, values, attention output and feed-forward output of
@@ -143,8 +144,8 @@ class IntervalCache(Cache):
             _put(outputs[index], at, fresh)
         return outputs[index]
 
-    def rows(self, plan: Plan) -> Tensor:
-        """See `Cache.rows`."""
+    def cost(self, plan: Plan) -> Tensor:
+        """See `Cache.cost`."""
         assert isinstance(plan, IntervalPlan)
         prompt, response = self.fresh
         answer = plan.seen.sum(1)  # [B]

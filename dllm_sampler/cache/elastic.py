@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache, PaddedPlan, put, written
+from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
-from dllm_sampler.core.packing import Request, visible
-from dllm_sampler.core.protocols import LayerParts, ModelSpec, Plan
+from dllm_sampler.core.masks import visible
+from dllm_sampler.core.packing import Request
+from dllm_sampler.core.protocols import LayerParts, Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -30,7 +32,7 @@ class ElasticPlan(PaddedPlan):
 
 
 @dataclass
-class ElasticCache(Cache):
+class ElasticCache(BaseCache):
     """Recompute a sliding window, and all columns of the deeper layers once attention has moved in a layer.
 
     Source: Elastic-Cache, arXiv 2510.14973. A forward computes the rows that predict the `window` leftmost masks, the
@@ -193,7 +195,7 @@ class ElasticCache(Cache):
         """Store `q [B, H, M, Dh]` and `k, v [B, Hkv, M, Dh]`; of a wide layer what each row asked for."""
         assert self.slots is not None
         if not self.wide:
-            self.slots.write(index, k, v, plan)
+            self.slots.write(index, k, v, plan.slots)
             put(self.queries[index], plan.positions, q.transpose(1, 2))
             return
         fresh = (plan.chosen | (self.refresh_from <= index)[:, None])[:, :-1, None, None]
@@ -220,8 +222,8 @@ class ElasticCache(Cache):
         mass = F.pad(mass, (0, plan.known.shape[1] - mass.shape[1]))
         return select.top(mass, plan.known, torch.full_like(self.refresh_from, self.track))
 
-    def rows(self, plan: Plan) -> Tensor:
-        """See `Cache.rows`; rounded up."""
+    def cost(self, plan: Plan) -> Tensor:
+        """See `Cache.cost`; rounded up."""
         assert isinstance(plan, ElasticPlan)
         layers = self.spec.num_layers
         reused = self.refresh_from.clamp(min=0)

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.protocols import Cache, Context
 
 
 @dataclass
-class ExactCache(Cache):
+class ExactCache(BaseCache):
     """`block_causal` for block-causal models, unless the scheduler needs every position anew; `none` for all others.
 
     Approximate caches are to be asked for.

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.packing import measure, read, request
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query
 
 
@@ -20,7 +21,7 @@ def once(canvas: Canvas, query: Query, spec: ModelSpec) -> tuple[Canvas, Plan]:
 
 
 @dataclass
-class NoCache(Cache):
+class NoCache(BaseCache):
     """Compute every position in every step: exact, and the baseline of every speed-up."""
 
     stores: ClassVar[bool] = False

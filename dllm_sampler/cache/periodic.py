@@ -8,16 +8,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
 
 @dataclass
-class _Periodic(Cache):
+class _Periodic(BaseCache):
     every: int | None = 8
     made: Tensor = field(init=False, repr=False, compare=False)  # [B] narrow forwards so far
     fresh: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: the last forward was a refresh

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import ModelSpec
-
-if TYPE_CHECKING:
-    from dllm_sampler.cache.base import PaddedPlan
+from dllm_sampler.core.spec import ModelSpec
 
 
 class Slots:
@@ -48,15 +44,14 @@ class Slots:
         for buffer, fresh in ((self.keys[index], k), (self.values[index], v)):
             buffer.flatten(0, 1).index_copy_(0, slots, fresh[0].transpose(0, 1).to(buffer.dtype))
 
-    def write(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> None:
-        """Store `k, v [B, Hkv, M, Dh]` at the plan's positions of layer `index`."""
-        for slots, fresh in ((self.keys[index], k), (self.values[index], v)):
+    def write(self, index: int, k: Tensor, v: Tensor, slots: Tensor | None) -> None:
+        """Store `k, v [B, Hkv, M, Dh]` at `slots [B*M]` of layer `index`; None: from column 0."""
+        for buffer, fresh in ((self.keys[index], k), (self.values[index], v)):
             fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]
-            if plan.contiguous:
-                slots[:, : fresh.shape[1]] = fresh
+            if slots is None:
+                buffer[:, : fresh.shape[1]] = fresh
             else:
-                assert plan.slots is not None
-                slots.flatten(0, 1).index_copy_(0, plan.slots, fresh.flatten(0, 1).to(slots.dtype))
+                buffer.flatten(0, 1).index_copy_(0, slots, fresh.flatten(0, 1).to(buffer.dtype))
 
     def read(self, index: int, columns: int) -> tuple[Tensor, Tensor]:
         """Views `[B, Hkv, columns, Dh]` of layer `index`."""

@@ -8,14 +8,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache, changed
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.cache.base import BaseCache, changed
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
 
 @dataclass
-class TrailingCache(Cache):
+class TrailingCache(BaseCache):
     """Recompute what lies less than `window` columns behind the first mask, and everything after; the rest is stored.
 
     Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window is laid behind the

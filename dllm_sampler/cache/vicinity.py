@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
 
 @dataclass
-class VicinityCache(Cache):
+class VicinityCache(BaseCache):
     """Recompute the active block and what lies near it; the rest stays as the block-opening forward saw it.
 
     Source: dInfer, arXiv 2510.08666. Keys and values drift most near what was just committed, so the window

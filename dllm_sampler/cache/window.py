@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.values import Canvas
 
 
 @dataclass
-class WindowCache(Cache, ABC):
+class WindowCache(BaseCache, ABC):
     """Forwards compute the columns of `span`, which is left to the subclass, or where they are `due`, the whole row.
 
     A refresh is due when a block opens, and then only.

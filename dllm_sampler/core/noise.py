@@ -7,34 +7,13 @@ of published code, so that a recorded run can be repeated; its draws depend on t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from dllm_sampler.core.packing import Answers
-    from dllm_sampler.core.values import Canvas
-
-
-class Noise(Protocol):
-    """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
-
-    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
-        """`[R, V]` standard Gumbel noise: argmax(logits + noise) is a sample from softmax(logits)."""
-        ...
-
-    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """`[B, Q]` Gumbel noise for ranking positions: a top-k of score + noise samples without replacement."""
-        ...
-
-    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` uniform in (0, 1)."""
-        ...
-
-    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """`[B, Q] int64` token ids, each as likely as any other: the noise of uniform diffusion."""
-        ...
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.values import Canvas
 
 
 def gumbel(uniform: Tensor) -> Tensor:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.masks import visible
 from dllm_sampler.core.values import Canvas, Query, Sizes
 
 if TYPE_CHECKING:
-    from dllm_sampler.core.protocols import ModelSpec
+    from dllm_sampler.core.spec import ModelSpec
 
 
 class Request(NamedTuple):
@@ -77,12 +78,6 @@ def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
     # The row's very first position has none before it and reads its own; the empty slot stays what it is.
     inside = (columns > canvas.begin[:, None]) & (columns < canvas.length)
     return torch.where(inside, columns - 1, columns)
-
-
-def visible(canvas: Canvas, query: Query) -> Tensor:
-    """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
-    seen = canvas.seen()
-    return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:

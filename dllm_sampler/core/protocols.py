@@ -7,57 +7,21 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
-import torch
 from torch import Tensor
 
+from dllm_sampler.core.masks import Visible
 from dllm_sampler.core.packing import Answers, Pack, Request
+from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dllm_sampler.cache.base import Cache
 
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """What the sampler must know of a model family."""
-
-    vocab_size: int
-    mask_id: int | None  # None: uniform diffusion, no mask token
-    eos_id: int
-    pad_id: int
-    max_positions: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    eot_id: int | None = None  # end of turn, where it differs from eos
-    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
-    block_length: int | None = None  # blocks it was trained on, where that is one length
-    shift: bool = False  # raw row i predicts token i + 1 (Dream)
-    cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
-    encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
-    self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)
-    branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
-    folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
-
-
-@dataclass(frozen=True)
-class Visible:
-    """Which keys a forward may see, in a few numbers instead of a mask."""
-
-    begin: Tensor  # [B] first column of the row
-    end: Tensor  # [B] columns from here on are hidden
-    grid: int | None  # block-causal: blocks of so many columns, counted from `begin`; None: every row sees all
 
 
 @dataclass(frozen=True)
@@ -69,8 +33,8 @@ class Plan:
     answers: Answers  # which queried places the forward answers
     visible: Visible
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
-    pack: Pack | None = None  # None: the padded form (`cache.base.PaddedPlan`)
-    attention: Callable[..., Tensor] | None = None  # of the pack (`models.packed.PackedAttention`)
+    pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
+    attention: Any = None  # of the pack (`models.packed.PackedAttention`); set by the denoiser
 
 
 class Denoiser(Protocol):
@@ -123,26 +87,6 @@ class LayerParts(Protocol):
 
 
 @dataclass(frozen=True)
-class Traits:
-    """Facts about a scheduler that others rely on."""
-
-    asks: Literal["masks", "window"] = "masks"  # what the default `ask` wants of the block: its noise, or all of it
-    asks_block: bool = True  # it asks for the active block in every step, so that others can ask for it
-    whole: bool = False  # every forward computes every column (choices or edits outside the block, shadow rows)
-    leave_one_out: bool = False  # it asks `leave_one_out` queries, for which the forward computes shadow rows
-    exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
-    revises: bool = False  # it may take back or replace tokens that are committed
-    uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
-    plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)
-    drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
-    opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh
-    static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
-    ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
-    block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
-    horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
-
-
-@dataclass(frozen=True)
 class Context:
     """What a plug-in may learn, before the first generation, of the model and of the other plug-ins."""
 
@@ -167,7 +111,7 @@ class PlugIn:
     def needs(self) -> frozenset[str]:
         """Fields of `Readout` it wants beyond token and confidence; no more is computed.
 
-        `law`: whole predictions in the form that is at hand, for `readout.Law.of`.
+        `predictions`: whole distributions in the form that is at hand, for `statistics.Predictions.of`.
         """
         return frozenset()
 
@@ -232,14 +176,6 @@ class Tempered(Protocol):
         ...
 
 
-def block_over(after: Canvas, edit: Edit) -> Tensor:
-    """`[B] bool` rows that are through with their block: no noise left or `edit.leave`, unless `edit.hold`."""
-    over = after.noise_left() == 0
-    if edit.leave is not None:
-        over = over | edit.leave
-    return over if edit.hold is None else over & ~edit.hold
-
-
 class Blocks(PlugIn):
     """Where blocks end."""
 
@@ -260,7 +196,7 @@ class Blocks(PlugIn):
 
     def close(self, before: Canvas, after: Canvas, edit: Edit) -> Tensor:
         """`[B] bool` rows whose block is over; default: no noise left or `edit.leave`, unless `edit.hold`."""
-        return block_over(after, edit)
+        return after.block_over(edit)
 
 
 class Guide:
@@ -284,6 +220,11 @@ class Guide:
         """Whether tokens are sampled under this guide (else the best one is taken)."""
         return False
 
+    @property
+    def temperature(self) -> float | None:
+        """What it divides logits by, where it does nothing else: a kernel does it instead; None: it does more."""
+        return None
+
     def bind(self, context: Context) -> Guide:
         """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
@@ -306,3 +247,105 @@ class Stop(PlugIn):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """Another edit where the policy fires, the same where not; `after` is the canvas with `edit` applied."""
         return edit
+
+
+class Cache:
+    """Decides which columns a forward computes, and keeps keys and values. A dataclass: its fields are its YAML.
+
+    The configured object is a template; `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`.
+    What few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
+    """
+
+    stores: ClassVar[bool] = True  # keeps keys and values between forwards
+    pads: ClassVar[bool] = False  # drives layers itself, on the padded form
+    syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
+    chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
+    keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
+    causal: ClassVar[bool] = False  # for block-causal models, and no others
+
+    spec: ModelSpec  # of a live copy, as all that follows
+    slots: Any = None  # keys and values of every column (`cache.slots.Slots`); None: nothing is stored
+    twin: Cache | None = None  # of the branch without prompt, under classifier-free guidance
+    memory: Any = None  # what an encoder keeps of the text so far
+
+    @property
+    def steady(self) -> bool:
+        """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
+        return False
+
+    def bind(self, context: Context) -> Cache:
+        """The cache to use with this model and scheduler. A `UserError` names both sides and the way out."""
+        raise NotImplementedError
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """A live copy for one generation."""
+        raise NotImplementedError
+
+    def computes(self, canvas: Canvas) -> Tensor | None:
+        """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
+        return None
+
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+        """Drop the positions outside `answered [B, L+1] bool`, which nothing predicts, unless the query is exact.
+
+        The engine does not ask where every column is computed.
+        """
+        return query if query.exact else query.drop(canvas, answered)
+
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+        """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
+        raise NotImplementedError
+
+    def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
+        """Store keys and values, attend, feed forward: one layer of the pack `[1, T, D]`; `[B, M, D]` if it pads."""
+        raise NotImplementedError
+
+    def cost(self, plan: Plan) -> Tensor:
+        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
+        return plan.computed
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
+
+
+@runtime_checkable
+class Foresees(Protocol):
+    """A cache that wants to know what the next forward commits: of a scheduler that `plans`."""
+
+    def expect(self, ahead: Tensor, most: int) -> None:
+        """Take note of `Planner.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
+        ...
+
+
+@runtime_checkable
+class Prefills(Protocol):
+    """A cache that shares what rows have in common. Where attention goes both ways a prompt's keys depend on what is
+    written behind it, and nothing can be shared."""
+
+    def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
+        """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
+
+        `template` is the cache this live copy was made from. Returns `[B]` positions computed, each group's on account
+        of its first row; None: nothing was shared.
+        """
+        ...
+
+
+@runtime_checkable
+class ReusesGuidance(Protocol):
+    """A cache that spares passes of the branch without prompt, under classifier-free guidance."""
+
+    difference: Tensor | None  # between the branches, as the last forward that made both left it
+
+    def reuses_guidance(self) -> bool | None:
+        """Whether the next forward may use an earlier one's difference between the branches; None: none ever does."""
+        ...
+
+
+@runtime_checkable
+class Wraps(Protocol):
+    """A cache that wants forwards of its own, which the scheduler does not see."""
+
+    def around(self, scheduler: Scheduler) -> Scheduler:
+        """The bound scheduler, with those forwards."""
+        ...

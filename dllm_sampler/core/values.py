@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-
-if TYPE_CHECKING:
-    from dllm_sampler.core.noise import Noise
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,26 @@ class Spent:
 
     nfe: Tensor  # [B] passes
     computed: Tensor  # [B] positions computed, candidates and guidance branches included
+
+
+class Noise(Protocol):
+    """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
+
+    def tokens(self, canvas: Canvas, answers: Any, vocab: int) -> Tensor:
+        """`[R, V]` standard Gumbel noise for `answers` (`packing.Answers`): argmax(logits + noise) samples softmax."""
+        ...
+
+    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
+        """`[B, Q]` Gumbel noise for ranking positions: a top-k of score + noise samples without replacement."""
+        ...
+
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        """`[B, Q]` uniform in (0, 1)."""
+        ...
+
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """`[B, Q] int64` token ids, each as likely as any other: the noise of uniform diffusion."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,13 @@ class Canvas:
     def eligible(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
         return self.masked.gather(1, positions) & self.inside(positions)
+
+    def block_over(self, edit: Edit) -> Tensor:
+        """`[B] bool` rows that are through with their block after `edit`: no noise is left in it, or `edit` says so."""
+        over = self.noise_left() == 0
+        if edit.leave is not None:
+            over = over | edit.leave
+        return over if edit.hold is None else over & ~edit.hold
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
         """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Sizes
 from dllm_sampler.engine.loop import State

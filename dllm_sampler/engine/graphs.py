@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import nn
 
-from dllm_sampler.core.noise import CounterNoise, Noise
+from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.values import Canvas, Sizes
+from dllm_sampler.core.values import Canvas, Noise, Sizes
 from dllm_sampler.engine.buffers import Buffers, Step, address, copied, restored
 from dllm_sampler.engine.capture import Record
 from dllm_sampler.engine.loop import Engine, State

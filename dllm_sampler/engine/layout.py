@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from dllm_sampler.core.noise import Noise
-from dllm_sampler.core.protocols import Blocks, ModelSpec
-from dllm_sampler.core.values import Canvas, Sizes
+from dllm_sampler.core.protocols import Blocks
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Noise, Sizes
 
 
 def canvas(

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import Cache, Foresees, Prefills
 from dllm_sampler.core import packing
 from dllm_sampler.core.packing import Request
-from dllm_sampler.core.protocols import Carry, Denoiser, Paced, Planner
+from dllm_sampler.core.protocols import Cache, Carry, Denoiser, Foresees, Paced, Planner, Prefills
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine import readout

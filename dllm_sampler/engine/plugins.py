@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dllm_sampler import config
-from dllm_sampler.cache.base import Cache, Wraps
-from dllm_sampler.core.protocols import Blocks, Context, Guide, ModelSpec, Scheduler, Stop, Tempered
+from dllm_sampler.core.protocols import Blocks, Cache, Context, Guide, Scheduler, Stop, Tempered, Wraps
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.noise import CounterNoise, answer_keys
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Denoiser, Guide, ModelSpec
+from dllm_sampler.core.protocols import Denoiser, Guide
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.statistics import argmax, measure
 from dllm_sampler.core.values import Canvas, Readout
-from dllm_sampler.guides.truncation import Temperature
 
 if TYPE_CHECKING:
     from dllm_sampler.kernels.backend import Backend
 
-TILE = 64  # divides the padded vocabularies of published checkpoints
-CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
-TINY = 1e-12  # a probability below which it does not matter how little it is
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # what the kernels know beside confidence
-STORED = frozenset({"logits", "law"})  # what they know too where logits are stored
-FIELDS = frozenset(one.name for one in fields(Readout)) | {"law"}  # what a plug-in may want (`PlugIn.needs`)
-
-
-class Law(NamedTuple):
-    """Whole predictions in the form that a readout has at hand (`needs` of `law`), to compare later ones with."""
-
-    table: Tensor  # [B, Q, V] probabilities, or logits
-    norm: Tensor | None  # [B, Q] the logits' logsumexp; None: they are probabilities
-
-    @staticmethod
-    def of(readout: Readout) -> Law:
-        """That of candidate 0."""
-        if readout.probabilities is not None:
-            return Law(readout.probabilities[:, 0], None)
-        assert readout.logits is not None and readout.logsumexp is not None
-        return Law(readout.logits[:, 0], readout.logsumexp[:, 0])
-
-    def drift(self, then: Law, index: Tensor, precise: bool) -> Tensor:
-        """`[B, Q]` KL in nats from the rows `index [B, Q]`, counted over the batch, of `then`; see `divergence`."""
-        now, old, at = self.table.flatten(0, 1), then.table.flatten(0, 1), index.flatten()
-        if self.norm is None or then.norm is None:
-            return divergence(now, old, at, precise).view_as(index)
-        old = old.to(now.dtype)  # before the first step nobody knows how an autocast model answers
-        return drift(now, old, then.norm.flatten(), at).view_as(index)
+STORED = frozenset({"logits", "predictions"})  # what they know too where logits are stored
+FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may want (`PlugIn.needs`)
 
 
 def predict(
@@ -107,7 +82,7 @@ def _rule(
     allow_mask: bool,
 ) -> dict[str, Any] | None:
     """The arguments that make a kernel choose and measure as `read` would; None: it cannot."""
-    at = [guide for guide in guides if not (type(guide) is Temperature and guide.value == 0)]
+    at = [guide for guide in guides if guide.temperature != 0]  # 0 is greedy
     if not needs <= MEASURED | STORED or len(at) > 1:
         return None
     rule: dict[str, Any] = {"mask_id": None if allow_mask else spec.mask_id}
@@ -115,11 +90,11 @@ def _rule(
         rule["current"] = answers.pick(answers.query.ids)
     if at:
         guide = at[0]
-        if type(guide) is not Temperature or type(canvas.noise) is not CounterNoise:
+        if guide.temperature is None or type(canvas.noise) is not CounterNoise:
             return None
         if needs & STORED and guide.measures:  # tempered logits are stored nowhere
             return None
-        rule |= {"temperature": float(guide.value), "measured": guide.measures}
+        rule |= {"temperature": guide.temperature, "measured": guide.measures}
         rule["keys"] = answer_keys(canvas, answers)
     return rule
 
@@ -171,121 +146,3 @@ def read(
     if "draw" not in needs:
         return seen
     return replace(seen, draw=lambda choice: answers.spread(draw(answers.pick(choice))))
-
-
-def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], hidden: Tensor | None) -> Readout:
-    """Statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`; `current [...]` as in Readout.
-
-    A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
-    """
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    kept = logits if needs & {"logits", "raw"} else None
-    held = bool(needs & {"probabilities", "law"})
-    present = logits.gather(-1, current[..., None]) if "current" in needs else None
-    best = logits.topk(2, -1).values.double() if "gap" in needs else None
-    peak = logits.amax(-1) if needs & {"current", "logsumexp"} else None
-    # In place where that is possible: a CPU spends most of a second [..., V] buffer's time on page faults.
-    into = logits if kept is None and logits.dtype == precise and logits.device.type == "cpu" else None
-    weight = torch.softmax(logits, -1, dtype=precise, out=into)  # [..., V]
-    # The peak's own weight is 1 / sum of exp(logit - peak).
-    normaliser = None if peak is None else peak.double() - weight.amax(-1).double().log()
-    runner = weight.topk(2, -1).values.double() if "margin" in needs else None
-    uncertain = _entropy(weight) if "entropy" in needs else None
-    standing = None if present is None or normaliser is None else _standing(weight, current, present, normaliser)
-    own = weight.gather(-1, token[..., None])[..., 0].double()
-    mass = own if not held else weight.gather(-1, token[..., None])
-    rest = weight.scatter_(-1, token[..., None], 0).sum(-1).double()
-    # Up to a half the own mass is precise as it is, and positions with one law tie to the last bit, whatever they drew.
-    confidence = torch.where(own > 0.5, own / (own + rest), own)
-    if held:
-        weight.scatter_(-1, token[..., None], mass)
-    return Readout(
-        token=token,
-        confidence=confidence,
-        margin=None if runner is None else runner[..., 0] - runner[..., 1],
-        gap=None if best is None else best[..., 0] - best[..., 1],
-        entropy=uncertain,
-        logsumexp=normaliser if "logsumexp" in needs else None,
-        current=standing,
-        probabilities=weight if held else None,
-        logits=kept if "logits" in needs else None,
-        hidden=hidden if "hidden" in needs else None,
-    )
-
-
-def _standing(weight: Tensor, current: Tensor, logit: Tensor, normaliser: Tensor) -> Tensor:
-    """`[...]` log-probability of `current [...]`, whose `logit` is `[..., 1]`, by `weight [..., V]`.
-
-    Near certainty by the others' mass: of the difference of two logarithms no digit is left there, and tokens that are
-    taken back are ranked by it.
-    """
-    at = current[..., None]
-    own = weight.gather(-1, at)
-    rest = weight.scatter_(-1, at, 0).sum(-1).double()
-    weight.scatter_(-1, at, own)
-    mass = own[..., 0].double()
-    return torch.where(mass > 0.5, -torch.log1p(rest / mass), logit[..., 0].double() - normaliser)
-
-
-def _entropy(weight: Tensor) -> Tensor:
-    """`[...]` entropy in nats of `weight [..., V]`, precise where one token has nearly all of it.
-
-    It is not split at the token that was drawn: positions with one law must tie to the last bit, or rounding would rank
-    them by what they drew and correlate what a step commits.
-    """
-    at = argmax(weight)[..., None]
-    most = weight.gather(-1, at)
-    rest = weight.scatter_(-1, at, 0).sum(-1).double()
-    own = most[..., 0].double()
-    found = torch.special.entr(own / (own + rest)) + entropy(weight)
-    weight.scatter_(-1, at, most)
-    return found
-
-
-def entropy(weight: Tensor) -> Tensor:
-    """`[...]` sum of -w log w over `weight [..., V]`, in nats."""
-    least = torch.finfo(weight.dtype).tiny
-    rows = weight.flatten(0, -2)
-    parts = [part.clamp(min=least).log_().mul_(part).sum(-1) for part in rows.split(_rows(rows))]
-    return -torch.cat(parts).view(weight.shape[:-1])
-
-
-def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) -> Tensor:
-    """`[N]` KL in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`, probabilities with `TINY` added.
-
-    Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is no better: good for a bound, not
-    for telling the smallest. `precise`: float64, and rows brought to a sum of 1, which leaves errors of second order.
-    """
-    parts, size = [], _rows(now)
-    for part, at in zip(now.split(size), index.split(size), strict=True):
-        old = then.index_select(0, at)
-        if precise:
-            part, old = part.double(), old.double()
-            part, old = part / part.sum(-1, keepdim=True), old / old.sum(-1, keepdim=True).clamp(min=TINY)
-        old = old.add_(TINY)
-        parts.append((part + TINY).div_(old).log_().mul_(part).sum(-1))
-    return torch.cat(parts)
-
-
-def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
-    """`divergence` of logits `now [N, V]` from `then [M, V]`, whose logsumexp is `norm [M]`."""
-    precise = torch.promote_types(now.dtype, torch.float32)
-    old = (then.to(precise) - norm[:, None].to(precise)).exp_()
-    return divergence(torch.softmax(now, -1, dtype=precise), old, index).double()
-
-
-def _rows(table: Tensor) -> int:
-    """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet."""
-    rows, width = table.shape
-    return max(1, min(rows, CACHE // width) if table.device.type == "cpu" else rows)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
-    if logits.device.type != "cpu" or logits.shape[-1] % TILE:
-        return logits.argmax(-1)
-    # On a CPU torch's argmax is a scalar loop, its amax is not: find the tile first, then the place inside it.
-    tiles = logits.unflatten(-1, (-1, TILE))  # [..., V/TILE, TILE]
-    tile = tiles.amax(-1).argmax(-1)  # [...]
-    inside = tiles.gather(-2, tile[..., None, None].expand(*tile.shape, 1, TILE))[..., 0, :]  # [..., TILE]
-    return tile * TILE + inside.argmax(-1)

@@ -8,17 +8,9 @@ from torch import Tensor
 
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.statistics import tempered
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-
-
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """`logits / temperature`, the same on every device: a GPU's division by a number multiplies with its inverse."""
-    if logits.device.type == "cpu":
-        return logits / temperature
-    precise = torch.promote_types(logits.dtype, torch.float32)
-    divisor = torch.full((), temperature, dtype=precise, device=logits.device)
-    return (logits.to(precise) / divisor).to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,11 @@ class Temperature(_Rewrite):
     def draws(self) -> bool:
         """See `Guide.draws`."""
         return self.value > 0
+
+    @property
+    def temperature(self) -> float:
+        """See `Guide.temperature`."""
+        return float(self.value)
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""

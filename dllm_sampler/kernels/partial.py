@@ -27,15 +27,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.core import noise
-from dllm_sampler.engine import readout
+from dllm_sampler.core import noise, statistics
 from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
 from dllm_sampler.kernels.statistics import Statistics
 
 LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
 SCALE = tl.constexpr(noise.SCALE)
-TINY = tl.constexpr(readout.TINY)
+TINY = tl.constexpr(statistics.TINY)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as it was when `triton.jit` read it
 LOG2E = tl.constexpr(math.log2(math.e))
 REALS = tl.constexpr(8)  # floats of a part: best, rest, spread, second, chosen, its logit, cross, current

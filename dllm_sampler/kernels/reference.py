@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import statistics
 from dllm_sampler.core.noise import token_noise
-from dllm_sampler.engine import readout as readouts
-from dllm_sampler.guides.truncation import tempered
+from dllm_sampler.core.statistics import tempered
 from dllm_sampler.kernels.statistics import Statistics, Then, check
 
 NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
@@ -32,27 +32,27 @@ def readout(
     scaled, seen = _scale(logits, mask_id, temperature, measured)
     if temperature and keys is not None:
         precise = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
-        token = readouts.argmax(precise + token_noise(keys, logits.shape[1]).to(precise.dtype))
+        token = statistics.argmax(precise + token_noise(keys, logits.shape[1]).to(precise.dtype))
     else:
-        token = readouts.argmax(scaled)
+        token = statistics.argmax(scaled)
     needs = NEEDS if current is None else NEEDS | {"current"}
     needs = needs if then is None else needs | {"probabilities"}
     # `measure` may overwrite what it reads.
     named = token if current is None else current
-    found = readouts.measure(seen.clone() if top else seen, token, named, needs, None)
+    found = statistics.measure(seen.clone() if top else seen, token, named, needs, None)
     divergence = None
     if then is not None:
         assert found.probabilities is not None
         precise = found.probabilities.dtype
         old = _scale(then.rows, mask_id, temperature, measured)[1].to(precise) - then.logsumexp[:, None].to(precise)
-        divergence = readouts.divergence(found.probabilities, old.exp(), then.index)
+        divergence = statistics.divergence(found.probabilities, old.exp(), then.index)
     values = ids = None
     if top:
         values, ids = seen.sort(dim=-1, descending=True, stable=True)
         values, ids = values[:, :top].float(), ids[:, :top]
     measures = found.confidence, found.margin, found.gap, found.entropy, found.logsumexp
     void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
-    statistics = Statistics(
+    made = Statistics(
         token,
         *(value + void for value in measures if value is not None),
         current=None if found.current is None else found.current + void,
@@ -60,7 +60,7 @@ def readout(
         values=values,
         ids=ids,
     )
-    return statistics if out is None else _store(statistics, out)
+    return made if out is None else _store(made, out)
 
 
 def head(

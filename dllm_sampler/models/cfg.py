@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.cache.base import ReusesGuidance
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan
+from dllm_sampler.core.protocols import Denoiser, Plan, ReusesGuidance
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend

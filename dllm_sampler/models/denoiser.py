@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.packing import predictors
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts
+from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
 
 
@@ -110,13 +112,15 @@ class TransformerDenoiser:
         pack, model = plan.pack, self.transformer
         assert pack is not None
         kernels = None if self.compile else self.kernels
-        drive = fused.drive(kernels, model, canvas, query, plan) or partial(_drive, plan, self.compile)
+        drive = fused.drive(kernels, model, canvas, query, plan)
+        if drive is None:
+            plan = replace(plan, attention=PackedAttention(pack, plan.visible))
+            drive = partial(_drive, plan, self.compile)
         soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
-            positions=(pack.column - canvas.begin.index_select(0, pack.row))[
-                None
-            ],  # rotary positions count from the row's first token
+            # Rotary positions count from the row's first token.
+            positions=(pack.column - canvas.begin.index_select(0, pack.row))[None],
             soft=soft,
             drive=drive,
             rows=pack.answers[None],
@@ -133,7 +137,7 @@ class TransformerDenoiser:
             canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),
             positions=plan.positions - canvas.begin[:, None],
             drive=partial(_drive, plan, self.compile),
-            rows=at.clamp(max=plan.positions.shape[1] - 1),  # any row for what is not computed, nobody reads it
+            rows=at.clamp(max=plan.positions.shape[1] - 1),  # what is not computed has no answer: any row will do
         )  # [B, Q, D]
         return plan.answers.pick(hidden[:, None])
 
@@ -156,7 +160,7 @@ class TransformerDenoiser:
 
 def spent(canvas: Canvas, plan: Plan) -> Spent:
     """The cost of one pass; rows of finished generations are free."""
-    return Spent((~canvas.done).long(), plan.cache.rows(plan))
+    return Spent((~canvas.done).long(), plan.cache.cost(plan))
 
 
 def _drive(plan: Plan, compile: bool, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:

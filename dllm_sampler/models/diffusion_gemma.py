@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface

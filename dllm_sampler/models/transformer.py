@@ -184,16 +184,6 @@ class Layer(nn.Module):
         return self.ffn(self.mlp_norm(hidden))
 
 
-def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
-    """`[N, M, S] bool` which keys a row sees under block-causal attention: those of its own block and of earlier ones.
-
-    queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token; blocks of `length` too
-    """
-    # A filler before the first token sees the first block: a row that sees nothing would be undefined.
-    own = queries.clamp(min=0).div(length, rounding_mode="floor")
-    return keys.div(length, rounding_mode="floor")[:, None] <= own[..., None]
-
-
 class Transformer(nn.Module):
     """A masked-diffusion transformer; weights are torch's defaults until loaded or `init_weights`."""
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Carry, Context, Guide, ModelSpec, Traits
+from dllm_sampler.core.protocols import Carry, Context, Guide
+from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.leftright import Leftmost

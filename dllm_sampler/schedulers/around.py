@@ -5,7 +5,8 @@ from typing import Self
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Guide, Paced, Planner, Scheduler, Tempered, Traits
+from dllm_sampler.core.protocols import Carry, Context, Guide, Paced, Planner, Scheduler, Tempered
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.checks import check_count, check_number
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank, top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.budget import check_steps, even_share

@@ -5,10 +5,11 @@ from typing import Self
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import rank, top
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.statistics import entropy
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.engine.readout import entropy
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.budget import check_steps, even_share
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.threshold import Threshold

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 

@@ -6,7 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 

@@ -6,8 +6,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share

@@ -5,8 +5,9 @@ from typing import Self
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import rank, top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 

@@ -6,9 +6,10 @@ from typing import Literal, Self, get_args
 import torch
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Carry, Context, ModelSpec
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.engine.readout import Law
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -57,7 +58,7 @@ class Klass(FixedSteps):
     @property
     def needs(self) -> frozenset[str]:
         """Whole predictions, and the fallback's score."""
-        return super().needs | {"probabilities" if self.precise else "law"}
+        return super().needs | {"probabilities" if self.precise else "predictions"}
 
     @property
     def precise(self) -> bool:
@@ -69,14 +70,14 @@ class Klass(FixedSteps):
         assert self.model is not None
         nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
         zero = torch.zeros_like(nowhere, dtype=self.model.dtype)[..., None]
-        law, zero = Law(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
+        law, zero = Predictions(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
         return super().init(canvas), nowhere, law, zero.repeat(1, 1, self.history)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
         count, opened = self.count(canvas, opened)
-        now = Law.of(readout)
+        now = Predictions.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
         row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]

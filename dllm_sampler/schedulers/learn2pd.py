@@ -5,8 +5,9 @@ from typing import Self
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Context, ModelSpec, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.budget import check_steps, even_share

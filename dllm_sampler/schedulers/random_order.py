@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import check_steps, even_share
 

@@ -6,7 +6,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.schedulers.budget import block_steps, check_steps
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.remasking import Remasking

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Traits, block_over
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
@@ -50,7 +51,7 @@ class StorePass(Around):
         """See `Scheduler.tell`."""
         canvas, due, idle = self._counted(canvas, *carry[:3])
         edit, inner = self.inner.tell(canvas, query, readout, carry[3])
-        over = block_over(canvas.apply(query.positions, edit), edit) & ~idle
+        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle
         left = over & (torch.zeros_like(over) if edit.leave is None else edit.leave)
         edit = replace(
             edit,

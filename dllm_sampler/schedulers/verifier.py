@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Carry, Context, Traits, block_over
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around
@@ -202,7 +203,7 @@ class Verifier(Around):
         after = here.state.apply(at, edit)
         made = (here.state.masked & ~after.masked).gather(1, at)  # [B, Q]
         sure = torch.where(made, readout.confidence[:, 0], here.sure)
-        return Walked(after.advance(block_over(after, edit), self.lookahead, None), inner, here.node, sure)
+        return Walked(after.advance(after.block_over(edit), self.lookahead, None), inner, here.node, sure)
 
     def _draft(self, here: Walked, query: Query, readout: Readout) -> Walked:
         """A guessed step after the first one, which is certain."""

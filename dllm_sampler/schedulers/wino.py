@@ -6,8 +6,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.checks import check_count, check_number
 

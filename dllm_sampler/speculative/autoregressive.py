@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface, loading, weights

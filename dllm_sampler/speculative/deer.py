@@ -14,11 +14,11 @@ from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.engine.readout import argmax
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Speculation

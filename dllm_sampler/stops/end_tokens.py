@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Context, Stop, block_over
+from dllm_sampler.core.protocols import Context, Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -48,7 +48,7 @@ class BlockStop(_EosStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        return finished(edit, block_over(after, edit) & (self.ends(after) & canvas.in_block()).any(1))
+        return finished(edit, after.block_over(edit) & (self.ends(after) & canvas.in_block()).any(1))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class PrefixStop(_EosStop):
         part = slice(canvas.origin, canvas.length)
         ends = (after.ids[:, part] == self.eos) & (after.masked[:, part].cumsum(1) == 0)
         fire = (ends & (canvas.columns()[:, part] < after.end[:, None])).any(1)
-        return finished(edit, fire if edit.remask is None else fire & block_over(after, edit))
+        return finished(edit, fire if edit.remask is None else fire & after.block_over(edit))
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,5 @@ class TruncateStop(_EosStop):
         """See `Stop.__call__`."""
         end = _first(self.ends(after)) + 1
         if edit.remask is not None:
-            end = torch.where(block_over(after, edit), end, canvas.end)
+            end = torch.where(after.block_over(edit), end, canvas.end)
         return replace(edit, end=end if edit.end is None else torch.minimum(end, edit.end))

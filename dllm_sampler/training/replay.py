@@ -12,7 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.transformer import block_causal
 from dllm_sampler.sampler import Sampler
 
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.trailing import TrailingCache
-from dllm_sampler.core.protocols import ModelSpec
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import EndsAnywhere, PublishedParallelDecoding

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.core.noise import Noise, ReplayNoise
+from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.eval.conformance.published import EarlyStop, StopAt

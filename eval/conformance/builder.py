@@ -8,7 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Denoiser, ModelSpec, Plan
+from dllm_sampler.core.protocols import Denoiser, Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.lines import Line, Steps

@@ -10,13 +10,12 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.dkv_greedy import GreedyCache
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.protocols import Cache, Scheduler
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.eval.conformance import dream
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported

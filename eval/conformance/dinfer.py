@@ -7,10 +7,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.periodic import PeriodicDual, PeriodicPrefix
-from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.protocols import Cache, Scheduler
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import PublishedCredit, PublishedDInferThreshold, Unrolled

@@ -8,10 +8,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.protocols import Blocks, Guide, Scheduler
+from dllm_sampler.core.protocols import Blocks, Cache, Guide, Scheduler
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import (

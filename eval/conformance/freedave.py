@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.core.protocols import Carry, Scheduler, Traits
+from dllm_sampler.core.protocols import Cache, Carry, Scheduler
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported

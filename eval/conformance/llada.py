@@ -8,12 +8,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.protocols import Blocks, Denoiser, Guide, ModelSpec, Scheduler
+from dllm_sampler.core.protocols import Blocks, Cache, Denoiser, Guide, Scheduler
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import PublishedFactor, PublishedFixedSteps

@@ -11,7 +11,8 @@ from torch import Tensor
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Denoiser, ModelSpec
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError

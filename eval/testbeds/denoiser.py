@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.testbeds.laws import UNKNOWN, Law

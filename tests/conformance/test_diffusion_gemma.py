@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Query, Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Cache
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine, State
 from dllm_sampler.eval.conformance import lines, replay

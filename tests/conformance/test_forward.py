@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Cache
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine import layout
 from dllm_sampler.eval.conformance.published import PublishedDualCache, PublishedPrefixCache

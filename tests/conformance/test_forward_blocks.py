@@ -12,13 +12,13 @@ from torch import Tensor
 from dllm_sampler import Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.core.masks import block_causal
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine import layout
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from dllm_sampler.models.moe import MoE
-from dllm_sampler.models.transformer import block_causal
 from tests import toys
 
 DATA = Path(__file__).parent / "data"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
-from dllm_sampler.cache.base import Foresees
+from dllm_sampler.core.protocols import Foresees
 from tests import toys
 
 Settings = dict[str, Any]

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler import Result, Sampler, UserError, config
+from dllm_sampler.core.masks import block_causal
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import block_causal
 from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, Traits, config
-from dllm_sampler.cache.base import Foresees
 from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Foresees
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps

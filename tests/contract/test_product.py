@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Scheduler, UserError, config
-from dllm_sampler.cache.base import Cache, Foresees
-from dllm_sampler.core.protocols import Blocks, Stop
+from dllm_sampler.core.protocols import Blocks, Cache, Foresees, Stop
 from tests import toys
 from tests.contract import cases
 

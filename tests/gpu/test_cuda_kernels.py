@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-from dllm_sampler.guides.truncation import tempered  # noqa: E402
+from dllm_sampler.core.statistics import tempered  # noqa: E402
 from dllm_sampler.kernels import head, readout, reference  # noqa: E402
 from dllm_sampler.kernels.backend import select  # noqa: E402
 from tests.kernels import readout_checks as checks  # noqa: E402

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dllm_sampler.core import noise
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.statistics import TINY
 from dllm_sampler.core.values import Query
-from dllm_sampler.engine.readout import TINY
 from dllm_sampler.guides import Temperature
 from dllm_sampler.kernels.statistics import Statistics, Then
 from tests import toys

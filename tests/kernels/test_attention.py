@@ -8,9 +8,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from dllm_sampler.core.masks import block_causal
 from dllm_sampler.kernels import attention as module
 from dllm_sampler.kernels.attention import packed_attention
-from dllm_sampler.models.transformer import block_causal
 from tests.kernels import checks, oracles
 from tests.turns import by_turns
 

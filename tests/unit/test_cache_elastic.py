@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
-from dllm_sampler.core.protocols import Denoiser, Plan
+from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Transformer, TransformerConfig
@@ -187,9 +186,9 @@ class Witness(ElasticCache):
 
     notes: list[Any] = field(default_factory=list)
 
-    def rows(self, plan: Any) -> Tensor:
+    def cost(self, plan: Any) -> Tensor:
         self.notes.append((self.refresh_from.clone(), plan, self.tracked.clone()))
-        return super().rows(plan)
+        return super().cost(plan)
 
 
 @pytest.mark.parametrize("gamma", [-1.0, 0.9, 2.0])

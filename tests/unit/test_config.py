@@ -11,9 +11,8 @@ import pytest
 from hydra.utils import get_class
 
 from dllm_sampler import blocks, cache, config, guides, schedulers, stops
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
-from dllm_sampler.core.protocols import Blocks, Guide, Scheduler, Stop
+from dllm_sampler.core.protocols import Blocks, Cache, Guide, Scheduler, Stop
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopP
 from dllm_sampler.schedulers.fixed import FixedSteps

@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
 from dllm_sampler.cli import main
-from dllm_sampler.core.protocols import ModelSpec, Plan
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.models.denoiser import TransformerDenoiser, spent
 from dllm_sampler.models.transformer import Transformer

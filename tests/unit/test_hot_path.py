@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dllm_sampler.engine import readout
+from dllm_sampler.core import statistics
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -18,13 +18,13 @@ def test_the_best_token_is_torchs_argmax(dtype, words):
             logits[0, 1, seed] = math.nan
         if seed % 5 == 0:
             logits[1] = -math.inf
-        assert torch.equal(readout.argmax(logits), logits.argmax(-1))
+        assert torch.equal(statistics.argmax(logits), logits.argmax(-1))
 
 
 def test_bfloat16_logits_are_measured_in_float32():
     logits = torch.randn(1, 1, 4, 1280, generator=torch.Generator().manual_seed(0)).bfloat16()
     token, needs = logits.argmax(-1), frozenset({"entropy", "logsumexp", "margin"})
-    found = readout.measure(logits.clone(), token, token, needs, None)
-    exact = readout.measure(logits.double(), token, token, needs, None)
+    found = statistics.measure(logits.clone(), token, token, needs, None)
+    exact = statistics.measure(logits.double(), token, token, needs, None)
     for name in ("confidence", *needs):
         torch.testing.assert_close(getattr(found, name), getattr(exact, name), rtol=1e-6, atol=1e-9)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.protocols import Cache, Denoiser
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, CounterNoise, Query, ReplayNoise
-from dllm_sampler.core.noise import SCALE, Noise, gumbel
+from dllm_sampler.core.noise import SCALE, gumbel
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.values import Noise
 from tests import toys
 
 NOISE = CounterNoise()

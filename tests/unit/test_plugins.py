@@ -93,7 +93,7 @@ def test_a_readout_without_such_a_field_is_refused() -> None:
 
 
 def test_ranked_divergences_are_precise() -> None:
-    assert "probabilities" in Klass(take="steadiest").needs and "law" in Klass().needs
+    assert "probabilities" in Klass(take="steadiest").needs and "predictions" in Klass().needs
 
 
 def test_a_cut_canvas_keeps_the_pace_of_its_steps() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler import Query, Readout
+from dllm_sampler.core import statistics
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.engine import readout
 from dllm_sampler.guides import EndTokens, Temperature
@@ -19,7 +20,7 @@ logits_or_nothing = st.one_of(st.floats(-30, 30), st.just(-math.inf))
 
 def measured(logits: torch.Tensor, needs: frozenset[str] = NEEDS, current: int = 0) -> Readout:
     token = logits.argmax(-1)
-    return readout.measure(logits.clone(), token, torch.full_like(token, current), needs, logits)
+    return statistics.measure(logits.clone(), token, torch.full_like(token, current), needs, logits)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -131,11 +132,11 @@ def test_tables_worked_on_in_pieces_are_the_same_table(monkeypatch, cache):
     then[2, 0] = 0
     index = torch.tensor([4, 2, 2, 0, 1])
     expected = (now * ((now + 1e-12).log() - (then[index] + 1e-12).log())).sum(-1)
-    torch.testing.assert_close(readout.divergence(now, then, index), expected)
-    torch.testing.assert_close(readout.entropy(now), torch.special.entr(now).sum(-1))
-    assert float(readout.entropy(now.view(1, 5, 4))[0, 1]) == 0.0
+    torch.testing.assert_close(statistics.divergence(now, then, index), expected)
+    torch.testing.assert_close(statistics.entropy(now), torch.special.entr(now).sum(-1))
+    assert float(statistics.entropy(now.view(1, 5, 4))[0, 1]) == 0.0
     now[3] = math.nan
-    assert readout.entropy(now).isnan().tolist() == [False, False, False, True, False]
+    assert statistics.entropy(now).isnan().tolist() == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -146,7 +147,7 @@ def test_one_law_ties_whatever_is_drawn(dtype, size):
     law[:-1] = -math.log(size)  # one token is rarer
     logits = law.expand(1, 1, size, size).contiguous()
     token = torch.arange(size).expand(1, 1, size)  # each position draws another
-    found = readout.measure(logits, token, token, frozenset({"entropy"}), None)
+    found = statistics.measure(logits, token, token, frozenset({"entropy"}), None)
     assert found.entropy is not None
     assert len(set(found.entropy.flatten().tolist())) == 1
     assert len(set(found.confidence.flatten()[:-1].tolist())) == 1

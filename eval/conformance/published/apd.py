@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.engine.readout import argmax
 from dllm_sampler.guides import Temperature
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.stops.end_tokens import BlockStop

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.factor import Factor

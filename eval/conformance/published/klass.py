@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.engine.readout import Law
 from dllm_sampler.eval.conformance.published.fixed import PublishedFixedSteps
 from dllm_sampler.schedulers.klass import Klass
 
@@ -41,7 +42,7 @@ class PublishedKlass(Klass):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
-        (count, opened), now = self.count(canvas, opened), Law.of(readout)
+        (count, opened), now = self.count(canvas, opened), Predictions.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         # Masks only become fewer: every one was asked in the last forward too.
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]

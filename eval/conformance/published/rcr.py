@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Traits
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.rcr import RunningConfidence

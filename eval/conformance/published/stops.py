@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import block_over
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop
 
@@ -42,7 +41,7 @@ class EarlyStop(PrefixStop):
         before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
         assert edit.finish is not None
         committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
-        looks = committed | block_over(after, edit)
+        looks = committed | after.block_over(edit)
         asked = (canvas.ids[:, : canvas.origin] == self.eos).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
@@ -65,5 +64,5 @@ class AllEnd(BlockStop):
         columns = canvas.columns()
         first = canvas.start if canvas.grid is None else canvas.on_grid(canvas.start)
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
-        over = block_over(after, edit) & (outside | (after.ids == self.eos) & ~after.masked).all(1)
+        over = after.block_over(edit) & (outside | (after.ids == self.eos) & ~after.masked).all(1)
         return replace(edit, finish=over & (canvas.age > 0) if self.drafting else over)

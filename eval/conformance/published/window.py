@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dllm_sampler.cache.base import Cache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.cache.sparse import SparseCache
 from dllm_sampler.cache.window import WindowCache
-from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.protocols import Cache, Context
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.published.forced import forces_first
 

@@ -1,0 +1,54 @@
+"""What is known before the first step: of a model (`ModelSpec`) and of a scheduler (`Traits`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model, in a few numbers and facts."""
+
+    vocab_size: int
+    mask_id: int | None  # None: uniform diffusion, no mask token
+    eos_id: int
+    pad_id: int
+    max_positions: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    eot_id: int | None = None  # end of turn, where it differs from eos
+    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    block_length: int | None = None  # blocks it was trained on, where that is one length
+    shift: bool = False  # raw row i predicts token i + 1 (Dream)
+    cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
+    encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
+    self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)
+    branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
+    folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a scheduler that others rely on."""
+
+    asks: Literal["masks", "window"] = "masks"  # what the default `ask` wants of the block: its noise, or all of it
+    asks_block: bool = True  # it asks for the active block in every step, so that others can ask for it
+    whole: bool = False  # every forward computes every column (choices or edits outside the block, shadow rows)
+    leave_one_out: bool = False  # it asks `leave_one_out` queries, for which the forward computes shadow rows
+    exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
+    revises: bool = False  # it may take back or replace tokens that are committed
+    uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
+    plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)
+    drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
+    opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh
+    static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
+    ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
+    block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
+    horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
