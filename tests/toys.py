@@ -198,7 +198,7 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
     zero = torch.zeros(batch, dtype=torch.long)
     empty = torch.zeros(batch, 1, dtype=torch.bool)
     masked = torch.cat([masked, empty], 1)
-    fields: dict[str, Any] = dict.fromkeys(("begin", "start", "age", "step", "nfe", "rows", "row_seed"), zero)
+    fields: dict[str, Any] = dict.fromkeys(("begin", "start", "age", "step", "nfe", "computed", "row_seed"), zero)
     fields |= {
         "ids": torch.where(masked, MASK, 1),
         "masked": masked,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -61,7 +62,7 @@ class BaseCache(Cache):
             UserError: this is a live copy already.
         """
         self._refuse_live()
-        live = replace(self)
+        live = copy(self)  # with what `bind` learned
         live.spec, live.live = spec, True
         live.slots = live.buffers(canvas) if self.stores else None
         if spec.branches == 2:

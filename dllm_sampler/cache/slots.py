@@ -30,6 +30,11 @@ class Slots:
         """`[B, L+1, Hkv, Dh]` of each layer."""
         return self._buffers()
 
+    @cached_property
+    def flat(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer as `[B*(L+1), Hkv, Dh]`: views."""
+        return [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.keys, self.values, strict=True)]
+
     def _buffers(self) -> list[Tensor]:
         spec = self.spec
         return [torch.zeros(self.shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)]
@@ -41,17 +46,18 @@ class Slots:
 
     def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store `k, v [1, Hkv, T, Dh]` of a pack at `slots [T]`, counted over all rows, of layer `index`."""
-        for buffer, fresh in ((self.keys[index], k), (self.values[index], v)):
-            buffer.flatten(0, 1).index_copy_(0, slots, fresh[0].transpose(0, 1).to(buffer.dtype))
+        for buffer, fresh in zip(self.flat[index], (k, v), strict=True):
+            buffer.index_copy_(0, slots, fresh[0].transpose(0, 1).to(buffer.dtype))
 
     def write(self, index: int, k: Tensor, v: Tensor, slots: Tensor | None) -> None:
         """Store `k, v [B, Hkv, M, Dh]` at `slots [B*M]` of layer `index`; None: from column 0."""
-        for buffer, fresh in ((self.keys[index], k), (self.values[index], v)):
+        pairs = zip((self.keys[index], self.values[index]), self.flat[index], (k, v), strict=True)
+        for buffer, flat, fresh in pairs:
             fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]
             if slots is None:
                 buffer[:, : fresh.shape[1]] = fresh
             else:
-                buffer.flatten(0, 1).index_copy_(0, slots, fresh.flatten(0, 1).to(buffer.dtype))
+                flat.index_copy_(0, slots, fresh.flatten(0, 1).to(buffer.dtype))
 
     def read(self, index: int, columns: int) -> tuple[Tensor, Tensor]:
         """Views `[B, Hkv, columns, Dh]` of layer `index`."""

@@ -81,11 +81,11 @@ def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
-    """`[9, B] int64` what the host wants to know before the next step, by row; see `read`."""
+    """`[9 B] int64` what the host wants to know before the next step, nine numbers for each row; see `read`."""
     end = canvas.end if wanted.query.limit is None else torch.minimum(canvas.end, wanted.query.limit)
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
-    return torch.stack(
+    return torch.cat(
         [wanted.entries(canvas), answers, queried, block, canvas.begin, end, canvas.age, canvas.done.long(), bad]
     )
 
@@ -98,9 +98,12 @@ class Found(NamedTuple):
     bad: bool  # the model returned no finite statistics for some row
 
 
-def read(measured: list[list[int]]) -> Found:
+def read(measured: list[int]) -> Found:
     """`measure`, on the host."""
-    entries, answers, queries, block, begin, end, age, done, bad = measured
+    batch = len(measured) // 9
+    entries, answers, queries, block, begin, end, age, done, bad = (
+        measured[at : at + batch] for at in range(0, len(measured), batch)
+    )
     live = [row for row, over in enumerate(done) if not over]
     rows = tuple(zip(entries, begin, end, strict=True))
     sizes = Sizes(
@@ -259,7 +262,10 @@ class Pack:
 
     def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
         """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""
-        rows = canvas.ids[:, None].expand(-1, query.ids.shape[1], -1)  # [B, K, L+1]
+        candidates = query.ids.shape[1]
+        if candidates == 1 and not query.leave_one_out:
+            return canvas.ids.scatter(1, query.positions, query.ids[:, 0]).flatten().index_select(0, self.place)
+        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
         if not query.leave_one_out:
             return rows.flatten().index_select(0, self.place)

@@ -188,8 +188,7 @@ class Canvas:
         Returns:
             `[B]` `bad` after this forward, and the edit without the commits of bad rows.
         """
-        asked = self.eligible(positions) & ~self.done[:, None]
-        fails = (asked[:, None] & confidence.isnan()).flatten(1).any(1)
+        fails = confidence.isnan().flatten(1).any(1) & ~self.done
         bad = torch.where(fails & (bad == 0), self.step + 1, bad)
         commit = edit.commit & (bad == 0)[:, None]
         if forbidden is not None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class Engine:
         needs = plugins.needs | {"entropy"} if entropy else plugins.needs
         self.needs = needs | {"logits"} if self.denoiser.spec.self_conditioning else needs
         self.entropy = entropy
+        # Looked up once: `isinstance` of a protocol takes as long as ten small operations.
+        self.paced, self.foresees = isinstance(plugins.scheduler, Paced), isinstance(plugins.cache, Foresees)
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[State]:
         """Step until every row is done, yielding after each step (the same object)."""
@@ -123,11 +125,10 @@ class Engine:
         found = packing.read(state.measured.tolist())
         state.finished = found.finished
         before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
-        scheduler = self.plugins.scheduler
-        if isinstance(scheduler, Paced) and (step or before.branches is None):
+        if self.paced and (step or before.branches is None):
             # The next step has been asked for already: what the scheduler says now holds for the one after it.
             made = replace(before if step else state.canvas, branches=state.branches)
-            branches = scheduler.pace(made, perf_counter() - state.begun)
+            branches = cast(Paced, self.plugins.scheduler).pace(made, perf_counter() - state.begun)
             state.canvas = replace(state.canvas, branches=branches)
         state.branches = before.branches
         if found.bad:
@@ -159,11 +160,10 @@ class Engine:
             state.canvas = state.canvas.renoised(spec.vocab_size)
         canvas = state.canvas
         query = p.scheduler.ask(canvas, state.carry)
-        if isinstance(cache, Foresees):
-            assert isinstance(p.scheduler, Planner)  # such a cache refuses all others
-            ahead = p.scheduler.ahead(canvas, state.carry)
+        if self.foresees:
+            ahead = cast(Planner, p.scheduler).ahead(canvas, state.carry)  # such a cache refuses all others
             assert ahead is not None
-            cache.expect(ahead, query.positions.shape[1])
+            cast(Foresees, cache).expect(ahead, query.positions.shape[1])
         chosen = cache.computes(canvas)
         computed = packing.computable(canvas, query, chosen)
         answered = packing.answerable(canvas, computed, spec)

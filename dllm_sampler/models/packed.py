@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat
 
 import torch
@@ -16,7 +18,7 @@ from dllm_sampler.core.packing import Pack
 Stored = tuple[Tensor, Tensor]  # keys and values [B, L+1, Hkv, Dh]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackedAttention:
     """Attention for one pack; made once per forward, used by every layer.
 
@@ -30,6 +32,7 @@ class PackedAttention:
 
     pack: Pack
     visible: Visible
+    masks: list[Tensor | None] | None = field(init=False, default=None)  # made by the first layer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
         """Heads `[1, H, T, Dh]` of queries `[1, H, T, Dh]` over keys and values `[1, Hkv, T, Dh]` and stored ones.
@@ -40,37 +43,45 @@ class PackedAttention:
             return self._by_row(q, k, v, stored)
         return self._padded(q, k, v, stored)
 
+    @cached_property
+    def _live(self) -> list[tuple[int, int, int, int]]:
+        """Row, entries, first and end column of each row that has entries."""
+        assert self.pack.sizes.rows is not None
+        return [(row, *bounds) for row, bounds in enumerate(self.pack.sizes.rows) if bounds[0]]
+
     def _by_row(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
-        rows, heads, at = self.pack.sizes.rows, [], 0
-        assert rows is not None
-        counts = [count for count, _, _ in rows]
-        counts.append(q.shape[2] - sum(counts))  # fillers
+        if not self._live:
+            return torch.zeros_like(q)  # one filler
+        counts, heads = [count for _, count, _, _ in self._live], []
         reads_fresh = stored is None or self.pack.segment is not None
-        fresh = zip(k.split(counts, 2), v.split(counts, 2), strict=True) if reads_fresh else repeat((k, v))
-        for row, (query, (keys, values)) in enumerate(zip(q.split(counts, 2), fresh, strict=False)):
-            if row == len(rows):
-                heads.append(torch.zeros_like(query))
-            elif counts[row]:
-                _, first, end = rows[row]
-                mask = self._mask(row, slice(at, at + counts[row]), first, end, stored is not None)
-                if stored is not None:
-                    old = [_as(one[row : row + 1, first:end].transpose(1, 2), q.dtype) for one in stored]
-                    keys, values = (
-                        old
-                        if not reads_fresh
-                        else (torch.cat(both, 2) for both in zip(old, (keys, values), strict=True))
-                    )
-                heads.append(_attend(query, keys, values, mask))
-                at += counts[row]
-        heads = [one for one in heads if one.shape[2]]
+        fresh = zip(_split(k, counts), _split(v, counts), strict=True) if reads_fresh else repeat((k, v))
+        masks = self._masks(stored is not None)
+        for (row, _, first, end), query, (keys, values), mask in zip(
+            self._live, _split(q, counts), fresh, masks, strict=False
+        ):
+            if stored is not None:
+                old = [_as(one[row : row + 1, first:end].transpose(1, 2), q.dtype) for one in stored]
+                both = zip(old, (keys, values), strict=True)
+                keys, values = (torch.cat(parts, 2) for parts in both) if reads_fresh else old
+            heads.append(_attend(query, keys, values, mask))
         return heads[0] if len(heads) == 1 else torch.cat(heads, 2)
+
+    def _masks(self, stored: bool) -> list[Tensor | None]:
+        """What the entries of each live row see, `[n, S] bool`; None: all of it. The same in every layer."""
+        if self.masks is None:
+            found, at = [], 0
+            for row, count, first, end in self._live:
+                found.append(self._mask(row, slice(at, at + count), first, end, stored))
+                at += count
+            self.masks = found
+        return self.masks
 
     def _mask(self, row: int, own: slice, first: int, end: int, stored: bool) -> Tensor | None:
         """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
         pack, parts = self.pack, []
-        column = pack.column[own]
         if pack.segment is None and self.visible.grid is None:
             return None
+        column = pack.column[own]
         if stored:
             old = torch.arange(first, end, device=column.device)  # [S]
             sees = self._in_grid(column, old, first)
@@ -127,6 +138,11 @@ class PackedAttention:
 def _as(heads: Tensor, dtype: torch.dtype) -> Tensor:
     # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
     return heads if heads.dtype == dtype else heads.to(dtype)
+
+
+def _split(heads: Tensor, counts: list[int]) -> Sequence[Tensor]:
+    """`[1, H, T, Dh]` as one tensor for each count."""
+    return heads.split(counts, 2) if len(counts) > 1 else [heads]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
