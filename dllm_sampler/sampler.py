@@ -15,7 +15,7 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Trace
+from dllm_sampler.core.trace import Trace, aligned
 from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.engine import capture, graphs, layout
 from dllm_sampler.engine.graphs import StaticEngine
@@ -256,7 +256,7 @@ class Sampler:
         canvas = layout.canvas(
             rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.grain
         )
-        bound = self.max_steps or plugins.scheduler.bound(canvas.length - canvas.origin)
+        bound = self.max_steps or plugins.scheduler.bound(canvas.new_tokens)
         return self._run(engine, canvas, bound, stops, every)
 
     def _engine(self, plugins: Plugins, samples: int = 1) -> Engine:
@@ -303,11 +303,11 @@ class Sampler:
     def _stop_at(self, engine: Engine, state: State, stop_strings: Sequence[str]) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
         canvas = state.canvas
-        part, noise = canvas.asked, canvas.masked
+        answer, noise = canvas.asked(), canvas.masked
         if self.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
-        known = [row.index(True) if True in row else None for row in noise[:, part].tolist()]
-        ids = canvas.ids[:, part].tolist()
+        known = [row.index(True) if True in row else None for row in noise.gather(1, answer).tolist()]
+        ids = canvas.ids.gather(1, answer).tolist()
         texts = prompts.decode([row[:end] for row, end in zip(ids, known, strict=True)], self.tokenizer, ())
         hit = torch.tensor([any(stop in text for stop in stop_strings) for text in texts], device=self.device)
         if bool(hit.any()):
@@ -318,16 +318,16 @@ class Sampler:
     def _result(self, state: State, stop_strings: Sequence[str]) -> Result:
         canvas, spec = state.canvas, self.denoiser.spec
         trace = Trace.of(canvas, state.recorder, spec.mask_id, spec.pad_id)
-        masked = canvas.masked[:, : canvas.asked.stop][:, -trace.ids.shape[1] :].cpu()
+        masked = aligned(canvas, canvas.masked, False).cpu()
         return summarise(trace, masked, canvas.done.cpu(), spec, self.tokenizer, stop_strings)
 
     @staticmethod
     def _view(state: State, step: int, result: Result | None) -> Commits:
         canvas = state.canvas
-        part = canvas.asked
+        answer = canvas.asked()
 
         def cut(tensor: Tensor) -> Tensor:
-            return tensor[:, part].cpu().clone()
+            return tensor.gather(1, answer).cpu()
 
         tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
         return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result)

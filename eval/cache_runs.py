@@ -18,7 +18,7 @@ from dllm_sampler import config, prompts
 from dllm_sampler.cache.base import Slots
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Recorder, Trace
+from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine, State
@@ -212,7 +212,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
         if state.finished:
             break
     trace = Trace.of(state.canvas, state.recorder, spec.mask_id, spec.pad_id)
-    masked = state.canvas.masked[:, : state.canvas.asked.stop]
+    masked = aligned(state.canvas, state.canvas.masked, False)
     result = summarise(trace, masked, state.canvas.done, spec, base.tokenizer, ())
     answers = tuple(
         tuple(row[:length]) for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)

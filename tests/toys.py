@@ -198,7 +198,7 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
     zero = torch.zeros(batch, dtype=torch.long)
     empty = torch.zeros(batch, 1, dtype=torch.bool)
     masked = torch.cat([masked, empty], 1)
-    fields: dict[str, Any] = dict.fromkeys(("begin", "start", "age", "step", "nfe", "computed", "row_seed"), zero)
+    fields: dict[str, Any] = dict.fromkeys(("first", "start", "age", "step", "nfe", "computed", "row_seed"), zero)
     fields |= {
         "ids": torch.where(masked, MASK, 1),
         "masked": masked,
@@ -206,10 +206,10 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
         "end": zero + length,
         "stop": zero + length,
         "done": zero > 0,
-        "origin": 0,
+        "new_tokens": length,
         "padded": False,
         "sizes": Sizes(
-            length, length, batch * length, batch * length, length, whole=True, rows=((length, 0, length),) * batch
+            length, length, batch * length, batch * length, length, whole=True, rows=((length, length),) * batch
         ),
         "noise": CounterNoise(),
         "width": length,

@@ -49,7 +49,7 @@ class AdaBlock(Blocks):
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `Blocks.open`."""
-        tokens = canvas.length - canvas.origin
+        tokens = canvas.new_tokens
         ahead = query.positions - canvas.start[:, None]  # [B, Q]
         delimits = torch.zeros_like(ahead, dtype=torch.bool)
         for mark in self.delimiters:  # numbers, not a tensor: that would be a copy to the device in every step

@@ -48,6 +48,6 @@ class AscendingBlocks(Blocks):
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `Blocks.open`."""
         following = canvas.end
-        for end in reversed(self.ends(canvas.length - canvas.origin)):
-            following = torch.where(canvas.start < canvas.origin + end, canvas.origin + end, following)
+        for end in reversed(self.ends(canvas.new_tokens)):
+            following = torch.where(canvas.start < canvas.first + end, canvas.first + end, following)
         return torch.minimum(following, canvas.end)

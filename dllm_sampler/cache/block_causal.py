@@ -49,7 +49,7 @@ class BlockCausalCache(BaseCache):
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)
-        live.clean = canvas.begin
+        live.clean = torch.zeros_like(canvas.start)
         return live
 
     @property

@@ -93,10 +93,9 @@ class D2Cache(BaseCache):
         # Blocks as long as this one, up to and with the one in which the last of so many masks lies.
         last = torch.where(later & (later.cumsum(1) <= self.masks), column, start).amax(1, keepdim=True)
         until = torch.where(later.sum(1, keepdim=True) < self.masks, end, start + ((last - start) // size + 1) * size)
-        generated = torch.arange(canvas.origin, canvas.length + 1, device=column.device).expand(len(start), -1)
-        near = density(canvas, generated, self.sigma)
-        score = self.confidence.clone()
-        score[:, canvas.origin :] *= near
+        answer = canvas.first[:, None] + torch.arange(canvas.new_tokens, device=column.device)  # [B, N]
+        near = self.confidence.gather(1, answer) * density(canvas, answer, self.sigma)
+        score = self.confidence.scatter(1, answer, near)
         score = score + 2 * canvas.in_block()
         return select.top(score, later & (column < until), torch.full_like(canvas.start, self.masks))
 
@@ -117,9 +116,7 @@ class D2Cache(BaseCache):
         query = super().narrow(canvas, query, answered)
         if query.exact:
             return query
-        return query.join(
-            canvas, canvas.masked & answered, max(canvas.length - canvas.origin, query.positions.shape[1])
-        )
+        return query.join(canvas, canvas.masked & answered, max(canvas.new_tokens, query.positions.shape[1]))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""

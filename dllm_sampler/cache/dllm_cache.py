@@ -22,8 +22,9 @@ from dllm_sampler.errors import UserError
 class IntervalPlan(PaddedPlan):
     """Every column, of which a layer computes what is due."""
 
-    split: int  # the response begins at this column
-    begin: Tensor  # [B] first column of the row
+    order: Tensor  # [B, L] every column: the prompt, which columns of no row fill up to P of them, then the response
+    split: int  # P, where the response begins in that order
+    prompt: Tensor  # [B] columns of the prompt
     seen: Tensor  # [B, G] bool: response columns that exist
     urgent: Tensor  # [B, G] bool: those whose token was replaced or taken back by the last step
 
@@ -79,15 +80,16 @@ class IntervalCache(BaseCache):
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
-        split = canvas.origin - int(self.spec.shift)
-        response = slice(split, canvas.length)
-        plan = super().plan(canvas, wanted)
+        split, prompt = canvas.length - canvas.new_tokens - int(self.spec.shift), canvas.first - int(self.spec.shift)
+        order = (torch.arange(canvas.length, device=prompt.device) + prompt[:, None] - split) % canvas.length
+        response = order[:, split:]
         return IntervalPlan(
-            **vars(plan),
+            **vars(super().plan(canvas, wanted)),
+            order=order,
             split=split,
-            begin=canvas.begin,
-            seen=canvas.seen()[:, response],
-            urgent=self.urgent[:, response],
+            prompt=prompt,
+            seen=canvas.seen().gather(1, response),
+            urgent=self.urgent.gather(1, response),
         )
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
@@ -115,14 +117,13 @@ class IntervalCache(BaseCache):
     def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
         """`[B, R]` columns that layer `index` computes of its input `hidden [B, L, D]`; None: none."""
         assert self.slots is not None
-        (batch, length), split = hidden.shape[:2], plan.split
+        length, split, answer = hidden.shape[1], plan.split, plan.order[:, plan.split :]  # [B, G]
         prompt, response = self.fresh if index else (True, True)
-        due = [torch.arange(0 if prompt else split, length if response else split, device=hidden.device)]
-        due = [due[0].expand(batch, -1)]
+        due = [plan.order[:, 0 if prompt else split : length if response else split]]
         count = int(self.ratio * (length - split - int(self.spec.shift)))
         if not response and self.ratio:  # also where the share of a short response is no row at all
-            values = parts.values(hidden[:, split:]).transpose(1, 2)  # [B, G, Hkv, Dh]
-            stored = self.slots.values[index][:, split:length]
+            values = parts.values(_rows(hidden, answer)).transpose(1, 2)  # [B, G, Hkv, Dh]
+            stored = _rows(self.slots.values[index], answer)
             precise = torch.promote_types(values.dtype, torch.float32)
             now, then = values.flatten(2).to(precise), stored.flatten(2).to(precise)
             likeness = F.cosine_similarity(now, then, dim=-1)
@@ -130,18 +131,18 @@ class IntervalCache(BaseCache):
             still = (now - then).norm(dim=-1) <= torch.finfo(precise).eps ** 0.5 * then.norm(dim=-1)
             likeness = likeness.masked_fill(still, 2.0)
             likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
-            stored.copy_(values)  # as published: those of all rows, though keys only of the chosen ones
+            # As published: the values of all rows are kept, the keys of the chosen ones only.
+            _put(self.slots.values[index], answer, values)
             turn = select.rank(-likeness, torch.ones_like(plan.seen))
-            due.append(select.columns(F.pad(turn < count, (0, 1)), count) + split)
+            due.append(answer.gather(1, select.columns(F.pad(turn < count, (0, 1)), count)))
         at = torch.cat(due, 1)
         return at if at.shape[1] else None
 
     def _kept(self, outputs: list[Tensor], index: int, at: Tensor, fresh: Tensor) -> Tensor:
         """Store `fresh [B, R, D]` at `at [B, R]` of layer `index`; all that is stored, `[B, L, D]`."""
         if index == len(outputs):  # a generation's first forward computes everything
-            outputs.append(fresh.clone())
-        else:
-            _put(outputs[index], at, fresh)
+            outputs.append(torch.empty_like(fresh))
+        _put(outputs[index], at, fresh)
         return outputs[index]
 
     def cost(self, plan: Plan) -> Tensor:
@@ -149,7 +150,7 @@ class IntervalCache(BaseCache):
         assert isinstance(plan, IntervalPlan)
         prompt, response = self.fresh
         answer = plan.seen.sum(1)  # [B]
-        some = (plan.split - plan.begin) * prompt
+        some = plan.prompt * prompt
         share = int(self.ratio * (plan.seen.shape[1] - int(self.spec.shift)))
         some = some + (answer if response else answer.clamp(max=share))
         layers = self.spec.num_layers

@@ -91,7 +91,7 @@ class SparseCache(DualCache):
         assert isinstance(plan, PaddedPlan)
         back = self.back
         # Whoever sorts computes the prompt too, so that a forward as narrow as the widest block holds no such row.
-        narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.length - canvas.origin
+        narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.new_tokens
         seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(
             **vars(plan),

@@ -1,7 +1,8 @@
 """What Fast-dLLM's caches share: a block opens with a whole row, then one run of columns is recomputed."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -26,7 +27,7 @@ class WindowCache(BaseCache, ABC):
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
-        bound = replace(self)
+        bound = copy(self)
         bound.asked = context.scheduler is not None and context.scheduler.traits.asks_block
         return super(WindowCache, bound).bind(context)
 

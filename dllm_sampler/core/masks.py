@@ -14,15 +14,14 @@ from dllm_sampler.core.values import Canvas, Query
 class Visible:
     """Which keys a forward may see, in a few numbers instead of a mask."""
 
-    begin: Tensor  # [B] first column of the row
     end: Tensor  # [B] columns from here on are hidden
-    grid: int | None  # block-causal: blocks of so many columns, counted from `begin`; None: every row sees all
+    grid: int | None  # block-causal: blocks of so many columns; None: each position sees all
 
     @staticmethod
     def of(canvas: Canvas, query: Query) -> Visible:
         """What `visible` and the blocks of the canvas say."""
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-        return Visible(canvas.begin, end, canvas.grid)
+        return Visible(end, canvas.grid)
 
 
 def visible(canvas: Canvas, query: Query) -> Tensor:
@@ -36,16 +35,14 @@ def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
 
     queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token; blocks of `length` too
     """
-    # A filler before the first token sees the first block: a row that sees nothing would be undefined.
-    own = queries.clamp(min=0).div(length, rounding_mode="floor")
+    own = queries.div(length, rounding_mode="floor")
     return keys.div(length, rounding_mode="floor")[:, None] <= own[..., None]
 
 
 def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
     """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
     if canvas.grid is not None:
-        begin = canvas.begin[:, None]
-        return seen[:, None] & block_causal(positions - begin, canvas.columns() - begin, canvas.grid)
+        return seen[:, None] & block_causal(positions, canvas.columns(), canvas.grid)
     return seen if canvas.padded or query.limit is not None else None
 
 

@@ -44,16 +44,16 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
-    """`[B, Q] int64` hash of (row seed, step, position, stream); positions count from the row's first token."""
+    """`[B, Q] int64` hash of (row seed, step, position, stream); positions are columns."""
     row = _row_key(canvas.row_seed, canvas.step, stream)
-    return _mix64(row[:, None] + (positions - canvas.begin[:, None]) * -0x61C8864680B583EB)
+    return _mix64(row[:, None] + positions * -0x61C8864680B583EB)
 
 
 def answer_keys(canvas: Canvas, answers: Answers) -> Tensor:
     """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
     row = answers.row
     keys = _row_key(canvas.row_seed[row], answers.step(canvas), TOKENS)
-    return _mix64(keys + (answers.position - canvas.begin[row]) * -0x61C8864680B583EB)
+    return _mix64(keys + answers.position * -0x61C8864680B583EB)
 
 
 def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
@@ -127,7 +127,8 @@ class ReplayNoise:
             shape = (batch, canvas.length + self.beyond, vocab)
             noise = -torch.log(-torch.log(torch.rand(shape, dtype=torch.float64, generator=self.generator)))
             noise = torch.cat([noise[:, : canvas.length], noise.new_zeros(batch, 1, vocab)], 1)
-            return noise.gather(1, positions.cpu()[..., None].expand(-1, -1, vocab)).to(positions.device)
+            at = self._padded(canvas, positions)[..., None].expand(-1, -1, vocab)
+            return noise.gather(1, at).to(positions.device)
         asked = (positions < canvas.length).cpu()
         if self.layout == "sdar":
             return self._blockwise(canvas, positions, asked, vocab)
@@ -141,13 +142,13 @@ class ReplayNoise:
         if not bool((count > 0).any()):
             return torch.zeros(positions.shape, device=positions.device)
         row = torch.empty(canvas.ids.shape[0], canvas.length).exponential_(generator=self.generator)
-        return self._gather(-torch.log(row), positions)
+        return self._gather(-torch.log(row), canvas, positions)
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
         """See `Noise.uniform`."""
         if self.layout == "llada":
             shape, dtype = (canvas.ids.shape[0], canvas.length), torch.float64 if self.fine else torch.float32
-            return self._gather(torch.rand(shape, dtype=dtype, generator=self.generator), positions)
+            return self._gather(torch.rand(shape, dtype=dtype, generator=self.generator), canvas, positions)
         asked = (positions < canvas.length).cpu()
         out = torch.ones(positions.shape)
         out[asked] = torch.rand(int(asked.sum()), generator=self.generator)
@@ -168,7 +169,12 @@ class ReplayNoise:
         inside = (positions - canvas.on_grid(canvas.start)[:, None]).clamp(max=canvas.grid - 1)
         return drawn[inside.cpu()].to(positions.device)
 
-    @staticmethod
-    def _gather(row: Tensor, positions: Tensor) -> Tensor:
+    def _gather(self, row: Tensor, canvas: Canvas, positions: Tensor) -> Tensor:
         row = torch.cat([row, row.new_zeros(row.shape[0], 1)], 1)
-        return row.gather(1, positions.cpu()).to(positions.device)
+        return row.gather(1, self._padded(canvas, positions)).to(positions.device)
+
+    @staticmethod
+    def _padded(canvas: Canvas, positions: Tensor) -> Tensor:
+        """`[B, Q]` the columns in published code, whose rows are left-padded; on the CPU."""
+        behind = canvas.first.max() - canvas.first
+        return (positions + behind[:, None]).clamp(max=canvas.length).cpu()

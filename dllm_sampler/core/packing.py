@@ -76,18 +76,16 @@ def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
 def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
     """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`, under a logit shift (Dream)."""
     # The row's very first position has none before it and reads its own; the empty slot stays what it is.
-    inside = (columns > canvas.begin[:, None]) & (columns < canvas.length)
+    inside = (columns > 0) & (columns < canvas.length)
     return torch.where(inside, columns - 1, columns)
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
-    """`[9 B] int64` what the host wants to know before the next step, nine numbers for each row; see `read`."""
+    """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`."""
     end = canvas.end if wanted.query.limit is None else torch.minimum(canvas.end, wanted.query.limit)
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
-    return torch.cat(
-        [wanted.entries(canvas), answers, queried, block, canvas.begin, end, canvas.age, canvas.done.long(), bad]
-    )
+    return torch.cat([wanted.entries(canvas), answers, queried, block, end, canvas.age, canvas.done.long(), bad])
 
 
 class Found(NamedTuple):
@@ -100,19 +98,19 @@ class Found(NamedTuple):
 
 def read(measured: list[int]) -> Found:
     """`measure`, on the host."""
-    batch = len(measured) // 9
-    entries, answers, queries, block, begin, end, age, done, bad = (
+    batch = len(measured) // 8
+    entries, answers, queries, block, end, age, done, bad = (
         measured[at : at + batch] for at in range(0, len(measured), batch)
     )
     live = [row for row, over in enumerate(done) if not over]
-    rows = tuple(zip(entries, begin, end, strict=True))
+    rows = tuple(zip(entries, end, strict=True))
     sizes = Sizes(
         queries=max([1, *(queries[row] for row in live)]),
         block=max([1, *(block[row] for row in live)]),
         computed=max(1, sum(entries)),
         answers=max(1, sum(answers)),
         longest=max(1, *entries),
-        whole=all(count in (0, last - first) for count, first, last in rows),
+        whole=all(count in (0, last) for count, last in rows),
         opens=any(age[row] == 0 for row in live),
         rows=rows,
     )

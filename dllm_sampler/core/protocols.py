@@ -34,7 +34,7 @@ class Plan:
     visible: Visible
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
     pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
-    attention: Any = None  # of the pack (`models.packed.PackedAttention`); set by the denoiser
+    attention: Any = None  # of the pack; None: the denoiser's (`models.packed.PackedAttention`)
 
 
 class Denoiser(Protocol):

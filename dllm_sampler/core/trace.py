@@ -70,10 +70,18 @@ class Recorder:
             self.gone = torch.where(cut, before.step[:, None], self.gone)
 
 
+def aligned(canvas: Canvas, values: Tensor, fill: float) -> Tensor:
+    """`[B, P+N]` values `[B, L+1]` of a canvas, left-padded with `fill` so that each answer begins at column P."""
+    answer = canvas.asked()  # [B, N]
+    size = int(canvas.first.max())
+    columns = torch.cat([answer[:, :1] + torch.arange(-size, 0, device=answer.device), answer], 1)  # [B, P+N]
+    return values.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, fill)
+
+
 @dataclass(frozen=True)
 class Trace:
-    """The history of a generation, on the CPU. Columns are absolute: rows are left-padded, column `origin` is the first
-    generated one."""
+    """The history of a generation, on the CPU: rows left-padded, so that column `origin` is every row's first generated
+    one."""
 
     ids: Tensor  # [B, L] the final canvas
     step_map: Tensor  # [B, L] forward that committed each token, from 0; -1: prompt, padding, never committed
@@ -94,24 +102,24 @@ class Trace:
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int) -> Trace:
         """The trace of a finished (or interrupted) generation."""
-        spare = int(canvas.begin.min())  # columns that no row has: an engine may lay prompts out on a grain
-        part = slice(spare, canvas.asked.stop)
+        origin = int(canvas.first.max())
+        begin = origin - canvas.first  # [B]
         kept = {
-            "ids": canvas.ids[:, part],
-            "step_map": recorder.step_map[:, part],
-            "gone": recorder.gone[:, part],
-            "logprob": recorder.logprob[:, part],
+            "ids": aligned(canvas, canvas.ids, pad_id),
+            "step_map": aligned(canvas, recorder.step_map, -1),
+            "gone": aligned(canvas, recorder.gone, -1),
+            "logprob": aligned(canvas, recorder.logprob, 0),
             "nfe": canvas.nfe,
             "rows": canvas.computed,
-            "begin": canvas.begin - spare,
-            "end": canvas.end.clamp(max=canvas.asked.stop) - spare,
+            "begin": begin,
+            "end": begin + torch.minimum(canvas.end, canvas.first + canvas.new_tokens - canvas.surplus),
             "seeds": canvas.row_seed,
             "revised": recorder.revised,
         }
         if recorder.entropy is not None:
-            kept["entropy"] = recorder.entropy[:, part]
+            kept["entropy"] = aligned(canvas, recorder.entropy, 0)
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}
-        return Trace(**tensors, origin=canvas.origin - spare, mask_id=mask_id, pad_id=pad_id, grid=canvas.grid)
+        return Trace(**tensors, origin=origin, mask_id=mask_id, pad_id=pad_id, grid=canvas.grid)
 
     @property
     def generated(self) -> Tensor:

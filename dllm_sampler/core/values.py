@@ -2,7 +2,7 @@
 
 Letters: B rows, K candidates per row, Q queried positions, L canvas length, V vocabulary, D width. Slot L of every
 `[B, L+1]` tensor is the *empty slot*: frozen, never noise, its key never seen. A row with fewer than Q positions pads
-with L, so nothing needs a "valid" flag. Rows are left-padded: every generation starts at column `origin`.
+with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins at column 0, its answer right behind it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sizes:
     longest: int  # no row has more entries
     whole: bool  # every live row computes all columns that it has
     opens: bool = True  # some live row opens a block
-    rows: tuple[tuple[int, int, int], ...] | None = None  # entries, first and end column of each row; None: not fixed
+    rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row; None: not fixed
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Canvas:
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
     frozen: Tensor  # [B, L+1] bool: prompt, padding, the empty slot
-    begin: Tensor  # [B] first real column: nothing before it is seen
+    first: Tensor  # [B] first column of the answer
     end: Tensor  # [B] nothing from here on is seen
     start: Tensor  # [B] first column of the active block
     stop: Tensor  # [B] end of the active block
@@ -76,13 +76,13 @@ class Canvas:
     nfe: Tensor  # [B] passes the row took part in
     computed: Tensor  # [B] positions computed for the row
     row_seed: Tensor  # [B] int64
-    origin: int  # column at which every row's generation starts
+    new_tokens: int  # columns of each answer, before a stop cuts it
     padded: bool  # some row does not see every column: attention needs a key mask
     sizes: Sizes
     noise: Noise
     width: int  # no block is ever wider
-    grid: int | None = None  # no block crosses a multiple of it, counted from the row's first token
-    surplus: int = 0  # last columns that are decoded with the others but are no part of the answer
+    grid: int | None = None  # no block crosses a multiple of it
+    surplus: int = 0  # last `new_tokens` that are decoded with the others but are no part of what was asked for
     branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
 
     @property
@@ -90,19 +90,17 @@ class Canvas:
         """L, the number of columns without the empty slot."""
         return self.ids.shape[1] - 1
 
-    @property
-    def asked(self) -> slice:
-        """The columns of the answer, as long as the caller wanted it."""
-        return slice(self.origin, self.length - self.surplus)
+    def asked(self) -> Tensor:
+        """`[B, N]` columns of the answer, as long as the caller wanted it."""
+        return self.first[:, None] + select.numbers(self.new_tokens - self.surplus, self.ids.device)
 
     def columns(self) -> Tensor:
         """`[1, L+1]` the column numbers, not to be written to."""
         return select.numbers(self.ids.shape[1], self.ids.device)[None]
 
     def seen(self) -> Tensor:
-        """`[B, L+1] bool` columns that exist for the row: from its first real token to its end."""
-        column = self.columns()
-        return (column >= self.begin[:, None]) & (column < self.end[:, None])
+        """`[B, L+1] bool` columns that exist for the row: those before its end."""
+        return self.columns() < self.end[:, None]
 
     def in_block(self) -> Tensor:
         """`[B, L+1] bool` columns of the active block."""
@@ -117,7 +115,7 @@ class Canvas:
     def on_grid(self, column: Tensor) -> Tensor:
         """`[B]` first column of the grid's block that `column [B]` lies in."""
         assert self.grid is not None
-        return column - (column - self.begin) % self.grid
+        return column - column % self.grid
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
@@ -167,7 +165,8 @@ class Canvas:
         )
         if edit.end is None:
             return after
-        end = torch.where(self.done, self.end, torch.minimum(self.end, edit.end))
+        cut = torch.minimum(self.end, edit.end).clamp(min=self.first)  # the prompt stays
+        end = torch.where(self.done, self.end, cut)
         return replace(
             after,
             end=end,

@@ -22,37 +22,35 @@ def canvas(
     cuts: bool,
     grain: int = 1,
 ) -> Canvas:
-    """A batch before its first step: prompts left-padded to one column, then `new_tokens` of noise.
+    """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
-        grain: that column is a multiple of it, where the model's context has room.
+        grain: the canvas has a multiple of so many columns; the last ones are no row's.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
-    longest = max(len(row) for row in rows)
     surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
     new_tokens += surplus
-    # A model may know no more positions than that, whoever stands at them.
-    origin = max(longest, min(-(-longest // grain) * grain, spec.max_positions - new_tokens))
-    length, batch = origin + new_tokens, len(rows)
+    longest = max(len(row) for row in rows) + new_tokens
+    length = -(-longest // grain) * grain
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
-    behind = [noise_id] * new_tokens + [spec.pad_id]
-    ids = torch.tensor([[spec.pad_id] * (origin - len(row)) + [*row] + behind for row in rows], device=spec.device)
-    column = torch.arange(length + 1, device=spec.device).expand(batch, -1)
-    masked = (column >= origin) & (column < length)
-    begin = torch.tensor([origin - len(row) for row in rows], device=spec.device)
-    zero = torch.zeros_like(begin)
-    start, end = zero + origin, zero + length
+    behind = [noise_id] * new_tokens
+    laid_out = [[*row, *behind] + [spec.pad_id] * (length + 1 - len(row) - new_tokens) for row in rows]
+    ids = torch.tensor(laid_out, device=spec.device)
+    column = torch.arange(length + 1, device=spec.device)
+    first = torch.tensor([len(row) for row in rows], device=spec.device)
+    zero, end = torch.zeros_like(first), first + new_tokens
+    masked = (column >= first[:, None]) & (column < end[:, None])
     width = blocks.lookahead(new_tokens)
-    laid = Canvas(
+    made = Canvas(
         ids=ids,
         masked=masked,
         frozen=~masked,
-        begin=begin,
+        first=first,
         end=end,
-        start=start,
+        start=first,
         stop=end,
         age=zero,
         step=zero,
@@ -60,12 +58,12 @@ def canvas(
         nfe=zero,
         computed=zero,
         row_seed=torch.tensor(seeds, device=spec.device),
-        origin=origin,
-        padded=cuts or grain > 1 or any(len(row) != origin for row in rows),
+        new_tokens=new_tokens,
+        padded=cuts or any(len(row) + new_tokens != length for row in rows),
         sizes=Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True),  # read before the first step
         noise=noise,
         width=width,
         grid=blocks.grid,
         surplus=surplus,
     )
-    return replace(laid, stop=laid.block_end(start, width))
+    return replace(made, stop=made.block_end(first, width))

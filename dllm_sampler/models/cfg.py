@@ -62,8 +62,8 @@ class GuidedDenoiser:
         self, canvas: Canvas, query: Query, plan: Plan, cache: ReusesGuidance, reuse: bool
     ) -> tuple[Tensor, Spent]:
         """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
-        columns = torch.arange(canvas.origin, canvas.length + 1, device=canvas.ids.device)
-        every = Query.at(canvas, columns.expand(len(canvas.ids), -1))
+        columns = canvas.first[:, None] + torch.arange(canvas.new_tokens + 1, device=canvas.ids.device)  # [B, N+1]
+        every = Query.at(canvas, columns)
         whole = replace(plan, answers=Answers.every(every))
         conditional, spent = self.denoiser(canvas, every, whole)  # [B*(G+1), D]
         if not reuse:
@@ -73,7 +73,7 @@ class GuidedDenoiser:
         assert cache.difference is not None
         hidden = conditional + self.scale * cache.difference
         row, position = plan.answers.row, plan.answers.position
-        return hidden[row * len(columns) + (position - canvas.origin).clamp(min=0)], spent
+        return hidden[row * columns.shape[1] + (position - canvas.first[row]).clamp(0, canvas.new_tokens)], spent
 
     def using(self, backend: Backend) -> GuidedDenoiser:
         """Guidance around the same model on other kernels."""

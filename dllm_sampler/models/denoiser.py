@@ -114,13 +114,12 @@ class TransformerDenoiser:
         kernels = None if self.compile else self.kernels
         drive = fused.drive(kernels, model, canvas, query, plan)
         if drive is None:
-            plan = replace(plan, attention=PackedAttention(pack, plan.visible))
+            plan = replace(plan, attention=plan.attention or PackedAttention(pack, plan.visible))
             drive = partial(_drive, plan, self.compile)
         soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
-            # Rotary positions count from the row's first token.
-            positions=(pack.column - canvas.begin.index_select(0, pack.row))[None],
+            positions=pack.column[None],
             soft=soft,
             drive=drive,
             rows=pack.answers[None],
@@ -135,7 +134,7 @@ class TransformerDenoiser:
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
             canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),
-            positions=plan.positions - canvas.begin[:, None],
+            positions=plan.positions,
             drive=partial(_drive, plan, self.compile),
             rows=at.clamp(max=plan.positions.shape[1] - 1),  # what is not computed has no answer: any row will do
         )  # [B, Q, D]

@@ -38,8 +38,8 @@ class Memory:
 
     def __init__(self, layers: int, canvas: Canvas):
         self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
-        self.upto = canvas.begin  # [B] columns before this are encoded
-        self.width = canvas.origin  # most columns that a row's encoding can be behind
+        self.upto = torch.zeros_like(canvas.first)  # [B] columns before this are encoded
+        self.width = canvas.length - canvas.new_tokens  # most columns that a row's encoding can be behind
         self.size = canvas.ids.shape[1]
         self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
 
@@ -132,7 +132,7 @@ class DiffusionGemmaDenoiser:
             decoder_attention_mask={
                 kind: _each(mask, candidates) for kind, mask in self._reads(canvas, query, columns)
             },
-            decoder_position_ids=_each(_own(canvas, columns), candidates),
+            decoder_position_ids=_each(columns, candidates),
         ).last_hidden_state  # [B*K, W, D]
         place = (query.positions - canvas.start[:, None]).clamp(0, columns.shape[1] - 1)  # [B, Q]
         hidden = hidden.gather(1, _each(place, candidates)[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -160,13 +160,13 @@ class DiffusionGemmaDenoiser:
         # Columns that are known already may be computed along with those that are not, but are not written again.
         memory.columns = torch.where(fresh, columns, canvas.length)
         at = columns.clamp(min=0)
-        key, begin = canvas.columns()[:, None], canvas.begin[:, None, None]  # [1, 1, L+1], [B, 1, 1]
-        causal = (key <= at[..., None]) & (key >= begin)  # [B, W, L+1]
+        key = canvas.columns()[:, None]  # [1, 1, L+1]
+        causal = key <= at[..., None]  # [B, W, L+1]
         near = causal & (at[..., None] - key < self.text.sliding_window)
         self.model.model.encoder.language_model(
             input_ids=canvas.ids.gather(1, at),
             attention_mask={"full_attention": self._mask(causal), "sliding_attention": self._mask(near)},
-            position_ids=_own(canvas, at),
+            position_ids=at,
             past_key_values=memory,
         )
         memory.upto = torch.where(canvas.done, memory.upto, canvas.start)
@@ -176,7 +176,7 @@ class DiffusionGemmaDenoiser:
         """What the block sees: the text before it, in sliding layers just the end of that, and itself."""
         end = canvas.length if query.limit is None else query.limit[:, None]
         key, start = canvas.columns(), canvas.start[:, None]
-        text = (key >= canvas.begin[:, None]) & (key < start) & (key < end)  # [B, L+1]
+        text = (key < start) & (key < end)  # [B, L+1]
         near = text & (key > start - self.text.sliding_window)
         block = (columns < canvas.length) & (columns < end)  # [B, W]
         kinds = (("full_attention", text), ("sliding_attention", near))
@@ -192,11 +192,6 @@ class DiffusionGemmaDenoiser:
 def _each(rows: Tensor, candidates: int) -> Tensor:
     """`[B, ...]` to `[B*K, ...]`."""
     return rows if candidates == 1 else rows.repeat_interleave(candidates, 0)
-
-
-def _own(canvas: Canvas, columns: Tensor) -> Tensor:
-    """`[B, W]` positions counted from the row's first token, so that padding changes nothing."""
-    return (columns - canvas.begin[:, None]).clamp(min=0)
 
 
 def load(

@@ -110,7 +110,6 @@ class Fused:
             slots,
             pack.bounds,
             pack.column,
-            begin=sees.begin,
             limit=sees.end,
             grid=sees.grid,
             segment=pack.segment,

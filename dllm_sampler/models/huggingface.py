@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
@@ -65,13 +66,10 @@ class MaskedLMDenoiser:
             raise UserError("a masked LM of transformers takes tokens only, no soft embeddings")
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
-        begin = canvas.begin[:, None]
-        source = canvas.columns()[:, :-1] + begin  # [B, L] column that moves to each place
-        end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-        ids = rows.gather(2, source.clamp(max=canvas.length)[:, None].expand(-1, candidates, -1))  # [B, K, L]
-        seen = (source < end[:, None])[:, None].expand_as(ids)
+        ids = rows[:, :, :-1]  # [B, K, L]
+        seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
         logits = self.model(input_ids=ids.flatten(0, 1), attention_mask=seen.flatten(0, 1).long()).logits  # [B*K, L, V]
-        asked = (query.positions - begin).clamp(0, canvas.length - 1)  # [B, Q]
+        asked = query.positions.clamp(max=canvas.length - 1)  # [B, Q]
         asked = asked[:, None].expand(-1, candidates, -1).flatten(0, 1)[..., None]
         logits = logits.gather(1, asked.expand(-1, -1, logits.shape[-1]))  # [B*K, Q, V]
         return plan.answers.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)

@@ -44,23 +44,23 @@ class PackedAttention:
         return self._padded(q, k, v, stored)
 
     @cached_property
-    def _live(self) -> list[tuple[int, int, int, int]]:
-        """Row, entries, first and end column of each row that has entries."""
+    def _live(self) -> list[tuple[int, int, int]]:
+        """Row, entries and end of each row that has entries."""
         assert self.pack.sizes.rows is not None
         return [(row, *bounds) for row, bounds in enumerate(self.pack.sizes.rows) if bounds[0]]
 
     def _by_row(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
         if not self._live:
             return torch.zeros_like(q)  # one filler
-        counts, heads = [count for _, count, _, _ in self._live], []
+        counts, heads = [count for _, count, _ in self._live], []
         reads_fresh = stored is None or self.pack.segment is not None
         fresh = zip(_split(k, counts), _split(v, counts), strict=True) if reads_fresh else repeat((k, v))
         masks = self._masks(stored is not None)
-        for (row, _, first, end), query, (keys, values), mask in zip(
+        for (row, _, end), query, (keys, values), mask in zip(
             self._live, _split(q, counts), fresh, masks, strict=False
         ):
             if stored is not None:
-                old = [_as(one[row : row + 1, first:end].transpose(1, 2), q.dtype) for one in stored]
+                old = [_as(one[row : row + 1, :end].transpose(1, 2), q.dtype) for one in stored]
                 both = zip(old, (keys, values), strict=True)
                 keys, values = (torch.cat(parts, 2) for parts in both) if reads_fresh else old
             heads.append(_attend(query, keys, values, mask))
@@ -70,33 +70,33 @@ class PackedAttention:
         """What the entries of each live row see, `[n, S] bool`; None: all of it. The same in every layer."""
         if self.masks is None:
             found, at = [], 0
-            for row, count, first, end in self._live:
-                found.append(self._mask(row, slice(at, at + count), first, end, stored))
+            for row, count, end in self._live:
+                found.append(self._mask(row, slice(at, at + count), end, stored))
                 at += count
             self.masks = found
         return self.masks
 
-    def _mask(self, row: int, own: slice, first: int, end: int, stored: bool) -> Tensor | None:
+    def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
         """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
         pack, parts = self.pack, []
         if pack.segment is None and self.visible.grid is None:
             return None
         column = pack.column[own]
         if stored:
-            old = torch.arange(first, end, device=column.device)  # [S]
-            sees = self._in_grid(column, old, first)
+            old = torch.arange(end, device=column.device)  # [S]
+            sees = self._in_grid(column, old)
             if pack.overwritten is not None:
-                sees = sees & ~pack.overwritten[row, first:end]
+                sees = sees & ~pack.overwritten[row, :end]
             parts.append(sees)
         if pack.segment is not None or not stored:
-            parts.append(self._in_grid(column, column, first) & _together(pack, own))
+            parts.append(self._in_grid(column, column) & _together(pack, own))
         return torch.cat(parts, 1)
 
-    def _in_grid(self, column: Tensor, key: Tensor, first: int | Tensor) -> Tensor:
+    def _in_grid(self, column: Tensor, key: Tensor) -> Tensor:
         """`[n, S] bool` which of the columns `key [S]` block-causal attention shows to those at `column [n]`."""
         if self.visible.grid is None:
             return torch.ones(len(column), len(key), dtype=torch.bool, device=column.device)
-        until = ((column - first) // self.visible.grid + 1) * self.visible.grid + first
+        until = (column // self.visible.grid + 1) * self.visible.grid
         return key[None] < until[:, None]
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
@@ -106,12 +106,12 @@ class PackedAttention:
         at = at.clamp(max=q.shape[2] - 1)
         column = pack.column[at]  # [B, M]
         parts, keys, values = [], [], []
-        begin, end, grid = self.visible.begin[:, None], self.visible.end[:, None], self.visible.grid
-        until = end[..., None] if grid is None else ((column - begin) // grid + 1) * grid + begin
+        end, grid = self.visible.end[:, None], self.visible.grid
+        until = end[..., None] if grid is None else (column // grid + 1) * grid
         until = until[..., None] if until.dim() == 2 else until.expand(-1, width, -1)  # [B, M, 1]
         if stored is not None:
             old = select.numbers(stored[0].shape[1], q.device)  # [L+1]
-            sees = (old >= begin) & (old < end)  # [B, L+1]
+            sees = old < end  # [B, L+1]
             if pack.overwritten is not None:
                 sees = sees & ~pack.overwritten
             parts.append(sees[:, None] & (old < until))

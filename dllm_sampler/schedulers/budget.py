@@ -23,8 +23,8 @@ def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
     """`[B]` the active block's part of a generation's `steps`, by its length (at least 1); None: one per position."""
     if steps is None:
         return (canvas.stop - canvas.start).clamp(min=1)
-    total = canvas.length - canvas.origin  # of which a stop may have cut off a part
-    before, until = ((at - canvas.origin) * steps // total for at in (canvas.start, canvas.stop))
+    total = canvas.new_tokens  # of which a stop may have cut off a part
+    before, until = ((at - canvas.first) * steps // total for at in (canvas.start, canvas.stop))
     return (until - before).clamp(min=1)
 
 

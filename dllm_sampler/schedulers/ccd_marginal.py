@@ -104,4 +104,4 @@ class CoherentMarginal(Scheduler):
 
     def _size(self, canvas: Canvas) -> int:
         """Positions kept per step: no more than there can be."""
-        return min(self.buffer, canvas.length - canvas.origin)
+        return min(self.buffer, canvas.new_tokens)

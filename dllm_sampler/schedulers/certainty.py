@@ -44,10 +44,11 @@ class CertaintyPrior(FixedSteps):
 
 def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
-    length = canvas.length - canvas.origin
+    length = canvas.new_tokens
     ahead, weight = bell(sigma, length, positions.device)
     near = positions[..., None] + ahead  # [B, Q, N]
-    within = near == near.clamp(canvas.origin - length, canvas.origin + 2 * length - 1)  # what is not counts as masked
+    place = near - canvas.first[:, None, None]
+    within = place == place.clamp(-length, 2 * length - 1)  # what is not counts as masked
     near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
     return (weight * (within > masked)).sum(-1)

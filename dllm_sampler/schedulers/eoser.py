@@ -70,7 +70,7 @@ class Eoser(Around):
     def _progress(self, canvas: Canvas) -> Tensor:
         """`[B]` how far decoding is, from 0 to 1."""
         if self.steps is None:
-            return 1 - canvas.masked.sum(1) / (canvas.end - canvas.origin)
+            return 1 - canvas.masked.sum(1) / (canvas.end - canvas.first)
         if self.progress == "ascending":
             return (2.0 ** (canvas.step + 1) - 1) / 2**self.steps
         if self.steps == 1:

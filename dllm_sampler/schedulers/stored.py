@@ -73,8 +73,8 @@ class StorePass(Around):
         """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
         and `[B]` those whose forward only stores."""
         assert canvas.grid is not None
-        prefilled = canvas.origin - canvas.begin >= canvas.grid
-        late = prefilled & (canvas.start == canvas.origin)
+        prefilled = canvas.first >= canvas.grid
+        late = prefilled & (canvas.start == canvas.first)
         over = over | (canvas.age == 0)  # one that opens full was filled from before it
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))

@@ -141,7 +141,7 @@ class Verifier(Around):
         """The inner scheduler's query, for the canvas and for what it may become."""
         query, width = super().ask(canvas, carry), canvas.width
         if self.eager:
-            columns, width = canvas.columns(), min(width + self.lookahead, canvas.length - canvas.origin)
+            columns, width = canvas.columns(), min(width + self.lookahead, canvas.new_tokens)
             near = (columns >= canvas.start[:, None]) & (columns < canvas.stop[:, None] + self.lookahead)
             query = Query.at(canvas, select.columns(canvas.masked & near, width))
         # What is written late must be asked even where nothing predicts it any more.

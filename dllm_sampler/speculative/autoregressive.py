@@ -121,17 +121,17 @@ class Reading(Cache):
             `[B, width, V]`, V the verifier's own; void behind the end of the canvas.
         """
         # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along.
-        back = 1 if self.slots else canvas.origin
+        back = 1 if self.slots else canvas.length - canvas.new_tokens
         last = self.columns - 1
         at = (first - back)[:, None] + torch.arange(back - 1 + width, device=ids.device)
-        at = torch.where((at >= canvas.begin[:, None]) & (at < last), at, last)  # [B, N]; the rest: the empty slot
+        at = torch.where((at >= 0) & (at < last), at, last)  # [B, N]; the rest: the empty slot
         column = torch.arange(self.columns, device=ids.device)
-        seen = (column <= at[..., None]) & (column >= canvas.begin[:, None, None])  # [B, N, L+1]
+        seen = column <= at[..., None]  # [B, N, L+1]
         model, self.at = self.verifier.model, at
         hidden = torch.zeros((), dtype=model.dtype, device=ids.device)
         out = model(
             input_ids=ids.gather(1, at).clamp(max=self.verifier.vocab_size - 1),
-            position_ids=(at - canvas.begin[:, None]).clamp(max=last - 1),
+            position_ids=at.clamp(max=last - 1),
             attention_mask=torch.where(seen, hidden, torch.finfo(model.dtype).min)[:, None],
             past_key_values=self,
             use_cache=True,

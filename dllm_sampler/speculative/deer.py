@@ -142,7 +142,7 @@ class SpeculativeSampler:
                 done = self._round(run, stops)
                 if progress is not None:
                     canvas = run.text
-                    progress(run.round, int((canvas.start - canvas.origin).sum()), max_new_tokens * len(run.seeds))
+                    progress(run.round, int((canvas.start - canvas.first).sum()), max_new_tokens * len(run.seeds))
         return self._result(run, stops)
 
     def _begin(
@@ -190,7 +190,7 @@ class SpeculativeSampler:
         done = text.done | ends.any(1) | (start >= text.end)
         run.text = replace(text, start=start, done=done)
         if stops:
-            said = prompts.decode(self._rows(run.text, run.text.origin), self.drafter.tokenizer, ())
+            said = prompts.decode(self._answers(run.text), self.drafter.tokenizer, ())
             hit = [any(stop in answer for stop in stops) for answer in said]
             run.text = replace(run.text, done=done | torch.tensor(hit, device=done.device))
         return bool(run.text.done.all())
@@ -243,11 +243,11 @@ class SpeculativeSampler:
         """Proposals that each row has room for: the target adds one, and the drafter must see the text before them."""
         room = self.drafter.denoiser.spec.max_positions - (self.separator is not None)
         start, end, done = text.start.tolist(), text.end.tolist(), text.done.tolist()
-        free = [min(e - s - 1, room - (s - b)) for s, e, b in zip(start, end, text.begin.tolist(), strict=True)]
+        free = [min(e - s - 1, room - s) for s, e in zip(start, end, strict=True)]
         return [0 if over else max(0, min(self.draft_length, one)) for one, over in zip(free, done, strict=True)]
 
     def _draft(self, text: Canvas, widths: list[int], run: _Run) -> Draft:
-        """Proposals of every row, laid out anew so that all begin at one column."""
+        """Proposals of every row, laid out as prompts of a canvas of their own."""
         spec, k = self.drafter.denoiser.spec, max(widths)
         width = torch.tensor(widths, device=text.ids.device)
         known = [[t if t < spec.vocab_size else spec.pad_id for t in row] for row in self._rows(text)]
@@ -256,7 +256,7 @@ class SpeculativeSampler:
         canvas = layout.canvas(
             rows, k + behind, run.seeds, spec, self.drafter.plugins.blocks, self.drafter.noise, cuts=False
         )
-        last, column = canvas.origin + width, canvas.columns()
+        last, column = canvas.first + width, canvas.columns()
         masked = canvas.masked & (column < last[:, None])
         ids = canvas.ids if self.separator is None else canvas.ids.masked_fill(column == last[:, None], self.separator)
         canvas = replace(
@@ -270,7 +270,7 @@ class SpeculativeSampler:
             step=text.step,
             padded=canvas.padded or min(widths) < k,
         )
-        at = (canvas.origin + torch.arange(k, device=ids.device)).expand(len(rows), -1)
+        at = canvas.first[:, None] + torch.arange(k, device=ids.device)
         at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
         if self.scheduled:
             bound = self.drafter.max_steps or self.drafter.plugins.scheduler.bound(k + behind)
@@ -293,27 +293,30 @@ class SpeculativeSampler:
         return Draft(argmax(logits.to(precise) + noise.to(precise)), logits)
 
     @staticmethod
-    def _rows(text: Canvas, first: int | None = None) -> list[list[int]]:
-        """The decided tokens of each row, from its first one or from a column on."""
-        bounds = zip(text.ids.tolist(), text.begin.tolist(), text.start.tolist(), strict=True)
-        return [ids[begin if first is None else first : start] for ids, begin, start in bounds]
+    def _rows(text: Canvas) -> list[list[int]]:
+        """Prompt and decided tokens of each row."""
+        return [ids[:start] for ids, start in zip(text.ids.tolist(), text.start.tolist(), strict=True)]
+
+    def _answers(self, text: Canvas) -> list[list[int]]:
+        """The decided tokens of each answer."""
+        return [row[first:] for row, first in zip(self._rows(text), text.first.tolist(), strict=True)]
 
     def _result(self, run: _Run, stops: Sequence[str]) -> Speculation:
         text, spec = run.text, self.drafter.denoiser.spec
         decided = text.columns() < text.start[:, None]
-        part = slice(text.origin, text.length)
+        answer = text.asked()
         texts = None
         if self.drafter.tokenizer is not None:
-            rows = self._rows(text, text.origin)
+            rows = self._answers(text)
             ended = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
             texts = prompts.decode(ended, self.drafter.tokenizer, stops)
         accepted = torch.stack(run.accepted, 1) if run.accepted else torch.empty(len(run.seeds), 0, dtype=torch.long)
         return Speculation(
-            tokens=torch.where(decided, text.ids, spec.pad_id)[:, part].cpu(),
-            lengths=(text.start - text.origin).cpu(),
+            tokens=torch.where(decided, text.ids, spec.pad_id).gather(1, answer).cpu(),
+            lengths=(text.start - text.first).cpu(),
             texts=texts,
             accepted=accepted,
-            step_map=run.step_map[:, part].cpu(),
+            step_map=run.step_map.gather(1, answer).cpu(),
             drafter_nfe=run.drafting.cpu(),
             complete=text.done.cpu(),
         )

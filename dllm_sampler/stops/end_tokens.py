@@ -60,9 +60,8 @@ class PrefixStop(_EosStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        part = slice(canvas.origin, canvas.length)
-        ends = (after.ids[:, part] == self.eos) & (after.masked[:, part].cumsum(1) == 0)
-        fire = (ends & (canvas.columns()[:, part] < after.end[:, None])).any(1)
+        reached = (after.masked.cumsum(1) == 0) & after.seen() & ~after.frozen
+        fire = (reached & (after.ids == self.eos)).any(1)
         return finished(edit, fire if edit.remask is None else fire & after.block_over(edit))
 
 

@@ -56,7 +56,7 @@ class Prophet(Stop):
         """`[B, L+1] bool` the answer's columns."""
         if self.start is None:
             return canvas.masked
-        ahead = canvas.columns() - canvas.origin
+        ahead = canvas.columns() - canvas.first[:, None]
         return (ahead >= max(0, self.start)) & (ahead < self.start + self.length) & canvas.seen()
 
     def positions(self, canvas: Canvas) -> Tensor:
@@ -74,7 +74,7 @@ class Prophet(Stop):
         usable = there & (readout.gap[:, 0] < torch.inf)
         gap = readout.gap[:, 0].masked_fill(~usable, 0).sum(1) / there.sum(1).clamp(min=1)
         if self.steps is None:
-            progress = 1 - canvas.masked.sum(1) / (canvas.end - canvas.origin)
+            progress = 1 - canvas.masked.sum(1) / (canvas.end - canvas.first)
         else:
             progress = (canvas.step + 1) / self.steps
         bound = torch.where(progress < 0.33, self.early, torch.where(progress < 0.67, self.mid, self.late))

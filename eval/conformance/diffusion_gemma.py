@@ -56,7 +56,7 @@ class Watched(EntropyRenoise):
         """See `EntropyRenoise.accepts`."""
         chosen = super().accepts(canvas, query, readout)
         self.canvases.append(query.ids[0, 0].tolist())
-        self.accepted.append((query.positions[0][chosen[0]] - canvas.origin).tolist())
+        self.accepted.append((query.positions[0][chosen[0]] - canvas.first[0]).tolist())
         return chosen
 
 

@@ -105,9 +105,9 @@ class Noted(PublishedFreeDave):
 
     def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
         certain = super()._certain(canvas, now, then)
-        first = int(canvas.start[0]) - canvas.origin
+        first = int(canvas.start[0] - canvas.first[0])
         for before, after in ((canvas, now), (now, then if certain[0] else now)):
-            self.events.note((before.masked & ~after.masked)[0, canvas.origin :].nonzero()[:, 0], first)
+            self.events.note((before.masked & ~after.masked)[0, int(canvas.first[0]) :].nonzero()[:, 0], first)
         return certain
 
 
@@ -158,7 +158,7 @@ class PublishedEager(ForcedFirst):
         if int(query.positions[0, 0]) == canvas.length:  # a forward that only stores
             return Edit(query.ids[:, 0], torch.zeros_like(query.positions, dtype=torch.bool)), carry
         start, stop, now = int(canvas.start[0]), int(canvas.stop[0]), canvas.ids[0].gather(0, query.positions[0])
-        first, last, block = start - canvas.origin, stop >= canvas.length, stop - start
+        first, last, block = start - int(canvas.first[0]), stop >= canvas.length, stop - start
         drafts, tokens, sure = query.ids[0], readout.token[0], readout.confidence[0].float()
         best, (token, certainty, stale) = 0, carry
         if int(canvas.age[0]) == 0:

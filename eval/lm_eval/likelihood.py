@@ -66,7 +66,7 @@ def log_likelihood(
     for part in hidden.split(batch):
         rows = len(part)
         canvas = layout.canvas([list(prompt)] * rows, length, [0] * rows, spec, FullBlock(), CounterNoise(), cuts=False)
-        area = slice(canvas.origin, canvas.origin + length)
+        area = slice(len(prompt), len(prompt) + length)
         ids, masked = canvas.ids.clone(), canvas.masked.clone()
         ids[:, area], masked[:, area] = torch.where(part, ids[:, area], target), part
         canvas = replace(canvas, ids=ids, masked=masked)

@@ -56,14 +56,15 @@ class LawDenoiser:
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids).flatten(0, 1)
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
         hidden = (canvas.columns() >= end[:, None])[:, None].expand(-1, candidates, -1).flatten(0, 1)
-        known = torch.where(hidden | (rows >= law.symbols), UNKNOWN, rows)[:, canvas.origin : canvas.length]
-        known = known[:, : law.length]
+        first = canvas.first.repeat_interleave(candidates)[:, None]  # [B*K, 1]
+        answer = first + torch.arange(canvas.new_tokens, device=rows.device)  # [B*K, N]
+        known = torch.where(hidden | (rows >= law.symbols), UNKNOWN, rows).gather(1, answer[:, : law.length])
         missing = law.length - known.shape[1]
         known = torch.cat([known, known.new_full((known.shape[0], max(0, missing)), UNKNOWN)], 1)
-        said = law.marginals(known, rows[:, canvas.origin - 1])[:, : canvas.length - canvas.origin]  # [B*K, N, S]
+        said = law.marginals(known, rows.gather(1, first - 1)[:, 0])[:, : canvas.new_tokens]  # [B*K, N, S]
         table = said.new_zeros(*rows.shape, spec.vocab_size)  # [B*K, L+1, V]
-        table[:, canvas.origin : canvas.origin + said.shape[1], : law.symbols] = said
-        table[:, canvas.origin + said.shape[1] :, spec.eos_id] = 1
+        table[..., spec.eos_id] = (canvas.columns() >= first + said.shape[1]).to(table.dtype)
+        table[..., : law.symbols].scatter_(1, answer[:, : said.shape[1], None].expand_as(said), said)
         # Logarithms of 0 would be infinite, and differences of two of them NaN.
         table = table.clamp_(min=torch.finfo(table.dtype).tiny).log_().view(batch, candidates, -1, spec.vocab_size)
         at = query.positions[:, None, :, None].expand(-1, candidates, -1, spec.vocab_size)

@@ -43,11 +43,11 @@ class GivenParts(Scheduler):
     parts: tuple[tuple[int, ...], ...]
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[L+1]` the step of each column."""
-        turn = torch.zeros(canvas.length + 1, dtype=torch.long)
+        """`[B, L+1]` the step of each column."""
+        turn = torch.zeros_like(canvas.ids)
         for step, part in enumerate(self.parts):
-            turn[canvas.origin + torch.tensor(part)] = step
-        return turn.to(canvas.ids.device).expand(canvas.ids.shape[0], -1)
+            turn.scatter_(1, canvas.first[:, None] + torch.tensor(part, device=turn.device), step)
+        return turn
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Tensor) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -14,23 +14,25 @@ FOLDER = Path(__file__).parent / "data" / "tiny-qwen2-verifier"
 
 
 def test_read_in_pieces_with_drafts_turned_down() -> None:
-    """Two rows, one of them padded, at speeds of their own; every draft ends in two wrong tokens."""
+    """Two rows whose answers begin apart, at speeds of their own; every draft ends in two wrong tokens."""
     data = load_file(FOLDER / "forward.safetensors")
     text, logits = data["input_ids"], data["logits"]
     length = text.shape[1]
     judge = autoregressive.load(str(FOLDER), replace(toys.denoiser().spec, dtype=torch.float32))
-    begin = torch.tensor([0, 4])
+    first = torch.tensor([6, 2])
     ids = torch.zeros(2, length + 5, dtype=torch.long)
-    ids[0, :length], ids[1, 4 : 4 + length] = text[0], text[0]
-    canvas: Canvas = replace(toys.canvas(torch.ones(2, length + 4, dtype=torch.bool)), begin=begin, origin=6)
-    reading, first, width = judge.begin(canvas), torch.tensor([6, 6]), 5
+    ids[:, :length] = text[0]
+    canvas: Canvas = replace(
+        toys.canvas(torch.ones(2, length + 4, dtype=torch.bool)), first=first, new_tokens=length - 2
+    )
+    reading, width = judge.begin(canvas), 5
     for accepted in ([1, 3], [2, 1], [3, 3], [1, 2], [3, 1]):
         draft = ids.clone()
         for row in range(2):
             draft[row, first[row] + 3 : first[row] + 5] = 7
         got = reading.logits(canvas, draft, first, width)
         for row in range(2):
-            own = int(first[row] - begin[row])
+            own = int(first[row])
             # The fourth row has read three drafted tokens, all of them right; the fifth a wrong one.
             torch.testing.assert_close(got[row, :4], logits[0, own - 1 : own + 3], atol=1e-4, rtol=1e-4)
             assert not torch.allclose(got[row, 4], logits[0, own + 3], atol=1e-2)

@@ -104,18 +104,19 @@ class CausalAttention:
     canvas: Canvas
     pack: Pack
 
-    def groups(self, columns: Tensor) -> Tensor:
-        return torch.where(columns < self.canvas.origin, -1, (columns - self.canvas.origin) // BLOCK)
+    def groups(self, columns: Tensor, row: int) -> Tensor:
+        first = self.canvas.first[row]
+        return torch.where(columns < first, -1, (columns - first) // BLOCK)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: tuple[Tensor, Tensor] | None) -> Tensor:
         out = torch.zeros_like(q)
-        for row, (begin, end) in enumerate(zip(self.canvas.begin.tolist(), self.canvas.end.tolist(), strict=True)):
+        for row, end in enumerate(self.canvas.end.tolist()):
             own = ((self.pack.row == row) & (self.pack.column < self.canvas.length)).nonzero()[:, 0]
             columns, keys, values = self.pack.column[own], k[:, :, own], v[:, :, own]
             if stored is not None:
-                columns = torch.arange(begin, end)
-                keys, values = (one[row, begin:end].transpose(0, 1)[None] for one in stored)
-            sees = self.groups(columns) <= self.groups(self.pack.column[own])[:, None]
+                columns = torch.arange(end)
+                keys, values = (one[row, :end].transpose(0, 1)[None] for one in stored)
+            sees = self.groups(columns, row) <= self.groups(self.pack.column[own], row)[:, None]
             out[:, :, own] = scaled_dot_product_attention(q[:, :, own], keys, values, sees)
         return out
 

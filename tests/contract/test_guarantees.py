@@ -192,7 +192,7 @@ class Vandal(Scheduler):
             commit=chance[0] < 0.5,
             remask=chance[1] < 0.1,
             finish=chance[2, :, 0] < 0.15,
-            end=torch.full_like(canvas.end, canvas.origin - 2) if self.cuts else None,
+            end=canvas.first - 2 if self.cuts else None,
         )
         return edit, carry
 
@@ -213,7 +213,7 @@ def test_nobody_writes_into_prompts_padding_or_finished_rows(cache: dict[str, An
         assert not (after.masked & start.frozen).any()
         assert not (state.recorder.step_map[start.frozen] >= 0).any()
         done = before.done
-        for name in ("ids", "masked", "end", "start", "stop", "age", "step", "nfe", "rows", "done"):
+        for name in ("ids", "masked", "end", "start", "stop", "age", "step", "nfe", "computed", "done"):
             assert torch.equal(getattr(after, name)[done], getattr(before, name)[done]), name
         resting += int(done.sum())
         changed |= after.ids != before.ids

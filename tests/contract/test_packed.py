@@ -221,7 +221,7 @@ class Wish(Guide):
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         self.shapes.append(tuple(logits.shape))  # pyright: ignore[reportArgumentType]
-        token = wished(answers.row, answers.position - canvas.begin[answers.row])
+        token = wished(answers.row, answers.position)
         return logits.scatter(1, token[:, None], 99.0)
 
 

@@ -84,14 +84,14 @@ def test_recordings_of_several_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) 
     for length in (3, 3, 33, 33):
         replayed(length)
     assert replayed(17) == 6 - 1 and replayed(3) == replayed(33) == 6  # the first of two whole rows is new
-    assert shapes() == [(1, 32 + 13), (1, 64 + 1)]  # not more than the context
+    assert shapes() == [(1, 32 + 1), (1, 64 + 1)]
     monkeypatch.setattr(graphs, "ROOM", engine.free[1].size)
     assert replayed(33) == 6 and shapes() == [(1, 64 + 1)]  # no room for the other
     monkeypatch.setattr(graphs, "ROOM", 2**31)
     monkeypatch.setattr(graphs, "KEPT", 2)
     for prompts in ([[5]], [[5], [6]]):
         it.generate(prompts, max_new_tokens=12)
-    assert shapes() == [(1, 32 + 13), (2, 32 + 13)]
+    assert shapes() == [(1, 32 + 1), (2, 32 + 1)]
     monkeypatch.setattr(graphs, "ROOM", 0)
     for stream in [cast(Any, it.stream([[5]], max_new_tokens=12)) for _ in range(3)]:
         next(stream)

@@ -163,7 +163,7 @@ def test_what_few_schedulers_can_do_is_handed_on(wrapper: type[Around]) -> None:
     if wrapper not in ALONE:
         bound.ask(canvas, carry)
     if bound.traits.plans or not any("plans" in own for own in inherited(OWN, wrapper)):
-        idle = (canvas.origin - canvas.begin >= 6) & (wrapper is StorePass)  # first a forward that stores the prompt
+        idle = (canvas.first >= 6) & (wrapper is StorePass)  # first a forward that stores the prompt
         assert torch.equal(bound.ahead(canvas, carry), 7 * (canvas.masked & ~idle[:, None]))
     assert bound.pace(canvas, 1.0) == (None if wrapper in CLOCKS else 3)
     assert bound.guides((Temperature(2.0),)) == (Temperature(2.0), Temperature(0.5))

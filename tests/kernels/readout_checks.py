@@ -140,7 +140,7 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
     from dllm_sampler.engine import readout
 
     canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), row_seed=torch.tensor([5, -9, 2**40]))
-    canvas = replace(canvas, step=torch.tensor([0, 3, 11]), begin=torch.tensor([0, 1, 2]))
+    canvas = replace(canvas, step=torch.tensor([0, 3, 11]))
     query = Query.masks(canvas)
     answers = Answers.every(query)
     logits = (torch.randn(3, 1, 7, toys.VOCAB, generator=seeded(3)) * 3).to(dtype)

@@ -99,7 +99,7 @@ def test_3_what_is_computed_between_refreshes(kind: str) -> None:
         for row in range(len(toys.PROMPTS)):
             if called.done[row]:
                 continue
-            every = int((called.end - called.begin)[row])
+            every = int(called.end[row])
             age = int(called.age[row])
             text = int((called.seen() & ~before[-1].masked)[row].sum()) if before else 0
             expected = every if age < 2 or age % 4 == 0 else every - text
@@ -144,7 +144,7 @@ def test_4_after_a_refresh_the_slots_are_those_of_a_fresh_forward(kind: str) -> 
         if not called.sizes.whole:
             continue
         other = DualCache().init(called, spy.spec)
-        assert torch.equal(plan.computed, (called.end - called.begin) * ~called.done)
+        assert torch.equal(plan.computed, called.end * ~called.done)
         spy.inner(called, query, other.plan(called, toys.wanted(called, query, spy.spec)))
         for one, two in ((state.cache, other), (state.cache.twin, other.twin)):
             if one is not None:
@@ -215,11 +215,11 @@ def test_prefill_and_pd_never_compute_the_prompt_again(kind: str, back: int) -> 
         first = True
         for _, spy, _ in steps(DelayedCache(2, mode), kind):  # pyright: ignore[reportArgumentType]
             called, _, plan = spy.calls[-1]
-            prompt = called.seen() & (called.columns() < called.origin - back)
+            prompt = called.seen() & (called.columns() < called.first[:, None] - back)
             at = toys.computed(plan)
             assert not (at & prompt).any() or first
             if mode == "prefill" and not first:
-                every = called.end - called.origin + back
+                every = called.end - called.first + back
                 assert torch.equal(plan.computed, (every * ~called.done).clamp(max=TOKENS + back))
             first = False
 

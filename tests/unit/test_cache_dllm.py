@@ -118,7 +118,7 @@ def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
 
 
 def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
-    canvas = toys.canvas(torch.ones(1, 8, dtype=torch.bool), origin=2)
+    canvas = toys.canvas(torch.ones(1, 8, dtype=torch.bool), first=torch.tensor([2]), new_tokens=6)
     spec = toys.denoiser().spec
     cache = IntervalCache(100, 100, 0.5).init(canvas, spec)
     cache.fresh = False, False

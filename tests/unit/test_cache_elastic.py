@@ -200,7 +200,7 @@ def test_what_a_forward_refreshes(gamma: float) -> None:
     for (canvas, query, _), (first, plan, tracked) in zip(spy.calls, witness.notes, strict=True):
         assert isinstance(plan, ElasticPlan)
         live = ~canvas.done
-        size, seen = plan.chosen.sum(1), (canvas.end - canvas.begin)
+        size, seen = plan.chosen.sum(1), canvas.end
         if plan.contiguous:
             assert (first == -1).all()
             total += seen * live

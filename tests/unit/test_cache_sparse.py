@@ -155,7 +155,7 @@ def test_what_is_evicted_takes_no_memory() -> None:
         there = columns[last] < length
         outside = (columns[last] < canvas.start[last, None]) | (columns[last] >= canvas.stop[last, None])
         assert (outside | ~there).all()
-        size = (canvas.end - canvas.begin - (canvas.stop - canvas.start))[last]
+        size = (canvas.end - (canvas.stop - canvas.start))[last]
         assert torch.equal(there.sum(1), size // 2)
     assert not torch.equal(live.kept[0], live.kept[1]), "each layer has a choice of its own"
 

@@ -110,17 +110,17 @@ class Autoregressive:
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         out = torch.zeros(*query.ids.shape, toys.VOCAB, dtype=torch.float64)
-        rows = zip(canvas.ids.tolist(), canvas.begin.tolist(), canvas.end.tolist(), strict=True)
-        for row, (ids, begin, end) in enumerate(rows):
-            text = ids[begin : canvas.origin]
+        rows = zip(canvas.ids.tolist(), canvas.first.tolist(), canvas.end.tolist(), strict=True)
+        for row, (ids, first, end) in enumerate(rows):
+            text = ids[:first]
             if self.sure:
-                text += greedy(text, end - canvas.origin, self.model, ends=())
+                text += greedy(text, end - first, self.model, ends=())
             else:
-                text = ids[begin:end]
+                text = ids[:end]
             logits = self.model(input_ids=torch.tensor([text])).logits[0]
             for place, column in enumerate(query.positions[row].tolist()):
                 if column < end:
-                    out[row, 0, place] = logits[column - begin - 1]
+                    out[row, 0, place] = logits[column - 1]
         return plan.answers.pick(out), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def test_the_drafters_context_shortens_drafts() -> None:
     deer = SpeculativeSampler(Sampler(spy), toys.verifier(), draft_length=6, separator=3)
     result = deer.generate(PROMPTS[:30], max_new_tokens=20)
     assert answers(result) == [greedy(prompt, 20) for prompt in PROMPTS[:30]]
-    seen = [int((canvas.end - canvas.begin).max()) for canvas, _, _ in spy.calls]
+    seen = [int(canvas.end.max()) for canvas, _, _ in spy.calls]
     assert max(seen) <= 14
     assert int((result.nfe > result.drafter_nfe).sum()) > 5
 
@@ -251,9 +251,10 @@ def test_the_separator_stands_behind_the_masks() -> None:
     )
     canvas, query, _ = spy.calls[0]
     for row in range(len(toys.PROMPTS)):
-        text = canvas.ids[row, canvas.origin : canvas.end[row]].tolist()
+        first = int(canvas.first[row])
+        text = canvas.ids[row, first : canvas.end[row]].tolist()
         assert text == [toys.MASK] * 4 + [3]
-        assert query.positions[row].tolist() == list(range(canvas.origin, canvas.origin + 4))
+        assert query.positions[row].tolist() == list(range(first, first + 4))
 
 
 @pytest.mark.parametrize("separator", [None, 3])

@@ -60,14 +60,13 @@ def test_each_row_of_a_padded_batch_answers_as_if_alone():
 def test_shifted_models_answer_from_the_row_before():
     model = denoiser(shift=True)
     canvas = canvas_of(model)
-    positions = torch.tensor([[0, 1, 6, LENGTH], [3, 4, 5, 8], [2, 3, LENGTH, LENGTH]])
+    positions = torch.tensor([[0, 1, 6, LENGTH], [0, 3, 4, 5], [2, 6, LENGTH, LENGTH]])
     logits, _ = ask(model, canvas, Query.at(canvas, positions))
     for row, prompt in enumerate(PROMPTS):
         raw = model.transformer(torch.tensor([prompt + [39] * 4]))[0].detach()
-        begin = LENGTH - len(raw)
         for place, column in enumerate(positions[row].tolist()):
             if column < LENGTH:  # the rest is filler
-                close(logits[row, 0, place], raw[max(column - begin - 1, 0)])
+                close(logits[row, 0, place], raw[max(column - 1, 0)])
 
 
 def test_hypotheses_and_cost_of_candidates():

@@ -16,9 +16,9 @@ from tests import toys
 NOISE = CounterNoise()
 
 
-def rows(seeds: list[int], length: int, step: int = 0, begin: int = 0) -> Canvas:
+def rows(seeds: list[int], length: int, step: int = 0) -> Canvas:
     canvas = toys.canvas(torch.ones(len(seeds), length, dtype=torch.bool))
-    changes = {"row_seed": torch.tensor(seeds), "step": canvas.step + step, "begin": canvas.begin + begin}
+    changes = {"row_seed": torch.tensor(seeds), "step": canvas.step + step}
     return replace(canvas, **changes)
 
 
@@ -113,8 +113,6 @@ def test_neighbours_order_and_padding_do_not_matter():
                 assert torch.equal(some[row, place], full[row, column])
     alone = rows([9], 6)
     assert torch.equal(tokens(alone, columns(alone), 5)[0], full[1])
-    padded = rows([9], 10, begin=4)
-    assert torch.equal(tokens(padded, columns(padded)[:, 4:], 5)[0], full[1])
     # A larger vocabulary adds tokens and changes none.
     assert torch.equal(tokens(alone, columns(alone), 9)[..., :5], full[1:2])
 

@@ -126,7 +126,7 @@ def test_deferred_end_tokens_are_chosen_at_confidence_zero():
 
 @pytest.mark.parametrize("cache", [1, 12, 2**17])  # a row at a time, some with a remainder, all at once
 def test_tables_worked_on_in_pieces_are_the_same_table(monkeypatch, cache):
-    monkeypatch.setattr(readout, "CACHE", cache)
+    monkeypatch.setattr(statistics, "CACHE", cache)
     now, then = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
     now[1] = torch.tensor([0.0, 1.0, 0.0, 0.0])
     then[2, 0] = 0

@@ -194,12 +194,12 @@ def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytes
 
     def check(self: Reading, canvas: Any, ids: Tensor, first: Tensor, width: int) -> Tensor:
         got = original(self, canvas, ids, first, width)
-        for row, begin in enumerate(canvas.begin.tolist()):
-            start, stop = int(first[row]), min(int(first[row]) + width, canvas.length)
+        for row, end in enumerate(canvas.end.tolist()):
+            start, stop = int(first[row]), min(int(first[row]) + width, end)
             if canvas.done[row]:
                 continue
-            text = ids[row : row + 1, begin:stop]
-            anew = self.verifier.model(input_ids=text).logits[0, start - begin - 1 : -1]
+            text = ids[row : row + 1, :stop]
+            anew = self.verifier.model(input_ids=text).logits[0, start - 1 : -1]
             torch.testing.assert_close(got[row, : stop - start], anew, atol=1e-5, rtol=1e-5)
             compared.append(len(anew))
         firsts.append(first.tolist())

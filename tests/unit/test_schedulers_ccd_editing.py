@@ -72,8 +72,8 @@ def test_density_is_the_published_sum(sigma: float) -> None:
     stands = [{0, 1, 4}, {2, 5, 8}]
     masked = canvas.masked.clone()
     for row, places in enumerate(stands):
-        masked[row, [prompt + place for place in places]] = False
-    found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), torch.arange(2, 11).expand(2, -1))
+        masked[row, [int(canvas.first[row]) + place for place in places]] = False
+    found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), canvas.asked())
 
     def weight(offset: int) -> float:
         return math.exp(-(offset**2) / (2 * sigma**2))

@@ -47,7 +47,7 @@ def test_prefix():
 @pytest.mark.parametrize(("start", "there"), [(1, [1, 2]), (-1, [0]), (-2, []), (3, [3])])
 def test_prophet_looks_at_the_answer_alone(start: int, there: list[int]):
     """A region of two positions that begins before the generation, or ends behind it, has what lies inside."""
-    canvas = at([M, M, M, M], origin=0)
+    canvas = at([M, M, M, M])
     region = Prophet(start, 2).region(canvas)[0].nonzero()[:, 0].tolist()
     assert region == there
 
@@ -73,7 +73,7 @@ def test_truncate():
 @pytest.mark.parametrize("stop", [PrefixStop(), BlockStop(), TruncateStop()], ids=lambda stop: type(stop).__name__)
 def test_an_end_token_in_the_prompt_does_not_count(stop):
     frozen = torch.tensor([[True, True, False, False, True]])
-    canvas = at([E, 1, M, M], frozen=frozen, start=torch.tensor([2]), origin=2)
+    canvas = at([E, 1, M, M], frozen=frozen, start=torch.tensor([2]), first=torch.tensor([2]), new_tokens=2)
     edit, after = judged(stop, canvas, {2: 5, 3: 6})
     assert edit.finish is None or not edit.finish.any()
     assert after.end.tolist() == [4]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Sampler, Trace, UserError
+from dllm_sampler.core.trace import aligned
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import trajectories
 from tests import toys
@@ -41,9 +42,9 @@ def test_every_state_is_rebuilt_and_every_run_repeated(plugins: dict[str, Any], 
     for canvas, _, _ in spy.calls:
         live = ~canvas.done
         seen = trace.seen(canvas.step)
-        assert torch.equal(seen[live], canvas.seen()[live, :-1])
+        assert torch.equal(seen[live], aligned(canvas, canvas.seen(), False)[live])
         shown = torch.where(seen, trace.state(canvas.step), toys.EOS)
-        assert torch.equal(shown[live], torch.where(seen, canvas.ids[:, :-1], toys.EOS)[live])
+        assert torch.equal(shown[live], torch.where(seen, aligned(canvas, canvas.ids, 0), toys.EOS)[live])
     again = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=trace.seeds.tolist()).trace
     assert trace.entropy is not None and again.entropy is not None
     for name in ("ids", "step_map", "gone", "logprob", "entropy"):

@@ -29,12 +29,12 @@ class PublishedRunningConfidence(RunningConfidence):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Everything up to the block's end."""
-        columns = canvas.columns()[:, canvas.origin : -1].expand(len(canvas.ids), -1)
+        columns = canvas.asked()
         return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))
 
     def first(self, canvas: Canvas) -> Tensor:
         """See `RunningConfidence.first`."""
-        return torch.full_like(canvas.start, canvas.origin)[:, None]
+        return canvas.first[:, None]
 
     def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `RunningConfidence.missing`."""

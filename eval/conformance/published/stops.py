@@ -42,7 +42,7 @@ class EarlyStop(PrefixStop):
         assert edit.finish is not None
         committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
         looks = committed | after.block_over(edit)
-        asked = (canvas.ids[:, : canvas.origin] == self.eos).any(1)
+        asked = ((canvas.ids == self.eos) & (canvas.columns() < canvas.first[:, None])).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
 
