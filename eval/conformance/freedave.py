@@ -83,7 +83,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Noted(PublishedFreeDave):
-    """The published drafting, with a note of what a forward's walk and its free last mask commit."""
+    """The published drafting, with a note of what a forward verifies and of the last mask that it commits besides."""
 
     events: Events = field(default_factory=Events)
 
@@ -103,12 +103,13 @@ class Noted(PublishedFreeDave):
             live=None if query.live is None else query.live[:, :kept],
         )
 
-    def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
-        certain = super()._certain(canvas, now, then)
+    def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
+        """See `Drafting.commits_next`."""
+        commits = super().commits_next(canvas, before, after)
         first = int(canvas.start[0]) - canvas.origin
-        for before, after in ((canvas, now), (now, then if certain[0] else now)):
-            self.events.note((before.masked & ~after.masked)[0, canvas.origin :].nonzero()[:, 0], first)
-        return certain
+        for old, new in ((canvas, before), (before, after if commits[0] else before)):
+            self.events.note((old.masked & ~new.masked)[0, canvas.origin :].nonzero()[:, 0], first)
+        return commits
 
 
 @dataclass(frozen=True)
