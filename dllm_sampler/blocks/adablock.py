@@ -37,7 +37,6 @@ class AdaBlock(Blocks):
 
     def __post_init__(self) -> None:
         FixedBlocks(self.length)
-        object.__setattr__(self, "delimiters", tuple(self.delimiters))
         if not self.threshold >= 0:
             raise UserError(f"blocks.threshold must be a probability from 0 on, not {self.threshold!r}")
         if not 0 <= self.window <= 1:

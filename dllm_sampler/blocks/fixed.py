@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from dllm_sampler.core.protocols import Blocks, Context
+from dllm_sampler.core.protocols import Blocks, Context, learned
 from dllm_sampler.errors import UserError
 
 DEFAULT_LENGTH = 32  # LLaDA's
@@ -34,8 +34,7 @@ class FixedBlocks(Blocks):
         """Take the model's own length and whether its attention knows blocks."""
         spec = context.spec
         bound = replace(self, length=self.length or spec.block_length or DEFAULT_LENGTH)
-        object.__setattr__(bound, "causal", spec.attention == "block_causal")
-        return bound
+        return learned(bound, causal=spec.attention == "block_causal")
 
     @property
     def grid(self) -> int | None:

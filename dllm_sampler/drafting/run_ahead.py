@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.protocols import Carry, Context, learned
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
@@ -83,10 +83,8 @@ class RunAhead(Around):
             )
         bound = super().bind(context)
         draws = context.draws or any(guide.draws for guide in bound.guides(()))
-        object.__setattr__(bound, "mask_id", context.spec.mask_id)
-        object.__setattr__(bound, "lookahead", blocks.lookahead(2**16) if self.eager else 0)
-        object.__setattr__(bound, "draws", draws)
-        return bound
+        lookahead = blocks.lookahead(2**16) if self.eager else 0
+        return learned(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
         """See `Traits.plans`: not known."""

@@ -34,8 +34,6 @@ class EndTokens(Guide):
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise UserError(f"guide.mode of end_tokens must be ban or defer, not {self.mode!r}")
-        if self.ids is not None:
-            object.__setattr__(self, "ids", tuple(self.ids))
 
     @property
     def chooses(self) -> bool:

@@ -1,11 +1,11 @@
 """CCD by the paper: predictions averaged over the last steps' contexts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.statistics import entropy
@@ -48,9 +48,7 @@ class CoherentMarginal(Scheduler):
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
-        bound = replace(self)
-        object.__setattr__(bound, "vocab", context.spec.vocab_size)
-        return bound
+        return learned(self, vocab=context.spec.vocab_size)
 
     @property
     def traits(self) -> Traits:

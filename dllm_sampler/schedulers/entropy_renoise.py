@@ -1,12 +1,12 @@
 """DiffusionGemma's sampler: accept what is sure together, draw everything else anew, decide it all again."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler, learned
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -58,9 +58,8 @@ class EntropyRenoise(Scheduler):
 
     def bind(self, context: Context) -> Self:
         """Take what stands for noise on the canvas."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "noise_id", spec.pad_id if spec.mask_id is None else spec.mask_id)
-        return bound
+        spec = context.spec
+        return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """The falling temperature comes last."""

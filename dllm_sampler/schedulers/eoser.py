@@ -6,7 +6,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around
@@ -57,9 +57,7 @@ class Eoser(Around):
 
     def bind(self, context: Context) -> Self:
         """Take the end token."""
-        bound = super().bind(context)
-        object.__setattr__(bound, "eos", context.spec.eos_id)
-        return bound
+        return learned(super().bind(context), eos=context.spec.eos_id)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

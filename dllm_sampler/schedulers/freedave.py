@@ -5,7 +5,7 @@ from typing import Literal, Self, get_args
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Context, Scheduler
+from dllm_sampler.core.protocols import Context, Scheduler, learned
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.drafting.candidates import Branch
 from dllm_sampler.drafting.pace import Pace
@@ -50,9 +50,7 @@ class FreeDave(Drafting):
     def bind(self, context: Context) -> Self:
         """See `Drafting.bind`; what was measured on this model stays known."""
         bound = super().bind(context)
-        if self.mask_id == bound.mask_id:
-            object.__setattr__(bound, "measured", self.measured)
-        return bound
+        return learned(bound, measured=self.measured) if self.mask_id == bound.mask_id else bound
 
     def branches(self, most: int) -> list[Branch]:
         """One, two, three ... drafted steps; a candidate without a mask would have nothing to predict."""

@@ -1,11 +1,11 @@
 """Hierarchical decoding: every run of masks is split at its surest position."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -29,7 +29,7 @@ class Hierarchical(Scheduler):
     low: float = 0.4
     threshold: float | None = None
     remask: float | None = None
-    mask: int | None = field(init=False, default=None, repr=False, compare=False)
+    mask_id: int | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("low", "threshold", "remask"):
@@ -45,9 +45,7 @@ class Hierarchical(Scheduler):
         """
         if self.remask is not None and context.spec.mask_id is None:
             raise UserError("scheduler.remask needs a model with a mask token: set it to null")
-        bound = replace(self)
-        object.__setattr__(bound, "mask", context.spec.mask_id)
-        return bound
+        return learned(self, mask_id=context.spec.mask_id)
 
     @property
     def traits(self) -> Traits:
@@ -69,8 +67,8 @@ class Hierarchical(Scheduler):
         missing = doubtful.sum(1) + 1 - chosen.sum(1)
         chosen = chosen | top(sure, free & ~chosen, missing)
         back = doubtful & ~chosen
-        assert self.mask is not None  # bind took it
-        return Edit(token.masked_fill(back, self.mask), chosen & free, remask=back), carry
+        assert self.mask_id is not None  # bind took it
+        return Edit(token.masked_fill(back, self.mask_id), chosen & free, remask=back), carry
 
     def _doubtful(self, canvas: Canvas, at: Tensor, eligible: Tensor, sure: Tensor) -> Tensor | None:
         """`[B, Q]` committed tokens of the block that the model doubts, none where no mask is left; None: not asked."""

@@ -1,12 +1,12 @@
 """KLASS: commit the tokens whose prediction has come to rest."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, Self, get_args
 
 import torch
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.protocols import Carry, Context, learned
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -51,9 +51,7 @@ class Klass(FixedSteps):
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
-        bound = replace(self)
-        object.__setattr__(bound, "model", context.spec)
-        return bound
+        return learned(self, model=context.spec)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -1,11 +1,11 @@
 """Learn2PD: a small network decides which predictions are final."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -50,9 +50,7 @@ class LearnedFilter(Scheduler):
         spec = context.spec
         if self.loaded is not None and self.loaded[0] == spec:
             return self
-        bound = replace(self)
-        object.__setattr__(bound, "loaded", (spec, load(find(self.filter, spec), spec)))
-        return bound
+        return learned(self, loaded=(spec, load(find(self.filter, spec), spec)))
 
     @property
     def layers(self) -> Layers:

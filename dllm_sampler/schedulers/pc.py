@@ -1,14 +1,14 @@
 """PC-Sampler: position-aware, frequency-calibrated confidence."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.protocols import Context, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -61,9 +61,7 @@ class PositionCalibrated(FixedSteps):
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]
             share[known] = torch.tensor([counts[token] / total for token in known])
-        bound = replace(self)
-        object.__setattr__(bound, "surprise", -(share + 1e-9).log().to(spec.device))
-        return bound
+        return learned(self, surprise=-(share + 1e-9).log().to(spec.device))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `FixedSteps.rate`."""

@@ -35,7 +35,7 @@ class RunningConfidence(Remasking):
         drop = top(-sure, reach & (sure < torch.inf), missing)
         still = drop & noise
         back = drop ^ still
-        ids = readout.token[:, 0].masked_fill(back, self.mask)
+        ids = readout.token[:, 0].masked_fill(back, self.noise_id)
         return Edit(ids, noise ^ still, back, hold=hold), carry.scatter(1, at, sure)
 
     def first(self, canvas: Canvas) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.schedulers.budget import block_steps, check_steps
@@ -17,16 +17,15 @@ class Remasking(Scheduler):
     """A fixed schedule over whole blocks, committed positions too; no method by itself."""
 
     steps: int | None
-    mask: int = field(init=False, default=-1)
+    noise_id: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
 
     def bind(self, context: Context) -> Self:
-        """Take the mask token."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "mask", spec.pad_id if spec.mask_id is None else spec.mask_id)
-        return bound
+        """Take what stands for noise on the canvas."""
+        spec = context.spec
+        return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
 
     @property
     def traits(self) -> Traits:

@@ -63,5 +63,5 @@ class Remdm(Remasking):
         drop = top(-record, inside & (record < torch.inf), revise * self.tokens)
         undone = drop & commit
         back = drop ^ undone
-        ids = readout.token[:, 0].masked_fill(back, self.mask)
+        ids = readout.token[:, 0].masked_fill(back, self.noise_id)
         return Edit(ids, commit ^ undone, back), carry.scatter(1, at, record.masked_fill(drop, torch.inf))

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -33,7 +33,7 @@ class Wino(Scheduler):
     share: float = 0.7
     least: int = 5
     most: int = 20
-    mask: int = field(init=False, default=-1)
+    mask_id: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         for name in ("threshold", "back", "share"):
@@ -43,9 +43,7 @@ class Wino(Scheduler):
 
     def bind(self, context: Context) -> Self:
         """Take the mask token."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
-        return bound
+        return learned(self, mask_id=context.spec.mask_id)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -74,7 +72,8 @@ class Wino(Scheduler):
         doubtful = (inside ^ eligible) & (support < self.back)
         counts = torch.cat([accepted, self.most_back(canvas, accepted, carry)])
         commit, remask = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), counts).chunk(2)  # one sort
-        return Edit(readout.token[:, 0].masked_fill(remask, self.mask), commit, remask), carry
+        assert self.mask_id is not None  # no other model takes shadow rows
+        return Edit(readout.token[:, 0].masked_fill(remask, self.mask_id), commit, remask), carry
 
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
         """`[B]` tokens taken back at most in a step that commits `accepted [B]`: so one is gained."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Context, Stop
+from dllm_sampler.core.protocols import Context, Stop, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -28,9 +28,7 @@ class _EosStop(Stop):
 
     def bind(self, context: Context) -> Self:
         """See `Stop.bind`."""
-        bound = replace(self)
-        object.__setattr__(bound, "eos", context.spec.eos_id)
-        return bound
+        return learned(self, eos=context.spec.eos_id)
 
     def ends(self, after: Canvas) -> Tensor:
         """`[B, L+1] bool` end tokens that stand committed in the generation."""

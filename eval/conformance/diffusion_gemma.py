@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.eval.conformance.block_causal import StopAt
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
@@ -42,15 +41,10 @@ class Arguments(BaseModel):
 
 @dataclass(frozen=True)
 class Watched(EntropyRenoise):
-    """The scheduler, taking down what each forward saw of the first row's canvas, and which positions it accepted."""
+    """The scheduler, with a record of what each forward saw of the first row's canvas and which positions it accepted."""
 
     canvases: list[Tokens] = field(init=False, default_factory=list, repr=False)
     accepted: Steps = field(init=False, default_factory=list, repr=False)
-
-    def bind(self, context: Context) -> Watched:
-        """Keep the lists, which the line's checks read later."""
-        object.__setattr__(self, "noise_id", context.spec.pad_id)
-        return self
 
     def accepts(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `EntropyRenoise.accepts`."""
