@@ -6,10 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,9 @@ class AdaBlock(Blocks):
     window: float = 0.25
 
     def __post_init__(self) -> None:
-        FixedBlocks(self.length)
-        if not self.threshold >= 0:
-            raise UserError(f"blocks.threshold must be a probability from 0 on, not {self.threshold!r}")
-        if not 0 <= self.window <= 1:
-            raise UserError(f"blocks.window must be a share between 0 and 1, not {self.window!r}")
+        check_count("blocks.length", self.length)
+        check_number("blocks.threshold", self.threshold, "a probability")
+        check_share("blocks.window", self.window)
 
     def lookahead(self, tokens: int) -> int:
         """See `Blocks.lookahead`."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks, Context, learned
-from dllm_sampler.errors import UserError
 
 DEFAULT_LENGTH = 32  # LLaDA's
 
@@ -26,9 +26,7 @@ class FixedBlocks(Blocks):
     causal: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        length = self.length
-        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-            raise UserError(f"blocks.length must be a whole number of at least 1, not {length!r}")
+        check_count("blocks.length", self.length, optional=True)
 
     def bind(self, context: Context) -> Self:
         """Take the model's own length and whether its attention knows blocks."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Context, Guide
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.leftright import Leftmost
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class ParallelDecoding(Leftmost):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share = self.mixture_weight
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise UserError(f"scheduler.mixture_weight must be a number between 0 and 1, not {share!r}")
+        check_share("scheduler.mixture_weight", self.mixture_weight, "a number")
 
     def bind(self, context: Context) -> Self:
         """Load the verifier, once for a model.

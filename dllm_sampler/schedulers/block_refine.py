@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class BlockRefine(Scheduler):
     threshold: float = 0.95
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        check_number("threshold", self.threshold)
+        check_count("scheduler.steps", self.steps)
+        check_number("scheduler.threshold", self.threshold)
 
     @property
     def traits(self) -> Traits:

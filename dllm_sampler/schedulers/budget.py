@@ -7,12 +7,6 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
 
-def check_steps(steps: int | None) -> None:
-    """Refuse anything but a positive whole number or None."""
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise UserError(f"scheduler.steps must be a whole number of at least 1, or null, not {steps!r}")
-
-
 def check_eps(eps: float) -> None:
     """Refuse an end time outside (0, 1)."""
     if not isinstance(eps, float) or not 0 < eps < 1:

@@ -1,17 +1,18 @@
 """CCD by the paper: predictions averaged over the last steps' contexts."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Self
 
 import torch
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.statistics import entropy
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import check_steps, even_share
+from dllm_sampler.schedulers.budget import even_share
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,10 @@ class CoherentMarginal(Scheduler):
     vocab: int = field(init=False, default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
-        for name in ("depth", "buffer"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"scheduler.{name} must be a whole number of at least 1, not {value!r}")
-        if isinstance(self.epsilon, bool) or self.epsilon != self.epsilon:
-            raise UserError(f"scheduler.epsilon must be a number of nats, not {self.epsilon!r}")
+        check_count("scheduler.steps", self.steps, optional=True)
+        check_count("scheduler.depth", self.depth)
+        check_count("scheduler.buffer", self.buffer)
+        check_number("scheduler.epsilon", self.epsilon, "a number of nats", least=-inf)
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_positive
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -28,8 +29,7 @@ class CertaintyPrior(FixedSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.sigma, bool) or not 0 < self.sigma < float("inf"):
-            raise UserError(f"scheduler.sigma must be a number of positions above 0, not {self.sigma!r}")
+        check_positive("scheduler.sigma", self.sigma, "a number of positions")
         if self.score == "entropy":
             raise UserError("scheduler.score=entropy cannot be scaled by a density: use confidence or margin")
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 
@@ -35,13 +35,10 @@ class Credit(DInferThreshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "gamma"):  # a power of alpha must stay finite
-            if not 0 <= getattr(self, name) <= 64:
-                raise UserError(f"scheduler.{name} must be a number from 0 to 64, not {getattr(self, name)!r}")
-        if not 0 <= self.decay <= 1:
-            raise UserError(f"scheduler.decay must lie between 0 and 1, not {self.decay!r}")
-        if not isinstance(self.memory, int) or isinstance(self.memory, bool) or self.memory < 1:
-            raise UserError(f"scheduler.memory must be a whole number of at least 1, not {self.memory!r}")
+        check_number("scheduler.alpha", self.alpha, most=64)  # a power of alpha must stay finite
+        check_number("scheduler.gamma", self.gamma, most=64)
+        check_share("scheduler.decay", self.decay)
+        check_count("scheduler.memory", self.memory)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Dilated(Scheduler):
     skip: float = 0.3
 
     def __post_init__(self) -> None:
-        check_count("base", self.base, 2)
-        check_number("skip", self.skip)
+        check_count("scheduler.base", self.base, 2)
+        check_number("scheduler.skip", self.skip)
 
     @property
     def traits(self) -> Traits:

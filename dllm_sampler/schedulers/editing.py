@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -34,12 +34,9 @@ class TokenEditing(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.edit, bool) or not self.edit >= 0:
-            raise UserError(f"scheduler.edit must be a probability from 0 on (from 1 on: no edits), not {self.edit!r}")
-        for name, least in (("quota", 1), ("extra", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"scheduler.{name} must be a whole number of at least {least}, not {value!r}")
+        check_number("scheduler.edit", self.edit, "a probability")
+        check_count("scheduler.quota", self.quota)
+        check_count("scheduler.extra", self.extra, 0)
 
     @property
     def traits(self) -> Traits:

@@ -6,12 +6,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler, learned
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature
-from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.entropy_bound import bounded
 
 
@@ -45,16 +45,16 @@ class EntropyRenoise(Scheduler):
     noise_id: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        check_number("entropy_bound", self.entropy_bound)
-        check_count("max_denoising_steps", self.max_denoising_steps)
-        check_number("t_min", self.t_min)
-        check_number("t_max", self.t_max)
+        check_number("scheduler.entropy_bound", self.entropy_bound)
+        check_count("scheduler.max_denoising_steps", self.max_denoising_steps)
+        check_number("scheduler.t_min", self.t_min)
+        check_number("scheduler.t_max", self.t_max)
         if self.t_max < self.t_min or self.t_max == float("inf"):
             raise UserError(f"scheduler.t_max must be a finite number from t_min={self.t_min} on, not {self.t_max!r}")
         if self.stability_threshold is not None:
-            check_count("stability_threshold", self.stability_threshold, 0)
+            check_count("scheduler.stability_threshold", self.stability_threshold, 0)
         if self.confidence_threshold is not None:
-            check_number("confidence_threshold", self.confidence_threshold)
+            check_number("scheduler.confidence_threshold", self.confidence_threshold)
 
     def bind(self, context: Context) -> Self:
         """Take what stands for noise on the canvas."""

@@ -6,11 +6,11 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.checks import check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Progress = Literal["committed", "step", "ascending"]
@@ -39,8 +39,8 @@ class Eoser(Around):
     eos: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        check_number("low", self.low)
-        check_number("high", self.high)
+        check_number("scheduler.low", self.low)
+        check_number("scheduler.high", self.high)
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
         inner = type(self.inner).__name__

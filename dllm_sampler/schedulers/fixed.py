@@ -1,18 +1,18 @@
 """Fixed steps: a schedule says how many positions to commit, a score says which."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
-from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
+from dllm_sampler.schedulers.budget import block_steps, check_eps, timestep_share, uniform_share
+from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 Schedule = Literal["uniform", "timestep"]
 
@@ -44,13 +44,11 @@ class FixedSteps(Scheduler):
     alg_temp: float = 0.0
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
         check_eps(self.eps)
-        check_score(self.score)
-        if self.schedule not in get_args(Schedule):
-            raise UserError(f"scheduler.schedule must be uniform or timestep, not {self.schedule!r}")
-        if not self.alg_temp >= 0:
-            raise UserError(f"scheduler.alg_temp must be at least 0, not {self.alg_temp!r}")
+        check_choice("scheduler.score", self.score, Score)
+        check_choice("scheduler.schedule", self.schedule, Schedule)
+        check_number("scheduler.alg_temp", self.alg_temp)
 
     @property
     def traits(self) -> Traits:

@@ -1,18 +1,17 @@
 """FreeDave: a chain of drafts, verified by the forward that would be made anyway."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.protocols import Context, Scheduler, learned
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.drafting.candidates import Branch
 from dllm_sampler.drafting.pace import Pace
 from dllm_sampler.drafting.run_ahead import State
 from dllm_sampler.drafting.scheduler import Drafting
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Match = Literal["exact", "subset"]
@@ -43,9 +42,8 @@ class FreeDave(Drafting):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft != "auto":
-            check_count("draft", self.draft)
-        if self.match not in get_args(Match):
-            raise UserError(f"scheduler.match must be exact or subset, not {self.match!r}")
+            check_count("scheduler.draft", self.draft)
+        check_choice("scheduler.match", self.match, Match)
 
     def bind(self, context: Context) -> Self:
         """See `Drafting.bind`; what was measured on this model stays known."""

@@ -5,6 +5,7 @@ from typing import Self
 
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
@@ -33,9 +34,8 @@ class Hierarchical(Scheduler):
 
     def __post_init__(self) -> None:
         for name in ("low", "threshold", "remask"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not value >= 0):
-                raise UserError(f"scheduler.{name} must be a probability from 0 on, not {value!r}")
+            if getattr(self, name) is not None:
+                check_number(f"scheduler.{name}", getattr(self, name), "a probability")
 
     def bind(self, context: Context) -> Self:
         """Take the mask token.

@@ -1,17 +1,16 @@
 """KLASS: commit the tokens whose prediction has come to rest."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 import torch
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context, learned
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Take = Literal["all", "surest", "steadiest"]
@@ -44,10 +43,9 @@ class Klass(FixedSteps):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("threshold", "divergence"):
-            check_number(name, getattr(self, name))
-        check_count("history", self.history)
-        if self.take not in get_args(Take):
-            raise UserError(f"scheduler.take must be all, surest or steadiest, not {self.take!r}")
+            check_number(f"scheduler.{name}", getattr(self, name))
+        check_count("scheduler.history", self.history)
+        check_choice("scheduler.take", self.take, Take)
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""

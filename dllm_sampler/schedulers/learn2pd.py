@@ -5,12 +5,12 @@ from typing import Self
 
 import torch
 
+from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import check_steps, even_share
+from dllm_sampler.schedulers.budget import even_share
 from dllm_sampler.schedulers.filter import Layers, find, judge, lay_out, load
 
 
@@ -37,9 +37,8 @@ class LearnedFilter(Scheduler):
     loaded: tuple[ModelSpec, Layers] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
-        if isinstance(self.threshold, bool) or not 0 <= self.threshold <= 1:
-            raise UserError(f"scheduler.threshold must be a probability between 0 and 1, not {self.threshold!r}")
+        check_count("scheduler.steps", self.steps, optional=True)
+        check_share("scheduler.threshold", self.threshold, "a probability")
 
     def bind(self, context: Context) -> Self:
         """Load the filter onto the model's device, once for a model.

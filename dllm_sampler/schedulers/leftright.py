@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Leftmost(Scheduler):
 
     def __post_init__(self) -> None:
         if self.max_lookahead is not None:
-            check_count("max_lookahead", self.max_lookahead)
+            check_count("scheduler.max_lookahead", self.max_lookahead)
 
     @property
     def traits(self) -> Traits:
@@ -60,7 +60,7 @@ class LeftToRight(Leftmost):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("tokens_per_step", self.tokens_per_step)
+        check_count("scheduler.tokens_per_step", self.tokens_per_step)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
@@ -34,9 +35,8 @@ class PositionCalibrated(FixedSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("decay", "alpha"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"scheduler.{name} must be a number from 0 on, not {getattr(self, name)!r}")
+        check_number("scheduler.decay", self.decay)
+        check_number("scheduler.alpha", self.alpha)
 
     def bind(self, context: Context) -> Self:
         """Load the table for the model's vocabulary, once for a model.

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import check_steps, even_share
+from dllm_sampler.schedulers.budget import even_share
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RandomOrder(Scheduler):
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
 
     @property
     def traits(self) -> Traits:

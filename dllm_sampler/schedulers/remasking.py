@@ -6,10 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query
-from dllm_sampler.schedulers.budget import block_steps, check_steps
+from dllm_sampler.schedulers.budget import block_steps
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Remasking(Scheduler):
     noise_id: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
 
     def bind(self, context: Context) -> Self:
         """Take what stands for noise on the canvas."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.remasking import Remasking
 
 
@@ -33,8 +33,8 @@ class Remdm(Remasking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("revisions", self.revisions, 0)
-        check_count("tokens", self.tokens)
+        check_count("scheduler.revisions", self.revisions, 0)
+        check_count("scheduler.tokens", self.tokens)
 
     @property
     def traits(self) -> Traits:

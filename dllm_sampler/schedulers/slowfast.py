@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -41,10 +41,10 @@ class SlowFast(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("glimpse", self.glimpse)
-        check_number("sigma", self.sigma)
-        check_count("slow", self.slow, 0)
-        check_count("window", self.window)
+        check_number("scheduler.glimpse", self.glimpse)
+        check_number("scheduler.sigma", self.sigma)
+        check_count("scheduler.slow", self.slow, 0)
+        check_count("scheduler.window", self.window)
 
     @property
     def traits(self) -> Traits:

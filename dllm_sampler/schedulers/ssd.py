@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.drafting.candidates import Branch
 from dllm_sampler.drafting.scheduler import Drafting
-from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 
@@ -31,9 +31,9 @@ class SelfSpeculative(Drafting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("length", self.length, 0)
-        check_count("width", self.width)
-        check_count("nodes", self.nodes)
+        check_count("scheduler.length", self.length, 0)
+        check_count("scheduler.width", self.width)
+        check_count("scheduler.nodes", self.nodes)
 
     def branches(self, most: int) -> list[Branch]:
         """Prefixes of the drafted steps, then prefixes with one of the steps after the next."""

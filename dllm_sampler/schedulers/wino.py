@@ -6,11 +6,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Wino(Scheduler):
 
     def __post_init__(self) -> None:
         for name in ("threshold", "back", "share"):
-            check_number(name, getattr(self, name))
-        check_count("least", self.least)
-        check_count("most", self.most, self.least)
+            check_number(f"scheduler.{name}", getattr(self, name))
+        check_count("scheduler.least", self.least)
+        check_count("scheduler.most", self.most, self.least)
 
     def bind(self, context: Context) -> Self:
         """Take the mask token."""

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax
@@ -86,8 +87,7 @@ class SpeculativeSampler:
         separator: int | str | None = None,
     ):
         spec = drafter.denoiser.spec
-        if not isinstance(draft_length, int) or isinstance(draft_length, bool) or draft_length < 0:
-            raise UserError(f"draft_length must be a whole number of at least 0, not {draft_length!r}")
+        check_count("draft_length", draft_length, 0)
         if spec.mask_id is None:
             raise UserError(
                 "a drafter fills masks in one forward, and this model has none, its noise are random tokens (uniform"

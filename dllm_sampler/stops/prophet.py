@@ -1,15 +1,15 @@
 """Prophet: fill all masks once the answer is settled."""
 
-import math
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.stops.end_tokens import finished
 
 
@@ -39,13 +39,10 @@ class Prophet(Stop):
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("length", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"stop.{name} must be a whole number from 1 on, not {value!r}")
-        for name in ("early", "mid", "late"):
-            if math.isnan(getattr(self, name)):
-                raise UserError(f"stop.{name} must be a number, not nan: infinity never fires")
+        check_count("stop.length", self.length)
+        check_count("stop.steps", self.steps, optional=True)
+        for name in ("early", "mid", "late"):  # infinity: never
+            check_number(f"stop.{name}", getattr(self, name), least=-inf)
 
     @property
     def needs(self) -> frozenset[str]:

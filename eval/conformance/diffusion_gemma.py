@@ -41,7 +41,7 @@ class Arguments(BaseModel):
 
 @dataclass(frozen=True)
 class Watched(EntropyRenoise):
-    """The scheduler, with a record of what each forward saw of the first row's canvas and which positions it accepted."""
+    """The scheduler, with a record of the canvas that each forward saw and the positions that it accepted, of row 0."""
 
     canvases: list[Tokens] = field(init=False, default_factory=list, repr=False)
     accepted: Steps = field(init=False, default_factory=list, repr=False)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around
 
 
@@ -33,10 +33,8 @@ class Unrolled(Around):
     every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tpf", "maximum"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"scheduler.{name} must be a whole number of at least 1, not {value!r}")
+        check_count("scheduler.tpf", self.tpf)
+        check_count("scheduler.maximum", self.maximum)
 
     def init(self, canvas: Canvas) -> Carry:
         """The inner carry, `[B]` iterations until the next look, `[B]` iterations made, `[B]` just refreshed."""
