@@ -352,7 +352,7 @@ def test_refusals_of_company() -> None:
     with pytest.raises(UserError, match="chooses which masks to predict: use"):
         toys.sampler(scheduler=rule, cache="elastic")
     assert run(replace(rule, max_lookahead=None), cache="dual", blocks=FixedBlocks(6)).complete.all()
-    with pytest.raises(UserError, match=r"cache.window must be a whole number from 0 on, not -1"):
+    with pytest.raises(UserError, match=r"cache.window must be a whole number of at least 0, not -1"):
         TrailingCache(-1)
     with pytest.raises(UserError, match=r"scheduler.tokens_per_step must be a whole number of at least 1, not 0"):
         LeftToRight(tokens_per_step=0)
