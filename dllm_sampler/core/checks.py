@@ -19,14 +19,23 @@ def check_count(name: str, value: object, least: int = 1, *, optional: bool = Fa
 
 
 def check_number(
-    name: str, value: Any, what: str = "a number", *, least: float = 0, most: float = inf, finite: bool = False
+    name: str,
+    value: Any,
+    what: str = "a number",
+    *,
+    least: float = 0,
+    most: float = inf,
+    finite: bool = False,
+    optional: bool = False,
 ) -> None:
-    """Refuse anything but a number from `least` to `most`, and NaN.
+    """Refuse NaN and anything but a number from `least` to `most`; None passes where it is `optional`.
 
     Args:
         what: what an error calls it, "a probability" say.
         finite: refuse infinity too.
     """
+    if optional and value is None:
+        return
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and least <= value <= most and not (finite and value == inf):
         return

@@ -60,7 +60,7 @@ class CoherentMarginal(Scheduler):
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B, (depth-1) buffer]` and predictions `[B, (depth-1) buffer, V]`, newest first; the schedule."""
-        shape = (canvas.start.shape[0], (self.depth - 1) * self._size(canvas))
+        shape = (canvas.start.shape[0], (self.depth - 1) * self.buffer)
         columns = torch.full(shape, canvas.length, device=canvas.ids.device)
         one = torch.ones_like(canvas.start)
         return columns, torch.zeros(*shape, self.vocab, device=columns.device), (one, one)
@@ -69,7 +69,7 @@ class CoherentMarginal(Scheduler):
         """See `Scheduler.tell`."""
         assert readout.probabilities is not None and readout.entropy is not None
         score, eligible = -readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        buffer = self._size(canvas)
+        buffer = self.buffer
         # Places 0 to buffer - 1 hold the lowest entropies; one more takes the rest.
         place = rank(score, eligible).masked_fill(~eligible, buffer).clamp(max=buffer)
         order = torch.arange(place.numel(), device=place.device).view_as(place)  # rows of [B * Q, V]
@@ -97,7 +97,3 @@ class CoherentMarginal(Scheduler):
         kept = (self.depth - 1) * buffer
         history = torch.cat([columns, old], 1)[:, :kept], torch.cat([now, then], 1)[:, :kept]
         return Edit(readout.token[:, 0], commit & eligible), (*history, plan)
-
-    def _size(self, canvas: Canvas) -> int:
-        """Positions kept per step: no more than there can be."""
-        return min(self.buffer, canvas.length - canvas.origin)

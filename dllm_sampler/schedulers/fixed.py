@@ -22,11 +22,10 @@ class FixedSteps(Scheduler):
     """Decode in a given number of steps, the surest masks of the block first.
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
-    `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Steps are shared among
-    blocks in proportion to their length. Each step commits at least one position, none is spent on a
-    finished block, and a block's last step commits all that is left. Under a cache that predicts a part of the masks
-    (Elastic-Cache, d2Cache) a share is one of all masks too; what of it is not predicted waits, at most until the
-    last step: from then on each forward commits all that is predicted.
+    `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Blocks share the steps in
+    proportion to their length. Each step commits at least one position, a block's last step all that is left, and a
+    finished block takes no more steps. A cache that predicts only some of the masks (Elastic-Cache, d2Cache) does not
+    change the shares; from the last step on each forward commits all that is predicted.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
@@ -72,8 +71,7 @@ class FixedSteps(Scheduler):
 
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
         """`[B]` positions that this step commits, and the next step's carry."""
-        # Counted on the canvas: a cache may choose which masks are asked, and the query of a row that is done has room
-        # for a part of them.
+        # Counted on the canvas: a cache may choose which masks are asked.
         opens, left = canvas.age == 0, canvas.noise_left()
         masks = torch.where(opens, left, carry[0])
         steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])

@@ -4,14 +4,15 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.models.filter import Layers, find, judge, load
 from dllm_sampler.schedulers.budget import even_share
-from dllm_sampler.schedulers.filter import Layers, find, judge, lay_out, load
 
 
 @dataclass(frozen=True)
@@ -76,3 +77,17 @@ class LearnedFilter(Scheduler):
         accepted = eligible & (logit.sigmoid() > self.threshold)
         surest = top(sure, eligible, share)
         return Edit(readout.token[:, 0], accepted | surest, forced=surest & ~accepted), (plan, known)
+
+
+def lay_out(canvas: Canvas, positions: Tensor, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Write `values [B, Q]` at `positions [B, Q]` over the values that are `known [B, N]`, in the active block's order.
+
+    Returns:
+        `[B, N]`, with 1 after the block's end; and `[B, Q]` the place of each position in it, N outside the block.
+    """
+    size = known.shape[1]
+    offset = torch.where(canvas.inside(positions), positions - canvas.start[:, None], size)
+    # One more slot takes what lies outside the block.
+    known = torch.cat([known, known[:, :1]], 1).scatter(1, offset, values.to(known.dtype))[:, :size]
+    there = torch.arange(size, device=offset.device) < (canvas.stop - canvas.start)[:, None]
+    return known.masked_fill(~there, 1), offset

@@ -1,4 +1,4 @@
-"""What schedules share that take tokens back: a record of how sure each one was when it was committed."""
+"""What schedulers share that take tokens back."""
 
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -14,19 +14,25 @@ from dllm_sampler.schedulers.budget import block_steps
 
 
 @dataclass(frozen=True)
-class Remasking(Scheduler):
-    """A fixed schedule over whole blocks, committed positions too; no method by itself."""
+class Renoising(Scheduler):
+    """A scheduler that knows what stands for noise on the canvas; no method by itself."""
+
+    noise_id: int = field(init=False, default=-1)
+
+    def bind(self, context: Context) -> Self:
+        """Take the mask token, or what stands for noise in its place (uniform diffusion)."""
+        spec = context.spec
+        return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
+
+
+@dataclass(frozen=True)
+class Remasking(Renoising):
+    """A fixed schedule over whole blocks, with a record of the confidence at which each token was committed."""
 
     steps: int | None
-    noise_id: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         check_count("scheduler.steps", self.steps, optional=True)
-
-    def bind(self, context: Context) -> Self:
-        """Take what stands for noise on the canvas."""
-        spec = context.spec
-        return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
 
     @property
     def traits(self) -> Traits:
@@ -38,7 +44,7 @@ class Remasking(Scheduler):
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The whole block; committed positions to be taken back, not to be predicted, so a cache need not have them."""
+        """The whole block. Committed positions may be taken back but need no prediction, so a cache may lack them."""
         return replace(Query.window(canvas), exact=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.eval.conformance.block_causal import StopAt
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size, Steps, Tokens
@@ -46,9 +46,9 @@ class Watched(EntropyRenoise):
     canvases: list[Tokens] = field(init=False, default_factory=list, repr=False)
     accepted: Steps = field(init=False, default_factory=list, repr=False)
 
-    def accepts(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+    def accepts(self, canvas: Canvas, query: Query, entropy: Tensor) -> Tensor:
         """See `EntropyRenoise.accepts`."""
-        chosen = super().accepts(canvas, query, readout)
+        chosen = super().accepts(canvas, query, entropy)
         self.canvases.append(query.ids[0, 0].tolist())
         self.accepted.append((query.positions[0][chosen[0]] - canvas.origin).tolist())
         return chosen

@@ -16,7 +16,7 @@ DEARER = {
     "ccd_marginal": 81,  # distributions of the last steps
     "certainty": 41,  # the fixed schedule and every position's neighbourhood
     "credit": 58,  # remembered tokens of every position
-    "entropy_renoise": 64,  # a sort of entropies, and what it takes back
+    "entropy_renoise": 63,  # a sort of entropies, and what it takes back
     "eoser": 39,  # the scheduler inside, and a factor
     "freedave": 341,  # the scheduler inside, once for each of three drafts and the step after them
     "klass": 78,  # distributions of the last step, and the fixed schedule
@@ -24,7 +24,7 @@ DEARER = {
     "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
     "remdm": 47,  # two choices, the second of which looks at the first
-    "slowfast": 81,  # two phases
+    "slowfast": 77,  # two phases
     "ssd": 341,  # as freedave
 }
 
