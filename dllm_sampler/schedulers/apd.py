@@ -26,10 +26,9 @@ class ParallelDecoding(Leftmost):
     Source: APD (adaptive parallel decoding), arXiv 2506.00413. The forward drafts every mask that it sees, each one
     independently. One pass of the verifier over the draft gives each position's distribution after the drafted tokens
     before it. The target at a position is drawn from the product `p_model^R p_verifier^(1-R)` by the same guides
-    (temperature, top-p) and the same noise as the draft. The first drafted token is committed in any case, then those
-    that equal their targets, up to the first that does not; that one is not corrected, it is drafted again with more
-    context. The text is neither model's exactly. Published with `blocks=full`; the recompute window W is
-    `cache=trailing`. The verifier's passes do not count as NFE.
+    (temperature, top-p) and the same noise as the draft. The step commits the first drafted token, and those after it
+    that equal their targets. The first that does not is drafted again with more context. The text is neither model's
+    exactly. Published with `blocks=full`, window W as `cache=trailing`. The verifier's passes do not count as NFE.
 
     Args:
         max_lookahead: M, columns from the first mask on that the model sees and drafts; None: all.

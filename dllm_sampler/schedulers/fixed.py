@@ -11,7 +11,7 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import block_steps, check_eps, timestep_share, uniform_share
+from dllm_sampler.schedulers.budget import check_eps, plan_block, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 Schedule = Literal["uniform", "timestep"]
@@ -71,10 +71,8 @@ class FixedSteps(Scheduler):
 
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
         """`[B]` positions that this step commits, and the next step's carry."""
-        # Counted on the canvas: a cache may choose which masks are asked.
-        opens, left = canvas.age == 0, canvas.noise_left()
-        masks = torch.where(opens, left, carry[0])
-        steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
+        left = canvas.noise_left()  # on the canvas: a cache may choose which masks are asked
+        masks, steps = plan_block(canvas, self.steps, carry, left)
         return self.share(canvas, masks, steps, left), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:

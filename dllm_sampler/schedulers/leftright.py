@@ -22,8 +22,7 @@ class Leftmost(Scheduler):
     max_lookahead: int | None
 
     def __post_init__(self) -> None:
-        if self.max_lookahead is not None:
-            check_count("scheduler.max_lookahead", self.max_lookahead)
+        check_count("scheduler.max_lookahead", self.max_lookahead, optional=True)
 
     @property
     def traits(self) -> Traits:

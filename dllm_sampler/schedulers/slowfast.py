@@ -24,8 +24,7 @@ class SlowFast(Threshold):
     last one is the edge) or after `slow` forwards (their mean is, rounded down).
 
     Args:
-        threshold: probability that commits (0.85 in the paper).
-        glimpse: probability that extends the window (0.1 in the paper).
+        threshold, glimpse: probability that commits, and one that extends the window (0.85 and 0.1 in the paper).
         slow: most forwards of a slow phase (8 in the paper); 0: the edge is the block's end, plain threshold decoding.
         window, sigma: estimates compared, and the bound in positions on their standard deviation (1 in the paper).
         truncate: fast forwards after the first do not see the masks from the edge on: faster, but not exact.

@@ -334,7 +334,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"verifier": 3}, r"should be a folder, a hub id or a model of transformers, not 3"
     yield {"verifier": "/no/such/folder"}, r"there is no checkpoint folder '/no/such/folder'"
     yield {"verifier": judge, "mixture_weight": 1.5}, r"mixture_weight must be a number between 0 and 1, not 1.5"
-    yield {"verifier": judge, "max_lookahead": 0}, r"max_lookahead must be a whole number of at least 1, not 0"
+    yield {"verifier": judge, "max_lookahead": 0}, r"max_lookahead must be a whole number of at least 1, or null, not 0"
     yield {"verifier": toys.verifier(vocab=600)}, r"a vocabulary of 600 tokens and the model one of 40: use a causal LM"
     yield {"verifier": toys.verifier(vocab=20)}, r"a vocabulary of 20 tokens"
 
