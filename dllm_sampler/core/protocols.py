@@ -206,7 +206,7 @@ class Blocks(PlugIn):
         return None
 
     def close(self, before: Canvas, after: Canvas, edit: Edit) -> Tensor:
-        """`[B] bool` rows whose block is over; default: no noise left or `edit.leave`, unless `edit.hold`."""
+        """`[B] bool` rows whose block is over; default: `Canvas.block_over`."""
         return after.block_over(edit)
 
 

@@ -84,7 +84,7 @@ class Drafting(RunAhead):
         now, at = state.canvas, query.positions
         closed = now.start > canvas.start  # [B]
         commit = (canvas.masked & ~now.masked).gather(1, at)
-        edit = Edit(now.ids.gather(1, at), commit, hold=~closed, leave=closed, confidence=state.confidence)
+        edit = Edit(now.ids.gather(1, at), commit, keep_block=~closed, close_block=closed, confidence=state.confidence)
         start = torch.where(closed & (now.age == 0), -1, now.start)
         return edit, Round(state.inner, start, now.age, now.step, at, seen)
 

@@ -64,7 +64,7 @@ class TokenEditing(Threshold):
         if self.edit >= 1:
             return Edit(token, fill), made
         # Nothing becomes noise, but stops should know that committed tokens are not final before the block is over.
-        return Edit(token, fill | edits, remask=torch.zeros_like(fill), hold=again), made
+        return Edit(token, fill | edits, remask=torch.zeros_like(fill), keep_block=again), made
 
     def bound(self, tokens: int) -> int:
         """Every block may be edited on."""

@@ -26,8 +26,7 @@ class EntropyRenoise(Renoising):
     from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies.
 
     Args:
-        entropy_bound: nats that the entropies of the accepted positions may sum to without the largest one; 0 accepts
-            one position (and those without entropy), infinity all.
+        entropy_bound: nats; the entropies of the accepted positions, without the largest, sum to at most this.
         max_denoising_steps: forwards per block at most.
         t_min, t_max: temperatures; the lower one is not reached. Both 0: the best tokens, measured as they are.
         stability_threshold: forwards before this one that must have had the same best tokens; None: never stop early.
@@ -93,7 +92,7 @@ class EntropyRenoise(Renoising):
         commit = keep & (canvas.masked.gather(1, at) | (ids != canvas.ids.gather(1, at)))
         back, forced = inside & ~keep, commit & ~accepted
         ids = ids.masked_fill(back, self.noise_id)
-        edit = Edit(ids, commit, remask=back, hold=~over, leave=over, confidence=sure, forced=forced)
+        edit = Edit(ids, commit, remask=back, keep_block=~over, close_block=over, confidence=sure, forced=forced)
         return edit, (carry[0].scatter(1, at, best), still)
 
     def bound(self, tokens: int) -> int:

@@ -31,12 +31,12 @@ class RunningConfidence(Remasking):
         reach = (at >= self.first(canvas)) & (at < canvas.stop[:, None])  # [B, Q]
         noise = reach & canvas.masked.gather(1, at)
         sure = torch.where(noise, readout.confidence[:, 0], carry.gather(1, at))
-        missing, hold = self.missing(canvas)
+        missing, keep_block = self.missing(canvas)
         drop = top(-sure, reach & (sure < torch.inf), missing)
         still = drop & noise
         back = drop ^ still
         ids = readout.token[:, 0].masked_fill(back, self.noise_id)
-        return Edit(ids, noise ^ still, back, hold=hold), carry.scatter(1, at, sure)
+        return Edit(ids, noise ^ still, back, keep_block=keep_block), carry.scatter(1, at, sure)
 
     def first(self, canvas: Canvas) -> Tensor:
         """`[B, 1]` first column that may be taken back: the block's."""

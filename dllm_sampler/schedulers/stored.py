@@ -52,13 +52,13 @@ class StorePass(Around):
         canvas, due, idle = self._counted(canvas, *carry[:3])
         edit, inner = self.inner.tell(canvas, query, readout, carry[3])
         over = canvas.apply(query.positions, edit).block_over(edit) & ~idle
-        left = over & (torch.zeros_like(over) if edit.leave is None else edit.leave)
+        left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
             edit,
             commit=edit.commit & ~idle[:, None],
             remask=None if edit.remask is None else edit.remask & ~idle[:, None],
-            hold=torch.where(idle, ~due, over if edit.hold is None else over | edit.hold),
-            leave=due | left,
+            keep_block=torch.where(idle, ~due, over if edit.keep_block is None else over | edit.keep_block),
+            close_block=due | left,
             finish=None if edit.finish is None else edit.finish & ~idle,
             end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
         )

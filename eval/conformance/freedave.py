@@ -189,7 +189,7 @@ class PublishedEager(ForcedFirst):
         wrote = after != now
         if opens and self.forced:
             wrote[0] = True
-        return Edit(after[None], wrote[None], hold=~over, leave=over), (token, certainty, stale)
+        return Edit(after[None], wrote[None], keep_block=~over, close_block=over), (token, certainty, stale)
 
     def bound(self, tokens: int) -> int:
         """A forward that opens a block, and the first one after it, may commit nothing."""

@@ -55,8 +55,8 @@ class Unrolled(Around):
         moves = (~refresh).long()
         ahead, made = ahead - moves, made + moves
         edit, inner = self.inner.tell(canvas, query, readout, inner)
-        hold = ahead > 0 if edit.hold is None else edit.hold | (ahead > 0)
-        return replace(edit, hold=hold), (inner, ahead, made, refresh)
+        keep_block = ahead > 0 if edit.keep_block is None else edit.keep_block | (ahead > 0)
+        return replace(edit, keep_block=keep_block), (inner, ahead, made, refresh)
 
     def bound(self, tokens: int) -> int:
         """Each commit may be followed by wasted iterations, each iteration by a refresh."""
