@@ -19,7 +19,7 @@ class FixedBlocks(Blocks):
     inside it; published block-causal samplers decode it to its end and drop what is too long.
 
     Args:
-        length: positions per block; None: what the model was trained on, 32 if that is no one length.
+        length: positions per block; None: the length the model was trained on, 32 where that is not one length.
     """
 
     length: int | None = None

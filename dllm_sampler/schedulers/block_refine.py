@@ -1,4 +1,4 @@
-"""Block refinement: a rising quota of committed tokens, the rest of the canvas drawn anew."""
+"""Block refinement: a rising quota of committed tokens, while the rest of the block stays noise."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ class BlockRefine(Scheduler):
     """Commit the surest positions up to the share of the block that is due, and all above a threshold.
 
     Source: the block-refinement sampler for DiffusionGemma. After step n of N a block of B positions has at least
-    ceil(n B / N) committed, for good; what is not committed is noise, which uniform diffusion draws anew for each
-    forward. Committed tokens are not edited.
+    ceil(n B / N) committed. Committed tokens are not edited. All other positions are noise, which uniform diffusion
+    draws again for each forward.
 
     Args:
         steps: forwards per block at most; one that is ahead of its quota by the threshold may commit nothing.
-        threshold: probability that commits a position whatever the quota (strict); from 1 on the quota alone counts.
+        threshold: a position above this probability is committed beyond the quota too; from 1 on only the quota counts.
     """
 
     steps: int = 32

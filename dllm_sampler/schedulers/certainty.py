@@ -18,8 +18,8 @@ class CertaintyPrior(FixedSteps):
     """Fixed steps, ranked by the score times how much of a position's neighbourhood is committed.
 
     Source: d2Cache, arXiv 2509.23094. The density is the share of committed positions under a Gaussian around the
-    position; left of the generation everything counts as committed, right of it what its last position is, either for
-    the generation's length, as published. The order becomes nearly left to right.
+    position. As published, it looks one length of the generation beyond either end: everything before the generation
+    counts as committed, everything after it as its last position does. The order becomes nearly left to right.
 
     Args:
         sigma: width of the Gaussian in positions; large values leave the score's own order.
@@ -47,7 +47,9 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     length = canvas.length - canvas.origin
     ahead, weight = bell(sigma, length, positions.device)
     near = positions[..., None] + ahead  # [B, Q, N]
-    within = near == near.clamp(canvas.origin - length, canvas.origin + 2 * length - 1)  # what is not counts as masked
+    within = near == near.clamp(
+        canvas.origin - length, canvas.origin + 2 * length - 1
+    )  # farther columns count as masked
     near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
     return (weight * (within > masked)).sum(-1)

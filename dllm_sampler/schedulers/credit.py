@@ -12,13 +12,13 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 @dataclass(frozen=True)
 class Credit(DInferThreshold):
-    """Add to a mask's logits what its candidates of earlier steps have earned, then commit by dInfer's threshold.
+    """Raise the logits of tokens that were candidates in earlier steps, then commit by dInfer's threshold.
 
     Source: credit decoding, arXiv 2510.06133, as in dInfer. In each step all credit decays, and each mask's candidate
     earns its probability to the power gamma; alpha log(1 + credit) is added to its logit. Credit ends with the block.
     The published matrix has a number per position and token; here a position remembers its `memory` best-credited
-    tokens, which is the same until more different ones have been candidates there. Under a temperature the sampled
-    candidates earn credit, and the best-credited of them is committed.
+    tokens, which differs only after more tokens than that have been candidates there. With a temperature the sampled
+    candidates earn credit, and the one whose probability with credit is highest is committed.
 
     Args:
         threshold, slack: as in `DInferThreshold`.

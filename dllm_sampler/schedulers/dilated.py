@@ -10,7 +10,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class Dilated(Scheduler):
-    """Commit every n/2-th position of a block of n, then every n/4-th, ... and at last all the rest: log2 n forwards.
+    """Commit every n/2-th position of a block of n, then every n/4-th, ... and finally all the rest: log2 n forwards.
 
     Source: DUS (dilated unmasking scheduler), as in ParallelBench, arXiv 2510.04767. Which positions are due does not
     depend on the model; one whose confidence stays below `skip` waits for the next level, so a step may commit nothing.

@@ -1,4 +1,4 @@
-"""dInfer's threshold rule: everything about as sure as the surest goes along with it."""
+"""dInfer's threshold rule: near-ties with the surest mask are committed with it."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class DInferThreshold(Threshold):
-    """Commit the masks whose confidence reaches min(threshold, best - slack): near-ties with the best go together.
+    """Commit the masks whose confidence reaches min(threshold, best - slack).
 
     Source: dInfer, arXiv 2510.08666. The published comparison is in float32, this one in float64.
 

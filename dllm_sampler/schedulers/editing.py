@@ -21,8 +21,8 @@ class TokenEditing(Threshold):
 
     Args:
         threshold: probability a mask must exceed; if fewer than `quota` do, the `quota` surest are committed.
-        edit: probability a different token must exceed to replace a committed one; from 1 on nothing is edited, and
-            the one editing step that the published loop makes per block even then is left out.
+        edit: probability a different token must exceed to replace a committed one. From 1 on nothing is edited; the
+            published loop still makes one editing step per block then, which this one omits.
         quota: masks committed per step at least.
         extra: editing steps after the last mask at most.
     """
@@ -52,7 +52,7 @@ class TokenEditing(Threshold):
         at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         inside = canvas.inside(at)
         eligible = inside & canvas.masked.gather(1, at)
-        # The quota's best are among those above the threshold, unless these are fewer.
+        # Where enough masks exceed the threshold, the quota's best are among them.
         fill = eligible & ((sure > self.threshold) | (rank(sure, eligible) < self.quota))
 
         written = inside ^ eligible

@@ -1,4 +1,4 @@
-"""EOSER: end tokens held back while little is decoded."""
+"""EOSER: lower the rank of end tokens early in decoding."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, get_args
@@ -18,9 +18,9 @@ Progress = Literal["committed", "step", "ascending"]
 
 @dataclass(frozen=True)
 class Eoser(Around):
-    """Scale the confidence of end-token candidates down, less so as decoding proceeds; any confidence rule inside.
+    """Scale the confidence of end-token candidates down, and less so as decoding proceeds.
 
-    Source: EOSER, arXiv 2509.23924. Only the ranking changes: a candidate stays what it is.
+    Source: EOSER, arXiv 2509.23924. Only the inner scheduler's ranking changes, no candidate.
 
     Args:
         inner: the scheduler that ranks by confidence.

@@ -22,15 +22,14 @@ class FreeDave(Drafting):
     """Compute the next `draft` states of a scheduler at once, and go as far as it goes: equal tokens, fewer forwards.
 
     Source: FreeDave, arXiv 2510.00294; `inner=threshold` is its FreeDave++. `match=exact` gives the inner scheduler's
-    tokens with the same cache, whatever it is. The published rule is `subset`: a draft that holds a part of what the
-    inner scheduler would commit is accepted too. That is the same for one position per step; else it follows a path
-    in which each step commits only what the inner scheduler would, but not all of it, and tokens may differ.
-    Forwards usually fall with `draft`; no bound says so, since a longer step may end at a state that drafts less well.
+    tokens, with any cache. The published rule is `subset`, which also accepts a draft that holds only a part of what
+    the inner scheduler would commit. With one position per step that is the same; with more, tokens may differ.
+    Usually a larger `draft` needs fewer forwards, but not always: a longer step may end at a state whose drafts fail.
 
     Args:
         inner, eager: see `Drafting`.
-        draft: states per forward, the certain one included; 1 is the inner scheduler itself; `auto`: as many as take
-            hardly longer than one, measured while it runs (tokens stay, forwards depend on the machine).
+        draft: states per forward, the canvas included; 1 is the inner scheduler itself; `auto`: as many as take hardly
+            longer than one, measured while it runs (the same tokens, but forwards depend on the machine).
         match: what makes a draft the next state.
     """
 

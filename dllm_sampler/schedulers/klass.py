@@ -1,4 +1,4 @@
-"""KLASS: commit the tokens whose prediction has come to rest."""
+"""KLASS: commit the tokens whose prediction is stable."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -21,10 +21,10 @@ class Klass(FixedSteps):
     """Commit every mask whose distribution has hardly moved for some forwards and whose confidence is high.
 
     Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
-    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Under a cache that
-    predicts a part of the masks it also does where fewer are ready than the share, since the last step could not take
-    all the rest; and a mask that was passed over has no history. Keeps the last forward's predictions, as large as the
-    block's logits.
+    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. With a cache that
+    predicts only some of the masks it does so too where fewer are ready than the share, since the last step could not
+    commit all the rest; a mask that was not predicted last time has no history. Memory: the last forward's predictions,
+    as large as the block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.

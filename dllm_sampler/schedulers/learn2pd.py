@@ -20,10 +20,10 @@ class LearnedFilter(Scheduler):
     """Commit the masks that a filter accepts on the block's confidences, and the step's share of the surest ones.
 
     Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block, committed ones
-    too (there the probability of what the model would write now), to one logit each: linear layers with ReLU between
-    (the activation is not published). It is good for blocks of the length it was trained on. Missing positions (a
-    short last block, a cut canvas) count as sure, 1.0; published code fails on them. Published code may also commit
-    in a later block when the share exceeds the masks left; here it ends at those.
+    too (there the probability of the token that the model would write now), to one logit each: linear layers with
+    ReLU between (the activation is not published). It works for blocks of the length it was trained on. Missing
+    positions (a short last block, a cut canvas) get the confidence 1.0; published code fails on them. Published code
+    may also commit in a later block when the share exceeds the masks left; here the share ends with the block.
 
     Args:
         filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ...; None: `filter.safetensors` in the

@@ -1,4 +1,4 @@
-"""Left to right: so many tokens per step, or as many as another rule accepts."""
+"""Left to right: a fixed number of tokens per step, or as many as another rule accepts."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class Leftmost(Scheduler):
-    """What rules share that commit a run of the block's leftmost masks; `tell` is left to the subclass.
+    """The base of rules that commit a run of the block's leftmost masks; a subclass defines `tell`.
 
     Args:
         max_lookahead: columns from the first mask on that the model gets to see, and at most commits; None: all.

@@ -15,10 +15,10 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class LocalLeap(Threshold):
-    """Masks within `radius` of an anchor (a mask that reaches the threshold) need only the relaxed threshold.
+    """Commit the masks that reach the threshold, and those within `radius` of one that reach a lower threshold.
 
-    Source: LocalLeap, arXiv 2510.07081. Anchors are masks of this step: relaxation does not chain, and committed
-    tokens are no anchors. The surest mask is committed in any case.
+    Source: LocalLeap, arXiv 2510.07081. Only masks of this step are anchors: neither committed tokens nor masks that
+    the relaxed threshold accepts. The surest mask is committed in any case.
 
     Args:
         threshold: probability that makes a mask an anchor.

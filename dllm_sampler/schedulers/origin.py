@@ -18,7 +18,7 @@ class Origin(Scheduler):
     """Open each mask with probability 1 - s/t, t falling from 1 to `eps`; all of them in the last step.
 
     Source: Dream, arXiv 2508.15487 (`alg=origin`). Which masks open does not depend on the model, so only those are
-    asked. A step may open none. Published with `blocks=full`; other blocks share the steps by their length.
+    asked. A step may open none. Published with `blocks=full`; other blocks share the steps by length.
 
     Args:
         steps: forwards for the whole generation; None: one per position.

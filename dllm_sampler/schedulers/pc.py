@@ -24,7 +24,7 @@ class PositionCalibrated(FixedSteps):
     Args:
         frequency: JSON file with `num_token` and `p_baseline_dict` (token id to count); tokens outside it count as
             seen once. None: every token equally frequent.
-        decay: lambda; 0 ignores positions, large values decode left to right.
+        decay: lambda per position; 0 ignores positions, large values decode left to right.
         alpha: bound on the calibrated confidence.
     """
 

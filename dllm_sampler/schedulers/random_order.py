@@ -1,4 +1,4 @@
-"""Random order, known before any forward: what a cache that looks ahead can be built on."""
+"""Random order, known before any forward, so that a cache can look ahead."""
 
 from dataclasses import dataclass, replace
 
@@ -17,9 +17,10 @@ from dllm_sampler.schedulers.budget import even_share
 class RandomOrder(Scheduler):
     """Decode in a given number of steps, in an order that is drawn once: each position has a random place in it.
 
-    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. In law the same as `fixed` with `score=random`,
-    which draws anew in each step; here the coming positions are known, so only those are asked, and `cache=dkv_greedy`
-    computes little else. Steps are shared among blocks in proportion to their length; each commits at least one.
+    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. The distribution of orders is that of
+    `fixed` with `score=random`, which draws in each step. Here the coming positions are known, so only those are asked
+    and `cache=dkv_greedy` computes little else. Blocks share the steps in proportion to their length; each step commits
+    at least one position.
 
     Args:
         steps: forwards for the whole generation; None: one per token.

@@ -1,4 +1,4 @@
-"""What schedulers share that take tokens back."""
+"""The bases of schedulers that take tokens back."""
 
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -15,12 +15,12 @@ from dllm_sampler.schedulers.budget import block_steps
 
 @dataclass(frozen=True)
 class Renoising(Scheduler):
-    """A scheduler that knows what stands for noise on the canvas; no method by itself."""
+    """The base of schedulers that write noise: it knows the token id that they write."""
 
     noise_id: int = field(init=False, default=-1)
 
     def bind(self, context: Context) -> Self:
-        """Take the mask token, or what stands for noise in its place (uniform diffusion)."""
+        """Take the mask token, or the padding token for a model without one (uniform diffusion)."""
         spec = context.spec
         return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
 

@@ -14,12 +14,12 @@ from dllm_sampler.schedulers.remasking import Remasking
 
 @dataclass(frozen=True)
 class Remdm(Remasking):
-    """Fixed steps by confidence, with revisions: remask the least sure tokens of the block, predict as many anew.
+    """Fixed steps by confidence, with revisions: remask the least sure tokens of the block and predict them again.
 
     Source: ReMDM, arXiv 2503.00307, in the form of its LLaDA port that ParallelBench, arXiv 2510.04767, compares
     with. Revisions come after 7/8 of the block's steps (the port counts 7/8 of its *positions*, the same with one
-    step per token), are forwards on top of `steps`, and judge a token by its confidence when it was committed, which
-    they forget.
+    step per token) and are forwards on top of `steps`. They judge a token by its confidence when it was committed;
+    once remasked, its old confidence is forgotten.
 
     Args:
         steps: forwards for the whole generation, revisions not counted; None: one per token.

@@ -1,4 +1,4 @@
-"""The forwards of block-causal samplers that only store, around any scheduler. Used by `cache.store_pass=separate`."""
+"""Forwards that only store keys and values, around any scheduler. Used by `cache.store_pass=separate`."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,10 @@ from dllm_sampler.schedulers.rows import choose
 
 @dataclass(frozen=True)
 class StorePass(Around):
-    """Spend a forward on the prompt, where it has a full block, and one on every block that is over.
+    """Add a forward that stores the prompt, where it has a full block, and one that stores each finished block.
 
-    Source: SDAR's published loop, arXiv 2510.06303. They commit nothing; the inner scheduler does not see them.
+    Source: SDAR's published loop, arXiv 2510.06303. These forwards commit nothing; the inner scheduler does not see
+    them.
 
     Args:
         inner: the scheduler of all other forwards.

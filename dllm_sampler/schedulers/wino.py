@@ -42,7 +42,7 @@ class Wino(Renoising):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The log-probability of the token that stands at a position."""
+        """The log-probability of the committed token of each position."""
         return frozenset({"current"})
 
     @property

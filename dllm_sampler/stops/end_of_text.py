@@ -15,11 +15,11 @@ Mode = Literal["resolved", "predicted"]
 
 @dataclass(frozen=True)
 class EndOfText(TruncateStop):
-    """Cut the canvas behind the end of text, by a committed end token or by a predicted one.
+    """Cut the canvas after the end of text: a committed end token, or a predicted one.
 
     Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule: cut where an end
     token is committed (as `TruncateStop`). `predicted` is the published code's: where a step commits none, also cut
-    behind the mask most surely predicted to be one, anywhere on the canvas. The code sets no bound there, and can cut
+    after the mask most surely predicted to be one, anywhere on the canvas. The code sets no bound there, and can cut
     after the very first forward: that is `min_conf=0`.
 
     Args:

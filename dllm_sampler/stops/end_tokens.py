@@ -1,4 +1,4 @@
-"""Stop at a committed end token (the rules stand side by side in docs/architecture.md)."""
+"""Stop at a committed end token; docs/architecture.md compares the rules."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -42,7 +42,7 @@ def finished(edit: Edit, finish: Tensor) -> Edit:
 
 @dataclass(frozen=True)
 class BlockStop(_EosStop):
-    """Stop after a complete block that contains an end token; what lies behind it becomes padding."""
+    """Stop after a complete block that contains an end token; everything after it becomes padding."""
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
@@ -53,7 +53,7 @@ class BlockStop(_EosStop):
 class PrefixStop(_EosStop):
     """Stop once an end token is committed and no mask remains before it; no token before it changes.
 
-    A scheduler that takes tokens back (`edit.remask`) is done with them when the block is over.
+    With a scheduler that takes tokens back (`edit.remask`), once the block is over.
     """
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
@@ -66,7 +66,7 @@ class PrefixStop(_EosStop):
 
 @dataclass(frozen=True)
 class TruncateStop(_EosStop):
-    """Cut the canvas behind an end token as soon as it is committed: later masks vanish from the context.
+    """Cut the canvas after an end token as soon as it is committed: later masks vanish from the context.
 
     Where the scheduler takes tokens back (`edit.remask`), once its block is over.
     """

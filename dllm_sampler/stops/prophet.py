@@ -1,4 +1,4 @@
-"""Prophet: fill all masks once the answer is settled."""
+"""Prophet: fill all masks once the answer is certain."""
 
 from dataclasses import dataclass, replace
 from math import inf
@@ -23,7 +23,7 @@ class Prophet(Stop):
 
     Args:
         start: first position of the answer region inside the generation; None: the region is every mask.
-        length: positions of the region, of which those inside the generation count. With none there it never fires.
+        length: positions of the region; those outside the generation do not count. Without any inside it never fires.
         early, mid, late: bounds on the mean gap until a third, two thirds and the rest of the way.
         steps: planned forwards, which make progress the step's number (from 1) over them, as published; None:
             progress is the share of the generation already committed.
