@@ -1,5 +1,6 @@
 """The bases of schedulers that take tokens back."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -9,12 +10,12 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.spec import Traits
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps
 
 
 @dataclass(frozen=True)
-class Renoising(Scheduler):
+class Renoising(Scheduler, ABC):
     """The base of schedulers that write noise: it knows the token id that they write."""
 
     noise_id: int = field(init=False, default=-1)
@@ -23,6 +24,10 @@ class Renoising(Scheduler):
         """Take the mask token, or the padding token for a model without one (uniform diffusion)."""
         spec = context.spec
         return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
+
+    @abstractmethod
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
 
 
 @dataclass(frozen=True)
