@@ -6,15 +6,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
 class AdaBlock(Blocks):
-    """End a block at the surest delimiter ahead (a newline, say), where the model is sure enough of one.
+    """End a block at the surest delimiter (a newline, say), where the model is sure enough of one.
 
     Source: AdaBlock-dLLM, arXiv 2509.26432. The forward that opens a block also sizes it: among the positions of the
     window whose candidate is a delimiter the most confident one ends the block, inclusively, if its confidence
@@ -36,12 +35,9 @@ class AdaBlock(Blocks):
     window: float = 0.25
 
     def __post_init__(self) -> None:
-        FixedBlocks(self.length)
-        object.__setattr__(self, "delimiters", tuple(self.delimiters))
-        if not self.threshold >= 0:
-            raise UserError(f"blocks.threshold must be a probability from 0 on, not {self.threshold!r}")
-        if not 0 <= self.window <= 1:
-            raise UserError(f"blocks.window must be a share between 0 and 1, not {self.window!r}")
+        check_count("blocks.length", self.length)
+        check_number("blocks.threshold", self.threshold, "a probability")
+        check_share("blocks.window", self.window)
 
     def lookahead(self, tokens: int) -> int:
         """See `Blocks.lookahead`."""

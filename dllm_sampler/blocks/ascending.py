@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
@@ -27,8 +28,7 @@ class AscendingBlocks(Blocks):
     count: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.count, int) or isinstance(self.count, bool) or self.count < 1:
-            raise UserError(f"blocks.count must be a whole number of at least 1, not {self.count!r}")
+        check_count("blocks.count", self.count)
 
     def ends(self, tokens: int) -> list[int]:
         """Where the blocks of a generation of `tokens` end."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from dllm_sampler.core.protocols import Blocks, Context
-from dllm_sampler.errors import UserError
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.protocols import Blocks, Context, learned
 
 DEFAULT_LENGTH = 32  # LLaDA's
 
@@ -19,23 +19,20 @@ class FixedBlocks(Blocks):
     inside it; published block-causal samplers decode it to its end and drop what is too long.
 
     Args:
-        length: positions per block; None: what the model was trained on, 32 if that is no one length.
+        length: positions per block; None: the length the model was trained on, 32 where that is not one length.
     """
 
     length: int | None = None
     causal: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        length = self.length
-        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
-            raise UserError(f"blocks.length must be a whole number of at least 1, not {length!r}")
+        check_count("blocks.length", self.length, optional=True)
 
     def bind(self, context: Context) -> Self:
         """Take the model's own length and whether its attention knows blocks."""
         spec = context.spec
         bound = replace(self, length=self.length or spec.block_length or DEFAULT_LENGTH)
-        object.__setattr__(bound, "causal", spec.attention == "block_causal")
-        return bound
+        return learned(bound, causal=spec.attention == "block_causal")
 
     @property
     def grid(self) -> int | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count, check_positive, check_share
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.certainty import density
 
 
@@ -55,14 +55,10 @@ class D2Cache(BaseCache):
     flow: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1, L] rollout up to the layer just run
 
     def __post_init__(self) -> None:
-        for name, least in (("masks", 1), ("gap", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"cache.{name} must be a whole number from {least} on, not {value!r}")
-        if isinstance(self.rollout, bool) or not 0 <= self.rollout <= 1:
-            raise UserError(f"cache.rollout must be a share from 0 to 1, not {self.rollout!r}")
-        if isinstance(self.sigma, bool) or not 0 < self.sigma < float("inf"):
-            raise UserError(f"cache.sigma must be a number of positions above 0, not {self.sigma!r}")
+        check_count("cache.masks", self.masks)
+        check_count("cache.gap", self.gap, 0)
+        check_share("cache.rollout", self.rollout)
+        check_positive("cache.sigma", self.sigma, "a number of positions")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

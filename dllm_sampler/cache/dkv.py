@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache, changed
+from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.masks import visible
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -51,11 +52,8 @@ class DelayedCache(BaseCache):
     kept: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: served from the slots
 
     def __post_init__(self) -> None:
-        every = self.refresh_every
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-            raise UserError(f"cache.refresh_every must be a whole number of at least 1, or null, not {every!r}")
-        if self.mode not in get_args(Mode):
-            raise UserError(f"cache.mode must be one of {', '.join(get_args(Mode))}, not {self.mode!r}")
+        check_count("cache.refresh_every", self.refresh_every, optional=True)
+        check_choice("cache.mode", self.mode, Mode)
         if self.shift == "right":
             raise UserError("cache.shift=right leaves masks without the rows that predict them: use un_right, or un")
         if self.shift not in get_args(Shift):

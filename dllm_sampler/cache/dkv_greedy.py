@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Cache, Context
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -38,10 +39,8 @@ class GreedyCache(BaseCache):
     wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the last one wrote
 
     def __post_init__(self) -> None:
-        for name, least in (("refresh_every", 1), ("window", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"cache.{name} must be a whole number of at least {least}, not {value!r}")
+        check_count("cache.refresh_every", self.refresh_every)
+        check_count("cache.window", self.window, 0)
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`. It needs a scheduler that plans."""

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +65,8 @@ class IntervalCache(BaseCache):
 
     def __post_init__(self) -> None:
         for name in ("prompt_every", "response_every", "guidance_every"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"cache.{name} must be a whole number of at least 1, not {value!r}")
-        if isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
-            raise UserError(f"cache.ratio must be a share between 0 and 1, not {self.ratio!r}")
+            check_count(f"cache.{name}", getattr(self, name))
+        check_share("cache.ratio", self.ratio)
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +76,10 @@ class ElasticCache(BaseCache):
     wide: bool = field(init=False, repr=False, compare=False)  # this layer computes every column
 
     def __post_init__(self) -> None:
-        if isinstance(self.gamma, bool) or self.gamma != self.gamma:
-            raise UserError(f"cache.gamma must be a cosine similarity, not {self.gamma!r}")
-        for name in ("window", "track", "full_every"):
-            value = getattr(self, name)
-            optional = name == "full_every"
-            if not (optional and value is None) and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise UserError(
-                    f"cache.{name} must be a whole number of at least 1{', or null' * optional}, not {value!r}"
-                )
+        check_number("cache.gamma", self.gamma, "a cosine similarity", least=-inf)
+        check_count("cache.window", self.window)
+        check_count("cache.track", self.track)
+        check_count("cache.full_every", self.full_every, optional=True)
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

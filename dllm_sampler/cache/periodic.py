@@ -11,9 +11,9 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass
@@ -23,8 +23,7 @@ class _Periodic(BaseCache):
     fresh: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: the last forward was a refresh
 
     def __post_init__(self) -> None:
-        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
-            raise UserError(f"cache.every must be a whole number of at least 1, or null, not {self.every!r}")
+        check_count("cache.every", self.every, optional=True)
 
     @property
     def steady(self) -> bool:

@@ -11,6 +11,7 @@ from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
@@ -56,13 +57,11 @@ class SparseCache(DualCache):
     kept: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, C] columns, padded with L
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
-            raise UserError(f"cache.keep must be a share from 0 to 1, not {self.keep!r}")
-        whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (self.kernel, self.delay))
-        if not whole or self.kernel < 1 or self.kernel % 2 == 0:
+        check_share("cache.keep", self.keep)
+        check_count("cache.delay", self.delay, 0)
+        check_count("cache.kernel", self.kernel, 0)
+        if self.kernel % 2 == 0:
             raise UserError(f"cache.kernel must be an odd number of positions, not {self.kernel!r}")
-        if self.delay < 0:
-            raise UserError(f"cache.delay must be a whole number of forwards from 0 on, not {self.delay!r}")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

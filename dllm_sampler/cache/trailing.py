@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache, changed
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass
@@ -36,8 +36,7 @@ class TrailingCache(BaseCache):
     stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written again since computed
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or isinstance(self.window, bool) or self.window < 0:
-            raise UserError(f"cache.window must be a whole number from 0 on, not {self.window!r}")
+        check_count("cache.window", self.window, 0)
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
 
 
 @dataclass
@@ -30,9 +30,7 @@ class VicinityCache(BaseCache):
 
     def __post_init__(self) -> None:
         for name in ("before", "after", "warmup"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise UserError(f"cache.{name} must be a whole number from 0 on, not {value!r}")
+            check_count(f"cache.{name}", getattr(self, name), 0)
 
     def due(self, canvas: Canvas) -> Tensor:
         """See `Cache.due`."""

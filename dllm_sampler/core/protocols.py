@@ -7,8 +7,9 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from copy import copy
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Made = TypeVar("Made")
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
 
 
@@ -95,6 +97,15 @@ class Context:
     draws: bool = False  # the user's guides draw tokens
     tokenizer: PreTrainedTokenizerBase | None = None
     scheduler: Scheduler | None = None  # bound; for what is bound after it: stop, guides, cache
+
+
+def learned(plugin: Made, **values: object) -> Made:
+    """A copy of a plug-in with `values` for fields that are no arguments (`field(init=False)`): what `bind` returns."""
+    unknown = values.keys() - {one.name for one in fields(plugin) if not one.init}  # pyright: ignore
+    assert not unknown, f"{type(plugin).__name__} has no fields {unknown} to learn"
+    twin = copy(plugin)
+    vars(twin).update(values)
+    return twin
 
 
 class PlugIn:
@@ -195,7 +206,7 @@ class Blocks(PlugIn):
         return None
 
     def close(self, before: Canvas, after: Canvas, edit: Edit) -> Tensor:
-        """`[B] bool` rows whose block is over; default: no noise left or `edit.leave`, unless `edit.hold`."""
+        """`[B] bool` rows whose block is over; default: `Canvas.block_over`."""
         return after.block_over(edit)
 
 

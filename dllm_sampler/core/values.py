@@ -147,9 +147,9 @@ class Canvas:
     def block_over(self, edit: Edit) -> Tensor:
         """`[B] bool` rows that are through with their block after `edit`: no noise is left in it, or `edit` says so."""
         over = self.noise_left() == 0
-        if edit.leave is not None:
-            over = over | edit.leave
-        return over if edit.hold is None else over & ~edit.hold
+        if edit.close_block is not None:
+            over = over | edit.close_block
+        return over if edit.keep_block is None else over & ~edit.keep_block
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
         """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""
@@ -318,8 +318,8 @@ class Edit:
     ids: Tensor  # [B, Q]
     commit: Tensor  # [B, Q] bool: write, also over a committed token
     remask: Tensor | None = None  # [B, Q] bool: write and be noise
-    hold: Tensor | None = None  # [B] bool: stay in the block although it is full
-    leave: Tensor | None = None  # [B] bool: leave the block unfinished
+    keep_block: Tensor | None = None  # [B] bool: stay in the block although it is full
+    close_block: Tensor | None = None  # [B] bool: go on to the next block although this one is not full
     finish: Tensor | None = None  # [B] bool: stop the row
     end: Tensor | None = None  # [B] cut the canvas here
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates

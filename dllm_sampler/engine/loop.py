@@ -198,10 +198,10 @@ class Engine:
         """The edit as the stop policy leaves it, and the canvas after it."""
         stop, after = self.plugins.stop, canvas.apply(query.positions, edit)
         stopped = stop(canvas, after, query, seen, edit)
-        if stopped.leave is not edit.leave or stopped.hold is not edit.hold:
+        if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
             raise UserError(
-                f"stop={type(stop).__name__} decides when a row leaves its block (leave or hold of the edit), which"
-                " is for schedulers and blocks to say: a stop ends rows (finish, end)"
+                f"stop={type(stop).__name__} decides when a row leaves its block (edit.keep_block, edit.close_block),"
+                " which is for schedulers and blocks to say: a stop ends rows (finish, end)"
             )
         writes = ("ids", "commit", "remask", "end")
         if any(getattr(stopped, name) is not getattr(edit, name) for name in writes):

@@ -1,15 +1,15 @@
 """LLaDA's options for the end tokens."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
 
 Mode = Literal["ban", "defer"]
 
@@ -32,10 +32,7 @@ class EndTokens(Guide):
     ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise UserError(f"guide.mode of end_tokens must be ban or defer, not {self.mode!r}")
-        if self.ids is not None:
-            object.__setattr__(self, "ids", tuple(self.ids))
+        check_choice("guide.mode of end_tokens", self.mode, Mode)
 
     @property
     def chooses(self) -> bool:

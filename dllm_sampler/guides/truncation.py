@@ -6,11 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.statistics import tempered
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Temperature(_Rewrite):
     value: float = 1.0
 
     def __post_init__(self) -> None:
-        number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
-        if not number or not 0 <= self.value < float("inf"):
-            raise UserError(f"temperature must be a number of at least 0, not {self.value!r}")
+        check_number("temperature", self.value, finite=True)
 
     @property
     def draws(self) -> bool:
@@ -68,8 +66,7 @@ class TopK(_Rewrite):
     k: int = 50
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or isinstance(self.k, bool) or self.k < 1:
-            raise UserError(f"top_k must be a whole number of at least 1, not {self.k!r}")
+        check_count("top_k", self.k)
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
@@ -91,9 +88,7 @@ class TopP(_Rewrite):
     p: float = 0.95
 
     def __post_init__(self) -> None:
-        number = isinstance(self.p, int | float) and not isinstance(self.p, bool)
-        if not number or not 0 < self.p <= 1:
-            raise UserError(f"top_p must be a probability above 0, at most 1, not {self.p!r}")
+        check_positive("top_p", self.p, "a probability", most=1)
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""

@@ -1,4 +1,4 @@
-"""What a scheduler around another scheduler hands on."""
+"""The base of schedulers around another scheduler."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -12,10 +12,10 @@ from dllm_sampler.core.values import Canvas, Query
 
 @dataclass(frozen=True)
 class Around(Scheduler):
-    """Everything as the inner scheduler has it; `tell` is left to the subclass.
+    """Pass everything on to the inner scheduler; a subclass defines `tell`.
 
-    One that changes a trait derives its own: `replace(super().traits, exact=True)`. One with a carry of its own says in
-    `inside` which part of it is the inner scheduler's.
+    A subclass that changes a trait derives its own: `replace(super().traits, exact=True)`. A subclass whose carry holds
+    more than the inner scheduler's overrides `inside`, which returns that part.
     """
 
     inner: Scheduler

@@ -1,12 +1,12 @@
-"""Block refinement: a rising quota of committed tokens, the rest of the canvas drawn anew."""
+"""Block refinement: a rising quota of committed tokens, while the rest of the block stays noise."""
 
 from dataclasses import dataclass
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -14,20 +14,20 @@ class BlockRefine(Scheduler):
     """Commit the surest positions up to the share of the block that is due, and all above a threshold.
 
     Source: the block-refinement sampler for DiffusionGemma. After step n of N a block of B positions has at least
-    ceil(n B / N) committed, for good; what is not committed is noise, which uniform diffusion draws anew for each
-    forward. Committed tokens are not edited.
+    ceil(n B / N) committed. Committed tokens are not edited. All other positions are noise, which uniform diffusion
+    draws again for each forward.
 
     Args:
         steps: forwards per block at most; one that is ahead of its quota by the threshold may commit nothing.
-        threshold: probability that commits a position whatever the quota (strict); from 1 on the quota alone counts.
+        threshold: a position above this probability is committed beyond the quota too; from 1 on only the quota counts.
     """
 
     steps: int = 32
     threshold: float = 0.95
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        check_number("threshold", self.threshold)
+        check_count("scheduler.steps", self.steps)
+        check_number("scheduler.threshold", self.threshold)
 
     @property
     def traits(self) -> Traits:

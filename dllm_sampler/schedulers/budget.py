@@ -7,12 +7,6 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
 
-def check_steps(steps: int | None) -> None:
-    """Refuse anything but a positive whole number or None."""
-    if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-        raise UserError(f"scheduler.steps must be a whole number of at least 1, or null, not {steps!r}")
-
-
 def check_eps(eps: float) -> None:
     """Refuse an end time outside (0, 1)."""
     if not isinstance(eps, float) or not 0 < eps < 1:
@@ -33,6 +27,18 @@ def uniform_share(masks: Tensor, steps: Tensor, age: Tensor) -> Tensor:
     return masks // steps + (age < masks % steps)
 
 
+def plan_block(canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], left: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B]` masks and `[B]` steps of the block, fixed when it opens, since a stop may shorten the canvas later.
+
+    Args:
+        steps: forwards for the whole generation; None: one per token.
+        plan: what this returned in the last step.
+        left: `[B]` masks of the block now.
+    """
+    opens = canvas.age == 0
+    return torch.where(opens, left, plan[0]), torch.where(opens, block_steps(canvas, steps), plan[1])
+
+
 def even_share(
     canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], left: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -40,12 +46,10 @@ def even_share(
 
     Args:
         steps: forwards for the whole generation; None: one per token.
-        plan: `[B]` masks and `[B]` steps of the block, fixed when it opens (a stop may shorten the canvas later).
+        plan: see `plan_block`.
         left: `[B]` masks of the block now, where they are counted already.
     """
-    opens = canvas.age == 0
-    masks = torch.where(opens, canvas.noise_left() if left is None else left, plan[0])
-    planned = torch.where(opens, block_steps(canvas, steps), plan[1])
+    masks, planned = plan_block(canvas, steps, plan, canvas.noise_left() if left is None else left)
     return uniform_share(masks, planned, canvas.age).clamp(min=1), (masks, planned)
 
 

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import block_steps, check_steps
+from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -29,7 +30,7 @@ class BudgetedThreshold(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """Quota, carry and planned steps, each `[B]`."""

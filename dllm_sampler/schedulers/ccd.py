@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_choice, check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import check_steps, even_share
-from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
+from dllm_sampler.schedulers.budget import even_share
+from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,11 @@ class Coherent(Scheduler):
     late: float = 0.1
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
-        check_score(self.score)
-        if not isinstance(self.warmup, int) or isinstance(self.warmup, bool) or self.warmup < 1:
-            raise UserError(f"scheduler.warmup must be a whole number of at least 1, not {self.warmup!r}")
-        if isinstance(self.expand, bool) or not self.expand >= 0:
-            raise UserError(f"scheduler.expand must be a number from 0 on, not {self.expand!r}")
-        if isinstance(self.late, bool) or not 0 <= self.late <= 1:
-            raise UserError(f"scheduler.late must be a share between 0 and 1, not {self.late!r}")
+        check_count("scheduler.steps", self.steps, optional=True)
+        check_choice("scheduler.score", self.score, Score)
+        check_count("scheduler.warmup", self.warmup)
+        check_number("scheduler.expand", self.expand)
+        check_share("scheduler.late", self.late)
 
     @property
     def traits(self) -> Traits:

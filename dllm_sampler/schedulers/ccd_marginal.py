@@ -1,17 +1,18 @@
 """CCD by the paper: predictions averaged over the last steps' contexts."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import inf
 from typing import Self
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.statistics import entropy
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import check_steps, even_share
+from dllm_sampler.schedulers.budget import even_share
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,14 @@ class CoherentMarginal(Scheduler):
     vocab: int = field(init=False, default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
-        for name in ("depth", "buffer"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"scheduler.{name} must be a whole number of at least 1, not {value!r}")
-        if isinstance(self.epsilon, bool) or self.epsilon != self.epsilon:
-            raise UserError(f"scheduler.epsilon must be a number of nats, not {self.epsilon!r}")
+        check_count("scheduler.steps", self.steps, optional=True)
+        check_count("scheduler.depth", self.depth)
+        check_count("scheduler.buffer", self.buffer)
+        check_number("scheduler.epsilon", self.epsilon, "a number of nats", least=-inf)
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
-        bound = replace(self)
-        object.__setattr__(bound, "vocab", context.spec.vocab_size)
-        return bound
+        return learned(self, vocab=context.spec.vocab_size)
 
     @property
     def traits(self) -> Traits:
@@ -64,7 +60,7 @@ class CoherentMarginal(Scheduler):
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B, (depth-1) buffer]` and predictions `[B, (depth-1) buffer, V]`, newest first; the schedule."""
-        shape = (canvas.start.shape[0], (self.depth - 1) * self._size(canvas))
+        shape = (canvas.start.shape[0], (self.depth - 1) * self.buffer)
         columns = torch.full(shape, canvas.length, device=canvas.ids.device)
         one = torch.ones_like(canvas.start)
         return columns, torch.zeros(*shape, self.vocab, device=columns.device), (one, one)
@@ -73,7 +69,7 @@ class CoherentMarginal(Scheduler):
         """See `Scheduler.tell`."""
         assert readout.probabilities is not None and readout.entropy is not None
         score, eligible = -readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        buffer = self._size(canvas)
+        buffer = self.buffer
         # Places 0 to buffer - 1 hold the lowest entropies; one more takes the rest.
         place = rank(score, eligible).masked_fill(~eligible, buffer).clamp(max=buffer)
         order = torch.arange(place.numel(), device=place.device).view_as(place)  # rows of [B * Q, V]
@@ -101,7 +97,3 @@ class CoherentMarginal(Scheduler):
         kept = (self.depth - 1) * buffer
         history = torch.cat([columns, old], 1)[:, :kept], torch.cat([now, then], 1)[:, :kept]
         return Edit(readout.token[:, 0], commit & eligible), (*history, plan)
-
-    def _size(self, canvas: Canvas) -> int:
-        """Positions kept per step: no more than there can be."""
-        return min(self.buffer, canvas.new_tokens)

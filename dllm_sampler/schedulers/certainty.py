@@ -7,6 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_positive
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -17,8 +18,8 @@ class CertaintyPrior(FixedSteps):
     """Fixed steps, ranked by the score times how much of a position's neighbourhood is committed.
 
     Source: d2Cache, arXiv 2509.23094. The density is the share of committed positions under a Gaussian around the
-    position; left of the generation everything counts as committed, right of it what its last position is, either for
-    the generation's length, as published. The order becomes nearly left to right.
+    position. As published, it looks one length of the generation beyond either end: everything before the generation
+    counts as committed, everything after it as its last position does. The order becomes nearly left to right.
 
     Args:
         sigma: width of the Gaussian in positions; large values leave the score's own order.
@@ -28,8 +29,7 @@ class CertaintyPrior(FixedSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.sigma, bool) or not 0 < self.sigma < float("inf"):
-            raise UserError(f"scheduler.sigma must be a number of positions above 0, not {self.sigma!r}")
+        check_positive("scheduler.sigma", self.sigma, "a number of positions")
         if self.score == "entropy":
             raise UserError("scheduler.score=entropy cannot be scaled by a density: use confidence or margin")
 
@@ -48,7 +48,7 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     ahead, weight = bell(sigma, length, positions.device)
     near = positions[..., None] + ahead  # [B, Q, N]
     place = near - canvas.first[:, None, None]
-    within = place == place.clamp(-length, 2 * length - 1)  # what is not counts as masked
+    within = place == place.clamp(-length, 2 * length - 1)  # farther columns count as masked
     near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
     return (weight * (within > masked)).sum(-1)

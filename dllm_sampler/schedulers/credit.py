@@ -4,21 +4,21 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 
 @dataclass(frozen=True)
 class Credit(DInferThreshold):
-    """Add to a mask's logits what its candidates of earlier steps have earned, then commit by dInfer's threshold.
+    """Raise the logits of tokens that were candidates in earlier steps, then commit by dInfer's threshold.
 
     Source: credit decoding, arXiv 2510.06133, as in dInfer. In each step all credit decays, and each mask's candidate
     earns its probability to the power gamma; alpha log(1 + credit) is added to its logit. Credit ends with the block.
     The published matrix has a number per position and token; here a position remembers its `memory` best-credited
-    tokens, which is the same until more different ones have been candidates there. Under a temperature the sampled
-    candidates earn credit, and the best-credited of them is committed.
+    tokens, which differs only after more tokens than that have been candidates there. With a temperature the sampled
+    candidates earn credit, and the one whose probability with credit is highest is committed.
 
     Args:
         threshold, slack: as in `DInferThreshold`.
@@ -35,13 +35,10 @@ class Credit(DInferThreshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("alpha", "gamma"):  # a power of alpha must stay finite
-            if not 0 <= getattr(self, name) <= 64:
-                raise UserError(f"scheduler.{name} must be a number from 0 to 64, not {getattr(self, name)!r}")
-        if not 0 <= self.decay <= 1:
-            raise UserError(f"scheduler.decay must lie between 0 and 1, not {self.decay!r}")
-        if not isinstance(self.memory, int) or isinstance(self.memory, bool) or self.memory < 1:
-            raise UserError(f"scheduler.memory must be a whole number of at least 1, not {self.memory!r}")
+        check_number("scheduler.alpha", self.alpha, most=64)  # a power of alpha must stay finite
+        check_number("scheduler.gamma", self.gamma, most=64)
+        check_share("scheduler.decay", self.decay)
+        check_count("scheduler.memory", self.memory)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 
 
 @dataclass(frozen=True)
 class Dilated(Scheduler):
-    """Commit every n/2-th position of a block of n, then every n/4-th, ... and at last all the rest: log2 n forwards.
+    """Commit every n/2-th position of a block of n, then every n/4-th, ... and finally all the rest: log2 n forwards.
 
     Source: DUS (dilated unmasking scheduler), as in ParallelBench, arXiv 2510.04767. Which positions are due does not
     depend on the model; one whose confidence stays below `skip` waits for the next level, so a step may commit nothing.
@@ -26,8 +26,8 @@ class Dilated(Scheduler):
     skip: float = 0.3
 
     def __post_init__(self) -> None:
-        check_count("base", self.base, 2)
-        check_number("skip", self.skip)
+        check_count("scheduler.base", self.base, 2)
+        check_number("scheduler.skip", self.skip)
 
     @property
     def traits(self) -> Traits:

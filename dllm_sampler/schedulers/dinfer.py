@@ -1,19 +1,19 @@
-"""dInfer's threshold rule: everything about as sure as the surest goes along with it."""
+"""dInfer's threshold rule: near-ties with the surest mask are committed with it."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.threshold import Threshold
 
 
 @dataclass(frozen=True)
 class DInferThreshold(Threshold):
-    """Commit the masks whose confidence reaches min(threshold, best - slack): near-ties with the best go together.
+    """Commit the masks whose confidence reaches min(threshold, best - slack).
 
     Source: dInfer, arXiv 2510.08666. The published comparison is in float32, this one in float64.
 
@@ -26,8 +26,7 @@ class DInferThreshold(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.slack, bool) or not 0 <= self.slack <= 1:
-            raise UserError(f"scheduler.slack must be a difference of probabilities from 0 to 1, not {self.slack!r}")
+        check_share("scheduler.slack", self.slack, "a difference of probabilities")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

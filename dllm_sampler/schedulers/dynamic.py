@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import check_steps, uniform_share
-from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
+from dllm_sampler.schedulers.budget import uniform_share
+from dllm_sampler.schedulers.score import Score, rate, score_needs
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -33,8 +34,8 @@ class DynamicThreshold(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_steps(self.steps)
-        check_score(self.score)
+        check_count("scheduler.steps", self.steps, optional=True)
+        check_choice("scheduler.score", self.score, Score)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -21,8 +21,8 @@ class TokenEditing(Threshold):
 
     Args:
         threshold: probability a mask must exceed; if fewer than `quota` do, the `quota` surest are committed.
-        edit: probability a different token must exceed to replace a committed one; from 1 on nothing is edited, and
-            the one editing step that the published loop makes per block even then is left out.
+        edit: probability a different token must exceed to replace a committed one. From 1 on nothing is edited; the
+            published loop still makes one editing step per block then, which this one omits.
         quota: masks committed per step at least.
         extra: editing steps after the last mask at most.
     """
@@ -34,12 +34,9 @@ class TokenEditing(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.edit, bool) or not self.edit >= 0:
-            raise UserError(f"scheduler.edit must be a probability from 0 on (from 1 on: no edits), not {self.edit!r}")
-        for name, least in (("quota", 1), ("extra", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UserError(f"scheduler.{name} must be a whole number of at least {least}, not {value!r}")
+        check_number("scheduler.edit", self.edit, "a probability")
+        check_count("scheduler.quota", self.quota)
+        check_count("scheduler.extra", self.extra, 0)
 
     @property
     def traits(self) -> Traits:
@@ -55,7 +52,7 @@ class TokenEditing(Threshold):
         at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         inside = canvas.inside(at)
         eligible = inside & canvas.masked.gather(1, at)
-        # The quota's best are among those above the threshold, unless these are fewer.
+        # Where enough masks exceed the threshold, the quota's best are among them.
         fill = eligible & ((sure > self.threshold) | (rank(sure, eligible) < self.quota))
 
         written = inside ^ eligible
@@ -67,7 +64,7 @@ class TokenEditing(Threshold):
         if self.edit >= 1:
             return Edit(token, fill), made
         # Nothing becomes noise, but stops should know that committed tokens are not final before the block is over.
-        return Edit(token, fill | edits, remask=torch.zeros_like(fill), hold=again), made
+        return Edit(token, fill | edits, remask=torch.zeros_like(fill), keep_block=again), made
 
     def bound(self, tokens: int) -> int:
         """Every block may be edited on."""

@@ -1,12 +1,13 @@
 """dParallel's decoding rule: a bound on the entropy of each position."""
 
 from dataclasses import dataclass
+from math import inf
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,7 @@ class EntropyThreshold(Scheduler):
     entropy: float = 0.5
 
     def __post_init__(self) -> None:
-        if isinstance(self.entropy, bool) or not isinstance(self.entropy, int | float) or self.entropy != self.entropy:
-            raise UserError(f"scheduler.entropy must be a number of nats, not {self.entropy!r}")
+        check_number("scheduler.entropy", self.entropy, "a number of nats", least=-inf)
 
     @property
     def traits(self) -> Traits:

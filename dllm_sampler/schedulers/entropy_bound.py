@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class EntropyBound(Scheduler):
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        if isinstance(self.gamma, bool) or not isinstance(self.gamma, int | float) or not self.gamma >= 0:
-            raise UserError(f"scheduler.gamma must be a number of nats from 0 on, not {self.gamma!r}")
+        check_number("scheduler.gamma", self.gamma, "a number of nats")
 
     @property
     def traits(self) -> Traits:

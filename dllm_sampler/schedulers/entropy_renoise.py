@@ -1,39 +1,36 @@
-"""DiffusionGemma's sampler: accept what is sure together, draw everything else anew, decide it all again."""
+"""DiffusionGemma's sampler: each step accepts tokens by entropy, and draws all others again."""
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler
+from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.core.protocols import Carry, Guide
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature
-from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.entropy_bound import bounded
+from dllm_sampler.schedulers.remasking import Renoising
 
 
 @dataclass(frozen=True)
-class EntropyRenoise(Scheduler):
+class EntropyRenoise(Renoising):
     """Accept sampled tokens by an entropy bound in each step, renoise all others, and answer with the best tokens.
 
     Source: the entropy-bound sampler of DiffusionGemma (transformers 5.23, `models/diffusion_gemma`), whose bound is
-    the EB-Sampler's (arXiv 2505.24857). Acceptance is decided anew at every step: what an earlier one accepted may
-    become noise again. A block ends after `max_denoising_steps`, or when the best tokens stood still and are sure; it
-    is then filled with the best tokens of that forward, not with the accepted ones. Tokens are sampled at a temperature
-    that falls linearly from `t_max` towards `t_min`, at which entropies are measured too; other guides apply before it.
-    For models with a mask token noise is that token.
+    the EB-Sampler's (arXiv 2505.24857). A step decides about the whole block: what an earlier one accepted may become
+    noise again. A block ends after `max_denoising_steps`, or when its best tokens no longer change and are certain; it
+    is then filled with the best tokens of that forward, not with the accepted ones. A temperature that falls linearly
+    from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies.
 
     Args:
-        entropy_bound: nats that the entropies of the accepted positions may sum to without the largest one; 0 accepts
-            one position (those of no entropy besides), infinity all.
+        entropy_bound: nats; the entropies of the accepted positions, without the largest, sum to at most this.
         max_denoising_steps: forwards per block at most.
         t_min, t_max: temperatures; the lower one is not reached. Both 0: the best tokens, measured as they are.
-        stability_threshold: forwards of the block before this one that must have had the same best tokens; None: never
-            stop early.
-        confidence_threshold: nats that the block's mean entropy must be below, besides; None: never stop early.
+        stability_threshold: forwards before this one that must have had the same best tokens; None: never stop early.
+        confidence_threshold: nats that the block's mean entropy must be below as well; None: never stop early.
     """
 
     entropy_bound: float = 0.1
@@ -42,31 +39,20 @@ class EntropyRenoise(Scheduler):
     t_max: float = 0.8
     stability_threshold: int | None = 1
     confidence_threshold: float | None = 0.005
-    noise_id: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        check_number("entropy_bound", self.entropy_bound)
-        check_count("max_denoising_steps", self.max_denoising_steps)
-        check_number("t_min", self.t_min)
-        check_number("t_max", self.t_max)
+        for name in ("entropy_bound", "t_min", "t_max"):
+            check_number(f"scheduler.{name}", getattr(self, name))
+        check_count("scheduler.max_denoising_steps", self.max_denoising_steps)
+        check_count("scheduler.stability_threshold", self.stability_threshold, 0, optional=True)
+        check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
         if self.t_max < self.t_min or self.t_max == float("inf"):
             raise UserError(f"scheduler.t_max must be a finite number from t_min={self.t_min} on, not {self.t_max!r}")
-        if self.stability_threshold is not None:
-            check_count("stability_threshold", self.stability_threshold, 0)
-        if self.confidence_threshold is not None:
-            check_number("confidence_threshold", self.confidence_threshold)
-
-    def bind(self, context: Context) -> Self:
-        """Take what stands for noise on the canvas."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "noise_id", spec.pad_id if spec.mask_id is None else spec.mask_id)
-        return bound
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """The falling temperature comes last."""
-        if self.t_max == 0:
-            return given
-        return (*given, LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps))
+        falling = LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps)
+        return (*given, falling) if self.t_max > 0 else given
 
     @property
     def traits(self) -> Traits:
@@ -82,47 +68,33 @@ class EntropyRenoise(Scheduler):
         """`[B, L+1]` the last forward's best tokens, and `[B]` forwards before it with the same ones."""
         return torch.zeros_like(canvas.ids), torch.zeros_like(canvas.age)
 
-    def accepts(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """`[B, Q] bool` the positions of the block that this forward accepts."""
-        assert readout.entropy is not None
-        return bounded(readout.entropy[:, 0], _inside(canvas, query), self.entropy_bound)
+    def accepts(self, canvas: Canvas, query: Query, entropy: Tensor) -> Tensor:
+        """`[B, Q] bool` the positions of the block that this forward accepts, by their `entropy [B, Q]`."""
+        return bounded(entropy, canvas.inside(query.positions), self.entropy_bound)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         assert readout.entropy is not None and readout.logits is not None and readout.logsumexp is not None
-        at, inside = query.positions, _inside(canvas, query)  # [B, Q]
-        peak, best = readout.logits[:, 0].max(-1)
-        last, still = carry
-        same = (best == last.gather(1, at)) | ~inside
-        still = torch.where(same.all(1) & (canvas.age > 0), still + 1, 0)
+        at, inside = query.positions, canvas.inside(query.positions)  # [B, Q]
+        entropy, (peak, best) = readout.entropy[:, 0], readout.logits[:, 0].max(-1)
+        same = (best == carry[0].gather(1, at)) | ~inside
+        still = torch.where(same.all(1) & (canvas.age > 0), carry[1] + 1, 0)
         over = canvas.age + 1 >= self.max_denoising_steps  # [B]
         if self.stability_threshold is not None and self.confidence_threshold is not None:
-            mean = (readout.entropy[:, 0] * inside).sum(1) / inside.sum(1).clamp(min=1)
+            mean = (entropy * inside).sum(1) / inside.sum(1).clamp(min=1)
             over = over | ((still >= self.stability_threshold) & (mean < self.confidence_threshold))
 
-        accepted, last_one = self.accepts(canvas, query, readout), over[:, None]
-        ids = torch.where(last_one, best, readout.token[:, 0])
-        sure = torch.where(last_one, (peak.double() - readout.logsumexp[:, 0]).exp(), readout.confidence[:, 0])
-        keep = inside & (accepted | last_one)
+        accepted, last = self.accepts(canvas, query, entropy), over[:, None]
+        ids = torch.where(last, best, readout.token[:, 0])
+        sure = torch.where(last, (peak.double() - readout.logsumexp[:, 0]).exp(), readout.confidence[:, 0])
+        keep = inside & (accepted | last)
         # A token that is drawn again has stood since it was written first.
         commit = keep & (canvas.masked.gather(1, at) | (ids != canvas.ids.gather(1, at)))
-        back = inside & ~keep
-        edit = Edit(
-            torch.where(back, self.noise_id, ids),
-            commit,
-            remask=back,
-            hold=~over,
-            leave=over,
-            confidence=sure,
-            forced=commit & ~accepted,
-        )
-        return edit, (last.scatter(1, at, best), still)
+        back, forced = inside & ~keep, commit & ~accepted
+        ids = ids.masked_fill(back, self.noise_id)
+        edit = Edit(ids, commit, remask=back, keep_block=~over, close_block=over, confidence=sure, forced=forced)
+        return edit, (carry[0].scatter(1, at, best), still)
 
     def bound(self, tokens: int) -> int:
         """Every block takes its steps."""
         return tokens * self.max_denoising_steps
-
-
-def _inside(canvas: Canvas, query: Query) -> Tensor:
-    at = query.positions
-    return (at >= canvas.start[:, None]) & (at < canvas.stop[:, None])

@@ -1,4 +1,4 @@
-"""EOSER: end tokens held back while little is decoded."""
+"""EOSER: lower the rank of end tokens early in decoding."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self, get_args
@@ -6,11 +6,11 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.checks import check_number
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.checks import check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Progress = Literal["committed", "step", "ascending"]
@@ -18,9 +18,9 @@ Progress = Literal["committed", "step", "ascending"]
 
 @dataclass(frozen=True)
 class Eoser(Around):
-    """Scale the confidence of end-token candidates down, less so as decoding proceeds; any confidence rule inside.
+    """Scale the confidence of end-token candidates down, and less so as decoding proceeds.
 
-    Source: EOSER, arXiv 2509.23924. Only the ranking changes: a candidate stays what it is.
+    Source: EOSER, arXiv 2509.23924. Only the inner scheduler's ranking changes, no candidate.
 
     Args:
         inner: the scheduler that ranks by confidence.
@@ -39,8 +39,8 @@ class Eoser(Around):
     eos: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        check_number("low", self.low)
-        check_number("high", self.high)
+        check_number("scheduler.low", self.low)
+        check_number("scheduler.high", self.high)
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
         inner = type(self.inner).__name__
@@ -57,9 +57,7 @@ class Eoser(Around):
 
     def bind(self, context: Context) -> Self:
         """Take the end token."""
-        bound = super().bind(context)
-        object.__setattr__(bound, "eos", context.spec.eos_id)
-        return bound
+        return learned(super().bind(context), eos=context.spec.eos_id)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,7 @@ class Factor(Scheduler):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        number = isinstance(self.factor, int | float) and not isinstance(self.factor, bool)
-        if not number or not self.factor >= 0:
-            raise UserError(f"scheduler.factor must be a number of at least 0, not {self.factor!r}")
+        check_number("scheduler.factor", self.factor)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -1,18 +1,18 @@
 """Fixed steps: a schedule says how many positions to commit, a score says which."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_share, uniform_share
-from dllm_sampler.schedulers.score import Score, check_score, rate, score_needs
+from dllm_sampler.schedulers.budget import check_eps, plan_block, timestep_share, uniform_share
+from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 Schedule = Literal["uniform", "timestep"]
 
@@ -22,11 +22,10 @@ class FixedSteps(Scheduler):
     """Decode in a given number of steps, the surest masks of the block first.
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
-    `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Steps are shared among
-    blocks in proportion to their length. Each step commits at least one position, none is spent on a
-    finished block, and a block's last step commits all that is left. Under a cache that predicts a part of the masks
-    (Elastic-Cache, d2Cache) a share is one of all masks too; what of it is not predicted waits, at most until the
-    last step: from then on each forward commits all that is predicted.
+    `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Blocks share the steps in
+    proportion to their length. Each step commits at least one position, a block's last step all that is left, and a
+    finished block takes no more steps. A cache that predicts only some of the masks (Elastic-Cache, d2Cache) does not
+    change the shares; from the last step on each forward commits all that is predicted.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
@@ -44,13 +43,11 @@ class FixedSteps(Scheduler):
     alg_temp: float = 0.0
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
         check_eps(self.eps)
-        check_score(self.score)
-        if self.schedule not in get_args(Schedule):
-            raise UserError(f"scheduler.schedule must be uniform or timestep, not {self.schedule!r}")
-        if not self.alg_temp >= 0:
-            raise UserError(f"scheduler.alg_temp must be at least 0, not {self.alg_temp!r}")
+        check_choice("scheduler.score", self.score, Score)
+        check_choice("scheduler.schedule", self.schedule, Schedule)
+        check_number("scheduler.alg_temp", self.alg_temp)
 
     @property
     def traits(self) -> Traits:
@@ -74,11 +71,8 @@ class FixedSteps(Scheduler):
 
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
         """`[B]` positions that this step commits, and the next step's carry."""
-        # Counted on the canvas: a cache may choose which masks are asked, and the query of a row that is done has room
-        # for a part of them.
-        opens, left = canvas.age == 0, canvas.noise_left()
-        masks = torch.where(opens, left, carry[0])
-        steps = torch.where(opens, block_steps(canvas, self.steps), carry[1])
+        left = canvas.noise_left()  # on the canvas: a cache may choose which masks are asked
+        masks, steps = plan_block(canvas, self.steps, carry, left)
         return self.share(canvas, masks, steps, left), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:

@@ -1,36 +1,35 @@
 """FreeDave: a chain of drafts, verified by the forward that would be made anyway."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
-import torch
+from torch import Tensor
 
-from dllm_sampler.core.protocols import Context, Scheduler
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.checks import check_count
+from dllm_sampler.core.checks import check_choice, check_count
+from dllm_sampler.core.protocols import Context, Scheduler, learned
+from dllm_sampler.core.values import Canvas, Edit, Query
+from dllm_sampler.drafting.candidates import Branch
+from dllm_sampler.drafting.pace import Pace
+from dllm_sampler.drafting.run_ahead import State
+from dllm_sampler.drafting.scheduler import Drafting
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.pace import Pace
-from dllm_sampler.schedulers.rows import choose
-from dllm_sampler.schedulers.verifier import Branch, Verifier, Walked
 
 Match = Literal["exact", "subset"]
 
 
 @dataclass(frozen=True)
-class FreeDave(Verifier):
+class FreeDave(Drafting):
     """Compute the next `draft` states of a scheduler at once, and go as far as it goes: equal tokens, fewer forwards.
 
     Source: FreeDave, arXiv 2510.00294; `inner=threshold` is its FreeDave++. `match=exact` gives the inner scheduler's
-    tokens with the same cache, whatever it is. The published rule is `subset`: a draft that holds a part of what the
-    inner scheduler would commit is accepted too. That is the same for one position per step; else it follows a path
-    in which each step commits only what the inner scheduler would, but not all of it, and tokens may differ.
-    Forwards usually fall with `draft`; no bound says so, since a longer step may end at a state that drafts less well.
+    tokens, with any cache. The published rule is `subset`, which also accepts a draft that holds only a part of what
+    the inner scheduler would commit. With one position per step that is the same; with more, tokens may differ.
+    Usually a larger `draft` needs fewer forwards, but not always: a longer step may end at a state whose drafts fail.
 
     Args:
-        inner, eager: see `Verifier`.
-        draft: states per forward, the certain one included; 1 is the inner scheduler itself; `auto`: as many as take
-            hardly longer than one, measured while it runs (tokens stay, forwards depend on the machine).
+        inner, eager: see `Drafting`.
+        draft: states per forward, the canvas included; 1 is the inner scheduler itself; `auto`: as many as take hardly
+            longer than one, measured while it runs (the same tokens, but forwards depend on the machine).
         match: what makes a draft the next state.
     """
 
@@ -42,40 +41,38 @@ class FreeDave(Verifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft != "auto":
-            check_count("draft", self.draft)
-        if self.match not in get_args(Match):
-            raise UserError(f"scheduler.match must be exact or subset, not {self.match!r}")
+            check_count("scheduler.draft", self.draft)
+        check_choice("scheduler.match", self.match, Match)
 
     def bind(self, context: Context) -> Self:
-        """See `Verifier.bind`; what was measured on this model stays known."""
+        """See `Drafting.bind`; what was measured on this model stays known."""
         bound = super().bind(context)
-        if self.mask_id == bound.mask_id:
-            object.__setattr__(bound, "measured", self.measured)
-        return bound
+        return learned(bound, measured=self.measured) if self.mask_id == bound.mask_id else bound
 
     def branches(self, most: int) -> list[Branch]:
-        """One, two, three ... guessed steps; a branch without a mask would have nothing to predict."""
+        """One, two, three ... drafted steps; a candidate without a mask would have nothing to predict."""
         longest = self.measured.most if self.draft == "auto" else self.draft
-        return [(first, 0) for first in range(1, min(longest, most))]
+        return [Branch(steps) for steps in range(1, min(longest, most))]
 
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """See `Paced.pace`."""
         return self.measured.next(canvas, seconds) if self.draft == "auto" else None
 
-    def _walk(self, canvas: Canvas, query: Query, readout: Readout, here: Walked) -> Walked:
-        """See `Verifier._walk`; `subset` goes to the fullest draft that the step covers."""
+    def fits(self, query: Query, before: State, after: State) -> Tensor:
+        """See `Drafting.fits`; `subset` prefers the fullest candidate that the step covers."""
         if self.match == "exact":
-            return super()._walk(canvas, query, readout, here)
-        at, there = query.positions, self._step(here, query, readout.of(here.node))
-        open_ = query.ids == self.mask_id  # [B, K, Q]
-        size = (~open_).sum(2)  # [B, K]
-        fits = ((query.ids == there.state.ids.gather(1, at)[:, None]) | open_).all(2)
-        fits = fits & (size > size.gather(1, here.node[:, None]))
-        if query.step is not None:
-            fits = fits & (query.step == there.state.step[:, None])
-        found = fits.any(1) & self._foreseen(canvas, here.state, there.state)
-        node = torch.where(fits, size, -1).argmax(1)
-        ids = query.ids.gather(1, node[:, None, None].expand(-1, 1, query.ids.shape[2]))[:, 0]
-        state = here.state.apply(at, Edit(ids, here.state.masked.gather(1, at) & (ids != self.mask_id)))
-        state = state.advance(state.noise_left() == 0, self.lookahead, None)
-        return choose(found, there._replace(node=node, state=state), here, canvas.length)
+            return super().fits(query, before, after)
+        noise = query.ids == self.mask_id  # [B, K, Q]
+        size = (~noise).sum(2)  # [B, K]
+        covered = (noise | (query.ids == after.canvas.ids.gather(1, query.positions)[:, None])).all(2)
+        return size * (covered & (size > size.gather(1, before.candidate[:, None])))
+
+    def follow(self, query: Query, before: State, after: State, candidate: Tensor) -> State:
+        """See `Drafting.follow`; `subset` may commit less than the step does."""
+        after = super().follow(query, before, after, candidate)
+        if self.match == "exact":
+            return after
+        ids = query.ids.gather(1, candidate[:, None, None].expand(-1, 1, query.ids.shape[2]))[:, 0]  # [B, Q]
+        masked = before.canvas.masked.gather(1, query.positions)
+        canvas = before.canvas.apply(query.positions, Edit(ids, masked & (ids != self.mask_id)))
+        return after._replace(canvas=canvas.advance(canvas.noise_left() == 0, self.lookahead, None))

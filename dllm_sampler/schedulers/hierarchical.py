@@ -1,19 +1,21 @@
 """Hierarchical decoding: every run of masks is split at its surest position."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.checks import check_number
+from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.schedulers.remasking import Renoising
 
 
 @dataclass(frozen=True)
-class Hierarchical(Scheduler):
+class Hierarchical(Renoising):
     """Commit the surest position of every run of masks, if sure enough: about log2 of the block in easy text.
 
     Source: hierarchical decoding in dInfer, arXiv 2510.08666. Comparisons are strict, as published.
@@ -21,33 +23,29 @@ class Hierarchical(Scheduler):
     Args:
         low: confidence the best of a run must exceed; the surest mask of the block is committed in any case.
         threshold: masks above it are committed wherever they stand; None: none.
-        remask: committed tokens of the block whose candidate's confidence is now below it count as masks: they may
-            be chosen anew, and become noise if they are not. At least one more position is chosen than there are
-            such tokens. None: never.
+        remask: committed tokens of the block whose candidate's confidence is now below it count as masks: they are
+            either chosen again or become noise. At least one more position is chosen than there are such tokens.
+            None: never.
     """
 
     low: float = 0.4
     threshold: float | None = None
     remask: float | None = None
-    mask: int | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("low", "threshold", "remask"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not value >= 0):
-                raise UserError(f"scheduler.{name} must be a probability from 0 on, not {value!r}")
+        check_number("scheduler.low", self.low, "a probability")
+        for name in ("threshold", "remask"):
+            check_number(f"scheduler.{name}", getattr(self, name), "a probability", optional=True)
 
     def bind(self, context: Context) -> Self:
-        """Take the mask token.
+        """See `Renoising.bind`.
 
         Raises:
-            UserError: remasking a model without one.
+            UserError: remasking on a model without a mask token.
         """
         if self.remask is not None and context.spec.mask_id is None:
             raise UserError("scheduler.remask needs a model with a mask token: set it to null")
-        bound = replace(self)
-        object.__setattr__(bound, "mask", context.spec.mask_id)
-        return bound
+        return super().bind(context)
 
     @property
     def traits(self) -> Traits:
@@ -69,8 +67,7 @@ class Hierarchical(Scheduler):
         missing = doubtful.sum(1) + 1 - chosen.sum(1)
         chosen = chosen | top(sure, free & ~chosen, missing)
         back = doubtful & ~chosen
-        assert self.mask is not None  # bind took it
-        return Edit(token.masked_fill(back, self.mask), chosen & free, remask=back), carry
+        return Edit(token.masked_fill(back, self.noise_id), chosen & free, remask=back), carry
 
     def _doubtful(self, canvas: Canvas, at: Tensor, eligible: Tensor, sure: Tensor) -> Tensor | None:
         """`[B, Q]` committed tokens of the block that the model doubts, none where no mask is left; None: not asked."""

@@ -1,17 +1,16 @@
-"""KLASS: commit the tokens whose prediction has come to rest."""
+"""KLASS: commit the tokens whose prediction is stable."""
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, Self, get_args
+from dataclasses import dataclass, field
+from typing import Literal, Self
 
 import torch
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.checks import check_choice, check_count, check_number
+from dllm_sampler.core.protocols import Carry, Context, learned
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Take = Literal["all", "surest", "steadiest"]
@@ -22,10 +21,10 @@ class Klass(FixedSteps):
     """Commit every mask whose distribution has hardly moved for some forwards and whose confidence is high.
 
     Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
-    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. Under a cache that
-    predicts a part of the masks it also does where fewer are ready than the share, since the last step could not take
-    all the rest; and a mask that was passed over has no history. Keeps the last forward's predictions, as large as the
-    block's logits.
+    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. With a cache that
+    predicts only some of the masks it does so too where fewer are ready than the share, since the last step could not
+    commit all the rest; a mask that was not predicted last time has no history. Memory: the last forward's predictions,
+    as large as the block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
@@ -44,16 +43,13 @@ class Klass(FixedSteps):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("threshold", "divergence"):
-            check_number(name, getattr(self, name))
-        check_count("history", self.history)
-        if self.take not in get_args(Take):
-            raise UserError(f"scheduler.take must be all, surest or steadiest, not {self.take!r}")
+            check_number(f"scheduler.{name}", getattr(self, name))
+        check_count("scheduler.history", self.history)
+        check_choice("scheduler.take", self.take, Take)
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
-        bound = replace(self)
-        object.__setattr__(bound, "model", context.spec)
-        return bound
+        return learned(self, model=context.spec)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -1,17 +1,18 @@
 """Learn2PD: a small network decides which predictions are final."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.checks import check_count, check_share
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.budget import check_steps, even_share
-from dllm_sampler.schedulers.filter import Layers, find, judge, lay_out, load
+from dllm_sampler.models.filter import Layers, find, judge, load
+from dllm_sampler.schedulers.budget import even_share
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,10 @@ class LearnedFilter(Scheduler):
     """Commit the masks that a filter accepts on the block's confidences, and the step's share of the surest ones.
 
     Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block, committed ones
-    too (there the probability of what the model would write now), to one logit each: linear layers with ReLU between
-    (the activation is not published). It is good for blocks of the length it was trained on. Missing positions (a
-    short last block, a cut canvas) count as sure, 1.0; published code fails on them. Published code may also commit
-    in a later block when the share exceeds the masks left; here it ends at those.
+    too (there the probability of the token that the model would write now), to one logit each: linear layers with
+    ReLU between (the activation is not published). It works for blocks of the length it was trained on. Missing
+    positions (a short last block, a cut canvas) get the confidence 1.0; published code fails on them. Published code
+    may also commit in a later block when the share exceeds the masks left; here the share ends with the block.
 
     Args:
         filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ...; None: `filter.safetensors` in the
@@ -37,9 +38,8 @@ class LearnedFilter(Scheduler):
     loaded: tuple[ModelSpec, Layers] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
-        if isinstance(self.threshold, bool) or not 0 <= self.threshold <= 1:
-            raise UserError(f"scheduler.threshold must be a probability between 0 and 1, not {self.threshold!r}")
+        check_count("scheduler.steps", self.steps, optional=True)
+        check_share("scheduler.threshold", self.threshold, "a probability")
 
     def bind(self, context: Context) -> Self:
         """Load the filter onto the model's device, once for a model.
@@ -50,9 +50,7 @@ class LearnedFilter(Scheduler):
         spec = context.spec
         if self.loaded is not None and self.loaded[0] == spec:
             return self
-        bound = replace(self)
-        object.__setattr__(bound, "loaded", (spec, load(find(self.filter, spec), spec)))
-        return bound
+        return learned(self, loaded=(spec, load(find(self.filter, spec), spec)))
 
     @property
     def layers(self) -> Layers:
@@ -79,3 +77,17 @@ class LearnedFilter(Scheduler):
         accepted = eligible & (logit.sigmoid() > self.threshold)
         surest = top(sure, eligible, share)
         return Edit(readout.token[:, 0], accepted | surest, forced=surest & ~accepted), (plan, known)
+
+
+def lay_out(canvas: Canvas, positions: Tensor, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Write `values [B, Q]` at `positions [B, Q]` over the values that are `known [B, N]`, in the active block's order.
+
+    Returns:
+        `[B, N]`, with 1 after the block's end; and `[B, Q]` the place of each position in it, N outside the block.
+    """
+    size = known.shape[1]
+    offset = torch.where(canvas.inside(positions), positions - canvas.start[:, None], size)
+    # One more slot takes what lies outside the block.
+    known = torch.cat([known, known[:, :1]], 1).scatter(1, offset, values.to(known.dtype))[:, :size]
+    there = torch.arange(size, device=offset.device) < (canvas.stop - canvas.start)[:, None]
+    return known.masked_fill(~there, 1), offset

@@ -1,19 +1,19 @@
-"""Left to right: so many tokens per step, or as many as another rule accepts."""
+"""Left to right: a fixed number of tokens per step, or as many as another rule accepts."""
 
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count
 
 
 @dataclass(frozen=True)
 class Leftmost(Scheduler):
-    """What rules share that commit a run of the block's leftmost masks; `tell` is left to the subclass.
+    """The base of rules that commit a run of the block's leftmost masks; a subclass defines `tell`.
 
     Args:
         max_lookahead: columns from the first mask on that the model gets to see, and at most commits; None: all.
@@ -22,8 +22,7 @@ class Leftmost(Scheduler):
     max_lookahead: int | None
 
     def __post_init__(self) -> None:
-        if self.max_lookahead is not None:
-            check_count("max_lookahead", self.max_lookahead)
+        check_count("scheduler.max_lookahead", self.max_lookahead, optional=True)
 
     @property
     def traits(self) -> Traits:
@@ -60,7 +59,7 @@ class LeftToRight(Leftmost):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("tokens_per_step", self.tokens_per_step)
+        check_count("scheduler.tokens_per_step", self.tokens_per_step)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.threshold import Threshold
 
 
 @dataclass(frozen=True)
 class LocalLeap(Threshold):
-    """Masks within `radius` of an anchor (a mask that reaches the threshold) need only the relaxed threshold.
+    """Commit the masks that reach the threshold, and those within `radius` of one that reach a lower threshold.
 
-    Source: LocalLeap, arXiv 2510.07081. Anchors are masks of this step: relaxation does not chain, and committed
-    tokens are no anchors. The surest mask is committed in any case.
+    Source: LocalLeap, arXiv 2510.07081. Only masks of this step are anchors: neither committed tokens nor masks that
+    the relaxed threshold accepts. The surest mask is committed in any case.
 
     Args:
         threshold: probability that makes a mask an anchor.
@@ -31,10 +31,8 @@ class LocalLeap(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.relaxed >= 0:
-            raise UserError(f"scheduler.relaxed must be a probability from 0 on, not {self.relaxed!r}")
-        if not isinstance(self.radius, int) or self.radius < 0:
-            raise UserError(f"scheduler.radius must be a whole number from 0 on, not {self.radius!r}")
+        check_number("scheduler.relaxed", self.relaxed, "a probability")
+        check_count("scheduler.radius", self.radius, 0)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

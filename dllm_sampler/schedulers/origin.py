@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import block_steps, check_eps, check_steps, timestep_odds
+from dllm_sampler.schedulers.budget import block_steps, check_eps, timestep_odds
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Origin(Scheduler):
     """Open each mask with probability 1 - s/t, t falling from 1 to `eps`; all of them in the last step.
 
     Source: Dream, arXiv 2508.15487 (`alg=origin`). Which masks open does not depend on the model, so only those are
-    asked. A step may open none. Published with `blocks=full`; other blocks share the steps by their length.
+    asked. A step may open none. Published with `blocks=full`; other blocks share the steps by length.
 
     Args:
         steps: forwards for the whole generation; None: one per position.
@@ -28,7 +29,7 @@ class Origin(Scheduler):
     eps: float = 1e-3
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
         check_eps(self.eps)
 
     @property

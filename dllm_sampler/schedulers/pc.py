@@ -1,14 +1,15 @@
 """PC-Sampler: position-aware, frequency-calibrated confidence."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.checks import check_number
+from dllm_sampler.core.protocols import Context, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -23,7 +24,7 @@ class PositionCalibrated(FixedSteps):
     Args:
         frequency: JSON file with `num_token` and `p_baseline_dict` (token id to count); tokens outside it count as
             seen once. None: every token equally frequent.
-        decay: lambda; 0 ignores positions, large values decode left to right.
+        decay: lambda per position; 0 ignores positions, large values decode left to right.
         alpha: bound on the calibrated confidence.
     """
 
@@ -34,9 +35,8 @@ class PositionCalibrated(FixedSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("decay", "alpha"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"scheduler.{name} must be a number from 0 on, not {getattr(self, name)!r}")
+        check_number("scheduler.decay", self.decay)
+        check_number("scheduler.alpha", self.alpha)
 
     def bind(self, context: Context) -> Self:
         """Load the table for the model's vocabulary, once for a model.
@@ -61,9 +61,7 @@ class PositionCalibrated(FixedSteps):
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]
             share[known] = torch.tensor([counts[token] / total for token in known])
-        bound = replace(self)
-        object.__setattr__(bound, "surprise", -(share + 1e-9).log().to(spec.device))
-        return bound
+        return learned(self, surprise=-(share + 1e-9).log().to(spec.device))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `FixedSteps.rate`."""

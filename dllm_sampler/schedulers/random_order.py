@@ -1,4 +1,4 @@
-"""Random order, known before any forward: what a cache that looks ahead can be built on."""
+"""Random order, known before any forward, so that a cache can look ahead."""
 
 from dataclasses import dataclass, replace
 
@@ -6,19 +6,21 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import check_steps, even_share
+from dllm_sampler.schedulers.budget import even_share
 
 
 @dataclass(frozen=True)
 class RandomOrder(Scheduler):
     """Decode in a given number of steps, in an order that is drawn once: each position has a random place in it.
 
-    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. In law the same as `fixed` with `score=random`,
-    which draws anew in each step; here the coming positions are known, so only those are asked, and `cache=dkv_greedy`
-    computes little else. Steps are shared among blocks in proportion to their length; each commits at least one.
+    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. The distribution of orders is that of
+    `fixed` with `score=random`, which draws in each step. Here the coming positions are known, so only those are asked
+    and `cache=dkv_greedy` computes little else. Blocks share the steps in proportion to their length; each step commits
+    at least one position.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
@@ -27,7 +29,7 @@ class RandomOrder(Scheduler):
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        check_steps(self.steps)
+        check_count("scheduler.steps", self.steps, optional=True)
 
     @property
     def traits(self) -> Traits:

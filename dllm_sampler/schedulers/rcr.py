@@ -1,4 +1,4 @@
-"""RCR: every forward judges anew which tokens of the block to keep."""
+"""RCR: every forward decides again which tokens of the block to keep."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from dllm_sampler.schedulers.remasking import Remasking
 
 @dataclass(frozen=True)
 class RunningConfidence(Remasking):
-    """Predict all masks of the block, keep a growing number of its tokens by the confidence each was predicted with.
+    """Predict all masks of the block, and keep a growing number of its tokens, those of the highest confidence.
 
     Source: RCR (running-confidence remasking), arXiv 2508.13148, as in ParallelBench, arXiv 2510.04767. Step i of T
-    leaves ceil(m (i + 1) / T) of the block's m positions committed, whichever forward predicted them: a token
-    committed early is taken back when enough later ones are surer.
+    leaves ceil(m (i + 1) / T) of the block's m positions committed. A token keeps the confidence of the forward that
+    predicted it, and is taken back when enough later ones are surer.
 
     Args:
         steps: forwards for the whole generation, of which a block takes one per position at most; None: that many.
@@ -31,12 +31,12 @@ class RunningConfidence(Remasking):
         reach = (at >= self.first(canvas)) & (at < canvas.stop[:, None])  # [B, Q]
         noise = reach & canvas.masked.gather(1, at)
         sure = torch.where(noise, readout.confidence[:, 0], carry.gather(1, at))
-        missing, hold = self.missing(canvas)
+        missing, keep_block = self.missing(canvas)
         drop = top(-sure, reach & (sure < torch.inf), missing)
         still = drop & noise
         back = drop ^ still
-        ids = readout.token[:, 0].masked_fill(back, self.mask)
-        return Edit(ids, noise ^ still, back, hold=hold), carry.scatter(1, at, sure)
+        ids = readout.token[:, 0].masked_fill(back, self.noise_id)
+        return Edit(ids, noise ^ still, back, keep_block=keep_block), carry.scatter(1, at, sure)
 
     def first(self, canvas: Canvas) -> Tensor:
         """`[B, 1]` first column that may be taken back: the block's."""

@@ -1,32 +1,43 @@
-"""What schedules share that take tokens back: a record of how sure each one was when it was committed."""
+"""The bases of schedulers that take tokens back."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
 from dllm_sampler.core.spec import Traits
-from dllm_sampler.core.values import Canvas, Query
-from dllm_sampler.schedulers.budget import block_steps, check_steps
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.budget import block_steps
 
 
 @dataclass(frozen=True)
-class Remasking(Scheduler):
-    """A fixed schedule over whole blocks, committed positions too; no method by itself."""
+class Renoising(Scheduler, ABC):
+    """The base of schedulers that write noise: it knows the token id that they write."""
 
-    steps: int | None
-    mask: int = field(init=False, default=-1)
-
-    def __post_init__(self) -> None:
-        check_steps(self.steps)
+    noise_id: int = field(init=False, default=-1)
 
     def bind(self, context: Context) -> Self:
-        """Take the mask token."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "mask", spec.pad_id if spec.mask_id is None else spec.mask_id)
-        return bound
+        """Take the mask token, or the padding token for a model without one (uniform diffusion)."""
+        spec = context.spec
+        return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
+
+    @abstractmethod
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+
+
+@dataclass(frozen=True)
+class Remasking(Renoising):
+    """A fixed schedule over whole blocks, with a record of the confidence at which each token was committed."""
+
+    steps: int | None
+
+    def __post_init__(self) -> None:
+        check_count("scheduler.steps", self.steps, optional=True)
 
     @property
     def traits(self) -> Traits:
@@ -38,7 +49,7 @@ class Remasking(Scheduler):
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The whole block; committed positions to be taken back, not to be predicted, so a cache need not have them."""
+        """The whole block. Committed positions may be taken back but need no prediction, so a cache may lack them."""
         return replace(Query.window(canvas), exact=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:

@@ -4,22 +4,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count
 from dllm_sampler.schedulers.remasking import Remasking
 
 
 @dataclass(frozen=True)
 class Remdm(Remasking):
-    """Fixed steps by confidence, with revisions: remask the least sure tokens of the block, predict as many anew.
+    """Fixed steps by confidence, with revisions: remask the least sure tokens of the block and predict them again.
 
     Source: ReMDM, arXiv 2503.00307, in the form of its LLaDA port that ParallelBench, arXiv 2510.04767, compares
     with. Revisions come after 7/8 of the block's steps (the port counts 7/8 of its *positions*, the same with one
-    step per token), are forwards on top of `steps`, and judge a token by its confidence when it was committed, which
-    they forget.
+    step per token) and are forwards on top of `steps`. They judge a token by its confidence when it was committed;
+    once remasked, its old confidence is forgotten.
 
     Args:
         steps: forwards for the whole generation, revisions not counted; None: one per token.
@@ -33,8 +33,8 @@ class Remdm(Remasking):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("revisions", self.revisions, 0)
-        check_count("tokens", self.tokens)
+        check_count("scheduler.revisions", self.revisions, 0)
+        check_count("scheduler.tokens", self.tokens)
 
     @property
     def traits(self) -> Traits:
@@ -63,5 +63,5 @@ class Remdm(Remasking):
         drop = top(-record, inside & (record < torch.inf), revise * self.tokens)
         undone = drop & commit
         back = drop ^ undone
-        ids = readout.token[:, 0].masked_fill(back, self.mask)
+        ids = readout.token[:, 0].masked_fill(back, self.noise_id)
         return Edit(ids, commit ^ undone, back), carry.scatter(1, at, record.masked_fill(drop, torch.inf))

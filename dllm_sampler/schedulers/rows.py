@@ -1,4 +1,4 @@
-"""Rows of a batch that stand at different places: take the carry of some from one step, of others from another."""
+"""Take the state of some rows of a batch from one step and that of the others from another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a s
 def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
     """A tree of tensors, canvases and readouts: `new` in the rows `which [B]`, `old` in the others.
 
-    What is kept of a query is as wide as that was. The narrower side is filled up: a named tuple's `positions` with the
-    column `empty`, the canvas's empty slot, other values by repeating the last.
+    The two sides may come from queries of different widths. The narrower side is filled up: a named tuple's `positions`
+    with `empty`, the column of the empty slot, other values by repeating their last column.
     """
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         new, old = _widened(new, old.shape), _widened(old, new.shape)
@@ -45,7 +45,7 @@ def _padded(positions: Tensor, width: int, empty: int) -> Tensor:
 
 
 def _widened(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`values` with each dimension behind the first at least as long as in `shape`: sorted columns stay sorted."""
+    """`values` with each dimension after the first at least as long as in `shape`: sorted columns stay sorted."""
     for axis in range(1, values.dim()):
         missing = shape[axis] - values.shape[axis]
         if missing > 0:

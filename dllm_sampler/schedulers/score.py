@@ -1,19 +1,12 @@
 """What ranks masks: one number per queried position, higher first."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError
 
 Score = Literal["confidence", "margin", "entropy", "random", "position"]
-
-
-def check_score(name: str) -> None:
-    """Refuse a score that does not exist."""
-    if name not in get_args(Score):
-        raise UserError(f"scheduler.score must be one of {', '.join(get_args(Score))}, not {name!r}")
 
 
 def score_needs(name: Score) -> frozenset[str]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
 from dllm_sampler.schedulers.threshold import Threshold
 
 
@@ -18,19 +18,16 @@ class SlowFast(Threshold):
     """Alternate a slow phase, which estimates how far ahead tokens are certain, and a fast one, which fills that far.
 
     Source: SlowFast Sampling, arXiv 2506.10848; defaults are its code's, which runs it with `blocks=full`. Both
-    phases commit by the threshold: slow forwards anywhere from the window's left border to the block's end, fast ones
-    inside [left, edge) until it is full, when the edge becomes the next left border. Each slow forward estimates the
-    edge, the farthest mask that reaches `glimpse`; the slow phase ends when the last `window` estimates deviate by
-    less than `sigma` (the edge is the last one) or after `slow` forwards (their mean, rounded down).
+    phases commit by the threshold: slow forwards from the left border to the block's end, fast ones in [left, edge)
+    until it is full, when the edge becomes the next left border. Each slow forward estimates the edge, the farthest
+    mask that reaches `glimpse`. The slow phase ends when the last `window` estimates deviate by less than `sigma` (the
+    last one is the edge) or after `slow` forwards (their mean is, rounded down).
 
     Args:
-        threshold: probability that commits (0.85 in the paper).
-        glimpse: probability that extends the window (0.1 in the paper).
+        threshold, glimpse: probability that commits, and one that extends the window (0.85 and 0.1 in the paper).
         slow: most forwards of a slow phase (8 in the paper); 0: the edge is the block's end, plain threshold decoding.
-        window: estimates compared.
-        sigma: bound on their standard deviation in positions (the paper's variance of 1 is the same).
-        truncate: fast forwards after the first leave out everything from the edge on, which they only approximate:
-            the masks left out also tell the model how long the answer may be. False: every forward is exact.
+        window, sigma: estimates compared, and the bound in positions on their standard deviation (1 in the paper).
+        truncate: fast forwards after the first do not see the masks from the edge on: faster, but not exact.
     """
 
     glimpse: float = 0.3
@@ -41,10 +38,10 @@ class SlowFast(Threshold):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("glimpse", self.glimpse)
-        check_number("sigma", self.sigma)
-        check_count("slow", self.slow, 0)
-        check_count("window", self.window)
+        check_number("scheduler.glimpse", self.glimpse)
+        check_number("scheduler.sigma", self.sigma)
+        check_count("scheduler.slow", self.slow, 0)
+        check_count("scheduler.window", self.window)
 
     @property
     def traits(self) -> Traits:
@@ -52,7 +49,7 @@ class SlowFast(Threshold):
         return replace(super().traits, asks_block=False)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` last estimates."""
+        """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` estimates."""
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero, zero, zero[:, None].double().repeat(1, self.window)
 
@@ -67,28 +64,25 @@ class SlowFast(Threshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         left, edge, slow, fast, seen = self._opened(canvas, carry)
-        running, slowly = fast >= 0, fast < 0  # [B] fast phase, slow phase
+        slowly = fast < 0  # [B] rows in a slow phase
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        eligible = eligible & ((query.positions < edge[:, None]) | slowly[:, None])
+        eligible = eligible & (slowly[:, None] | (query.positions < edge[:, None]))
         commit = select.at_least_one(sure >= self.threshold, sure, eligible)
 
         glimpsed = torch.where(eligible & (sure >= self.glimpse), query.positions, left[:, None]).amax(1) + 1
-        seen = torch.where(running[:, None], seen, torch.cat([seen[:, 1:], glimpsed[:, None].double()], 1))
-        slow = torch.where(running, slow, slow + 1)
-        counted = torch.arange(self.window, 0, -1, device=slow.device) <= slow[:, None]  # [B, window]
-        mean = (seen * counted).sum(1) / counted.sum(1).clamp(min=1)
-        stable = (slow >= self.window) & (seen.var(1, correction=0) < self.sigma**2)
+        estimates = torch.cat([seen[:, 1:], glimpsed[:, None].double()], 1)
+        seen, slow = torch.where(slowly[:, None], estimates, seen), slow + slowly
+        stable = seen.var(1, correction=0) < self.sigma**2  # false before there are `window` estimates
         edge = torch.where(slowly & (edge == 0) & stable, seen[:, -1].long(), edge)
         over = slowly & self.ends(slow, edge)
-        edge = torch.where(over & (edge == 0), mean.long(), edge)
-        fast = torch.where(running, fast + 1, fast.masked_fill(over, 0))
+        edge = torch.where(over & (edge == 0), seen.nanmean(1).long(), edge)
+        fast = torch.where(slowly, fast.masked_fill(over, 0), fast + 1)
 
         # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
         filled = (commit & (query.positions < edge[:, None])).sum(1)
         open_ = replace(canvas, stop=edge).noise_left() > filled
         full = (fast >= 0) & ~(open_ & eligible.any(1))
-        left = torch.where(full, edge, left)
-        return Edit(readout.token[:, 0], commit), self._fresh(full, left, edge, slow, fast, seen)
+        return Edit(readout.token[:, 0], commit), self._fresh(full, edge, left, edge, slow, fast, seen)
 
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
         """`[B] bool` slow phases that are over after `slow [B]` forwards, with the `edge [B]` they found (0: none)."""
@@ -96,11 +90,11 @@ class SlowFast(Threshold):
 
     def _opened(self, canvas: Canvas, carry: Carry) -> Carry:
         """The state, new where a block opens."""
-        opens = canvas.age == 0
-        left, edge, *rest = self._fresh(opens, torch.where(opens, canvas.start, carry[0]), *carry[1:])
+        left, edge, *rest = self._fresh(canvas.age == 0, canvas.start, *carry)
         return left, edge if self.slow else canvas.stop, *rest
 
-    def _fresh(self, anew: Tensor, left: Tensor, edge: Tensor, slow: Tensor, fast: Tensor, seen: Tensor) -> Carry:
-        """The state with a new cycle, from `left` on, in the rows `anew [B]`; without a slow phase it starts fast."""
-        phase = -1 if self.slow else 0
-        return left, edge.masked_fill(anew, 0), slow.masked_fill(anew, 0), fast.masked_fill(anew, phase), seen
+    def _fresh(self, new: Tensor, start: Tensor, *state: Tensor) -> Carry:
+        """The state with a cycle that begins at `start`, in the rows `new [B]`; without a slow phase it begins fast."""
+        left, edge, slow, fast, seen = state
+        fast, seen = fast.masked_fill(new, -1 if self.slow else 0), seen.masked_fill(new[:, None], torch.nan)
+        return torch.where(new, start, left), edge.masked_fill(new, 0), slow.masked_fill(new, 0), fast, seen

@@ -1,4 +1,4 @@
-"""The forwards of block-causal samplers that only store, around any scheduler. Used by `cache.store_pass=separate`."""
+"""Forwards that only store keys and values, around any scheduler. Used by `cache.store_pass=separate`."""
 
 from dataclasses import dataclass, replace
 
@@ -14,9 +14,10 @@ from dllm_sampler.schedulers.rows import choose
 
 @dataclass(frozen=True)
 class StorePass(Around):
-    """Spend a forward on the prompt, where it has a full block, and one on every block that is over.
+    """Add a forward that stores the prompt, where it has a full block, and one that stores each finished block.
 
-    Source: SDAR's published loop, arXiv 2510.06303. They commit nothing; the inner scheduler does not see them.
+    Source: SDAR's published loop, arXiv 2510.06303. These forwards commit nothing; the inner scheduler does not see
+    them.
 
     Args:
         inner: the scheduler of all other forwards.
@@ -52,13 +53,13 @@ class StorePass(Around):
         canvas, due, idle = self._counted(canvas, *carry[:3])
         edit, inner = self.inner.tell(canvas, query, readout, carry[3])
         over = canvas.apply(query.positions, edit).block_over(edit) & ~idle
-        left = over & (torch.zeros_like(over) if edit.leave is None else edit.leave)
+        left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
             edit,
             commit=edit.commit & ~idle[:, None],
             remask=None if edit.remask is None else edit.remask & ~idle[:, None],
-            hold=torch.where(idle, ~due, over if edit.hold is None else over | edit.hold),
-            leave=due | left,
+            keep_block=torch.where(idle, ~due, over if edit.keep_block is None else over | edit.keep_block),
+            close_block=due | left,
             finish=None if edit.finish is None else edit.finish & ~idle,
             end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
         )

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,7 @@ class Threshold(Scheduler):
     threshold: float = 0.9
 
     def __post_init__(self) -> None:
-        number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
-        if not number or not self.threshold >= 0:
-            raise UserError(
-                f"scheduler.threshold must be a probability from 0 on (above 1: one per step), not {self.threshold!r}"
-            )
+        check_number("scheduler.threshold", self.threshold, "a probability")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

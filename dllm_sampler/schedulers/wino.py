@@ -1,20 +1,20 @@
 """WINO: commit widely, and take back what the other tokens do not support."""
 
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.checks import check_count, check_number
+from dllm_sampler.schedulers.remasking import Renoising
 
 
 @dataclass(frozen=True)
-class Wino(Scheduler):
+class Wino(Renoising):
     """Commit the masks above a low threshold, remask committed tokens that a shadow row finds unlikely.
 
     Source: WINO (wide-in, narrow-out), arXiv 2507.18578. Each forward carries a shadow of the block, mask tokens that
@@ -33,23 +33,16 @@ class Wino(Scheduler):
     share: float = 0.7
     least: int = 5
     most: int = 20
-    mask: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
         for name in ("threshold", "back", "share"):
-            check_number(name, getattr(self, name))
-        check_count("least", self.least)
-        check_count("most", self.most, self.least)
-
-    def bind(self, context: Context) -> Self:
-        """Take the mask token."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
-        return bound
+            check_number(f"scheduler.{name}", getattr(self, name))
+        check_count("scheduler.least", self.least)
+        check_count("scheduler.most", self.most, self.least)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The log-probability of the token that stands at a position."""
+        """The log-probability of the committed token of each position."""
         return frozenset({"current"})
 
     @property
@@ -74,7 +67,7 @@ class Wino(Scheduler):
         doubtful = (inside ^ eligible) & (support < self.back)
         counts = torch.cat([accepted, self.most_back(canvas, accepted, carry)])
         commit, remask = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), counts).chunk(2)  # one sort
-        return Edit(readout.token[:, 0].masked_fill(remask, self.mask), commit, remask), carry
+        return Edit(readout.token[:, 0].masked_fill(remask, self.noise_id), commit, remask), carry
 
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
         """`[B]` tokens taken back at most in a step that commits `accepted [B]`: so one is gained."""

@@ -12,24 +12,29 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface, loading, weights
+from dllm_sampler.speculative.mixture import KnownTokens
 
 PADDING = 512  # vocabularies of one tokenizer differ by the padding to a multiple of at most this
 
 
 @dataclass(frozen=True, eq=False)
 class Verifier:
-    """A causal LM, used as it is (weights and mode untouched), that shares its tokenizer with the diffusion model.
+    """A causal LM that shares its tokenizer with a diffusion model. Its weights and its mode stay as they are.
 
-    model: any that keeps keys and values of all tokens; none with a sliding window shorter than the canvas
-    folder: its checkpoint, for its tokenizer; None: unknown
-    name: what the user calls it
+    Args:
+        model: one that keeps keys and values of all tokens, without a sliding window shorter than the canvas.
+        spec: the diffusion model's.
+        folder: its checkpoint, for its tokenizer; None: unknown.
+        name: the option by which the user gave it.
     """
 
     model: PreTrainedModel
+    spec: ModelSpec
     folder: Path | None = None
     name: str = "scheduler.verifier"
 
@@ -38,6 +43,11 @@ class Verifier:
         """Tokens that it knows, padding included."""
         embedding: Any = self.model.get_input_embeddings()
         return embedding.weight.shape[0]
+
+    @property
+    def guides(self) -> tuple[Guide, ...]:
+        """What keeps the diffusion model to tokens that the verifier knows."""
+        return (KnownTokens(self.vocab_size),) if self.vocab_size < self.spec.vocab_size else ()
 
     @property
     def longest(self) -> int:
@@ -97,10 +107,10 @@ class Verifier:
 
 
 class Reading(Cache):
-    """What a verifier keeps of a batch's tokens: keys and values at fixed slots, one per column of the canvas.
+    """The keys and values of a batch's tokens, at fixed slots, one per column of the canvas.
 
-    A column's keys are written again whenever it is read again, and no row looks behind its own column, so nothing
-    has to be cropped when a draft is turned down.
+    A column's keys are written again whenever it is read again, and no row sees columns after its own, so nothing
+    has to be cropped when a draft is rejected.
     """
 
     def __init__(self, verifier: Verifier, columns: int):
@@ -139,6 +149,12 @@ class Reading(Cache):
         )
         return out.logits[:, -width:]
 
+    def logits_at(self, positions: Tensor, canvas: Canvas, ids: Tensor, first: Tensor, width: int) -> Tensor:
+        """`[B, Q, V]` what the verifier expects at `positions [B, Q]`; void outside the columns that `logits` reads."""
+        expected = self.logits(canvas, ids, first, width)
+        place = (positions - first[:, None]).clamp(0, width - 1)
+        return expected.gather(1, place[..., None].expand(-1, -1, expected.shape[-1]))
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the fresh `[B, Hkv, N, Dh]` of a layer and return what is stored of every column (transformers)."""
         assert self.at is not None
@@ -164,7 +180,7 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
     folder = loading.find(path)
     weights.tensor_files(folder)
     model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", spec.dtype)
-    return Verifier(model.eval().to(spec.device), folder, name)
+    return Verifier(model.eval().to(spec.device), spec, folder, name)
 
 
 def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
@@ -181,7 +197,7 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
     if isinstance(verifier, str | Path):
         found = load(str(verifier), spec, name)
     elif isinstance(verifier, PreTrainedModel):
-        found = Verifier(verifier, name=name)
+        found = Verifier(verifier, spec, name=name)
     else:
         raise UserError(f"{name} should be a folder, a hub id or a model of transformers, not {verifier!r:.60}")
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= spec.eos_id:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax
@@ -34,7 +35,7 @@ class Draft:
     """What the drafter proposes: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
 
     ids: Tensor
-    logits: Tensor | None  # None: greedy, or several forwards, whose joint law nobody knows
+    logits: Tensor | None  # None: greedy, or drafted in several forwards, whose joint distribution is unknown
 
 
 @dataclass
@@ -69,7 +70,7 @@ class SpeculativeSampler:
         draft_length: k; 0 is plain autoregressive decoding, the drafter rests. The end of the answer and of the
             drafter's context shorten it.
         scheduled: draft with the sampler's own scheduler, blocks, stop and cache, in as many forwards as they take.
-            Greedy only: nobody knows the joint law of such a draft.
+            Greedy only: the joint distribution of such a draft is unknown.
         separator: id or text of a token that the drafter sees behind the masks, as the training put it there.
 
     Raises:
@@ -86,8 +87,7 @@ class SpeculativeSampler:
         separator: int | str | None = None,
     ):
         spec = drafter.denoiser.spec
-        if not isinstance(draft_length, int) or isinstance(draft_length, bool) or draft_length < 0:
-            raise UserError(f"draft_length must be a whole number of at least 0, not {draft_length!r}")
+        check_count("draft_length", draft_length, 0)
         if spec.mask_id is None:
             raise UserError(
                 "a drafter fills masks in one forward, and this model has none, its noise are random tokens (uniform"
@@ -247,7 +247,7 @@ class SpeculativeSampler:
         return [0 if over else max(0, min(self.draft_length, one)) for one, over in zip(free, done, strict=True)]
 
     def _draft(self, text: Canvas, widths: list[int], run: _Run) -> Draft:
-        """Proposals of every row, laid out as prompts of a canvas of their own."""
+        """Proposals of every row, as answers to its text on a canvas of their own."""
         spec, k = self.drafter.denoiser.spec, max(widths)
         width = torch.tensor(widths, device=text.ids.device)
         known = [[t if t < spec.vocab_size else spec.pad_id for t in row] for row in self._rows(text)]

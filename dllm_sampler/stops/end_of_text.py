@@ -6,18 +6,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.stops.end_tokens import TruncateStop
+
+Mode = Literal["resolved", "predicted"]
 
 
 @dataclass(frozen=True)
 class EndOfText(TruncateStop):
-    """Cut the canvas behind the end of text, by a committed end token or by a predicted one.
+    """Cut the canvas after the end of text: a committed end token, or a predicted one.
 
     Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule: cut where an end
     token is committed (as `TruncateStop`). `predicted` is the published code's: where a step commits none, also cut
-    behind the mask most surely predicted to be one, anywhere on the canvas. The code sets no bound there, and can cut
+    after the mask most surely predicted to be one, anywhere on the canvas. The code sets no bound there, and can cut
     after the very first forward: that is `min_conf=0`.
 
     Args:
@@ -25,14 +27,12 @@ class EndOfText(TruncateStop):
         min_conf: probability a predicted end token must reach.
     """
 
-    mode: Literal["resolved", "predicted"] = "resolved"
+    mode: Mode = "resolved"
     min_conf: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.mode not in ("resolved", "predicted"):
-            raise UserError(f"stop.mode must be resolved or predicted, not {self.mode!r}")
-        if isinstance(self.min_conf, bool) or not self.min_conf >= 0:
-            raise UserError(f"stop.min_conf must be a probability from 0 on, not {self.min_conf!r}")
+        check_choice("stop.mode", self.mode, Mode)
+        check_number("stop.min_conf", self.min_conf, "a probability")
 
     def positions(self, canvas: Canvas) -> Tensor | None:
         """See `Stop.positions`."""

@@ -1,4 +1,4 @@
-"""Stop at a committed end token (the rules stand side by side in docs/architecture.md)."""
+"""Stop at a committed end token; docs/architecture.md compares the rules."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Context, Stop
+from dllm_sampler.core.protocols import Context, Stop, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -28,9 +28,7 @@ class _EosStop(Stop):
 
     def bind(self, context: Context) -> Self:
         """See `Stop.bind`."""
-        bound = replace(self)
-        object.__setattr__(bound, "eos", context.spec.eos_id)
-        return bound
+        return learned(self, eos=context.spec.eos_id)
 
     def ends(self, after: Canvas) -> Tensor:
         """`[B, L+1] bool` end tokens that stand committed in the generation."""
@@ -44,7 +42,7 @@ def finished(edit: Edit, finish: Tensor) -> Edit:
 
 @dataclass(frozen=True)
 class BlockStop(_EosStop):
-    """Stop after a complete block that contains an end token; what lies behind it becomes padding."""
+    """Stop after a complete block that contains an end token; everything after it becomes padding."""
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
@@ -55,7 +53,7 @@ class BlockStop(_EosStop):
 class PrefixStop(_EosStop):
     """Stop once an end token is committed and no mask remains before it; no token before it changes.
 
-    A scheduler that takes tokens back (`edit.remask`) is done with them when the block is over.
+    With a scheduler that takes tokens back (`edit.remask`), once the block is over.
     """
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
@@ -67,7 +65,7 @@ class PrefixStop(_EosStop):
 
 @dataclass(frozen=True)
 class TruncateStop(_EosStop):
-    """Cut the canvas behind an end token as soon as it is committed: later masks vanish from the context.
+    """Cut the canvas after an end token as soon as it is committed: later masks vanish from the context.
 
     Where the scheduler takes tokens back (`edit.remask`), once its block is over.
     """

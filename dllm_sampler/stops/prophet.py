@@ -1,15 +1,15 @@
-"""Prophet: fill all masks once the answer is settled."""
+"""Prophet: fill all masks once the answer is certain."""
 
-import math
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.stops.end_tokens import finished
 
 
@@ -23,7 +23,7 @@ class Prophet(Stop):
 
     Args:
         start: first position of the answer region inside the generation; None: the region is every mask.
-        length: positions of the region, of which those inside the generation count. With none there it never fires.
+        length: positions of the region; those outside the generation do not count. Without any inside it never fires.
         early, mid, late: bounds on the mean gap until a third, two thirds and the rest of the way.
         steps: planned forwards, which make progress the step's number (from 1) over them, as published; None:
             progress is the share of the generation already committed.
@@ -39,13 +39,10 @@ class Prophet(Stop):
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("length", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"stop.{name} must be a whole number from 1 on, not {value!r}")
-        for name in ("early", "mid", "late"):
-            if math.isnan(getattr(self, name)):
-                raise UserError(f"stop.{name} must be a number, not nan: infinity never fires")
+        check_count("stop.length", self.length)
+        check_count("stop.steps", self.steps, optional=True)
+        for name in ("early", "mid", "late"):  # infinity: never
+            check_number(f"stop.{name}", getattr(self, name), least=-inf)
 
     @property
     def needs(self) -> frozenset[str]:

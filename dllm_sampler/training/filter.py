@@ -21,9 +21,9 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cli import inputs
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.filter import Layers, about, judge
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.filter import Layers, about, judge
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold

@@ -18,7 +18,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.filter import lay_out
+from dllm_sampler.schedulers.learn2pd import lay_out
 from dllm_sampler.training import checkpoint
 from dllm_sampler.training.progress import bar
 

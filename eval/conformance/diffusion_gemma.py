@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.eval.conformance.block_causal import StopAt
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size, Steps, Tokens
@@ -42,19 +41,14 @@ class Arguments(BaseModel):
 
 @dataclass(frozen=True)
 class Watched(EntropyRenoise):
-    """The scheduler, taking down what each forward saw of the first row's canvas, and which positions it accepted."""
+    """The scheduler, with a record of the canvas that each forward saw and the positions that it accepted, of row 0."""
 
     canvases: list[Tokens] = field(init=False, default_factory=list, repr=False)
     accepted: Steps = field(init=False, default_factory=list, repr=False)
 
-    def bind(self, context: Context) -> Watched:
-        """Keep the lists, which the line's checks read later."""
-        object.__setattr__(self, "noise_id", context.spec.pad_id)
-        return self
-
-    def accepts(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+    def accepts(self, canvas: Canvas, query: Query, entropy: Tensor) -> Tensor:
         """See `EntropyRenoise.accepts`."""
-        chosen = super().accepts(canvas, query, readout)
+        chosen = super().accepts(canvas, query, entropy)
         self.canvases.append(query.ids[0, 0].tolist())
         self.accepted.append((query.positions[0][chosen[0]] - canvas.first[0]).tolist())
         return chosen

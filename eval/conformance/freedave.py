@@ -83,7 +83,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Noted(PublishedFreeDave):
-    """The published drafting, with a note of what a forward's walk and its free last mask commit."""
+    """The published drafting, with a note of what a forward verifies and of the last mask that it commits besides."""
 
     events: Events = field(default_factory=Events)
 
@@ -103,12 +103,13 @@ class Noted(PublishedFreeDave):
             live=None if query.live is None else query.live[:, :kept],
         )
 
-    def _certain(self, canvas: Canvas, now: Canvas, then: Canvas) -> Tensor:
-        certain = super()._certain(canvas, now, then)
+    def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
+        """See `Drafting.commits_next`."""
+        commits = super().commits_next(canvas, before, after)
         first = int(canvas.start[0] - canvas.first[0])
-        for before, after in ((canvas, now), (now, then if certain[0] else now)):
-            self.events.note((before.masked & ~after.masked)[0, int(canvas.first[0]) :].nonzero()[:, 0], first)
-        return certain
+        for old, new in ((canvas, before), (before, after if commits[0] else before)):
+            self.events.note((old.masked & ~new.masked)[0, int(canvas.first[0]) :].nonzero()[:, 0], first)
+        return commits
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class PublishedEager(ForcedFirst):
         wrote = after != now
         if opens and self.forced:
             wrote[0] = True
-        return Edit(after[None], wrote[None], hold=~over, leave=over), (token, certainty, stale)
+        return Edit(after[None], wrote[None], keep_block=~over, close_block=over), (token, certainty, stale)
 
     def bound(self, tokens: int) -> int:
         """A forward that opens a block, and the first one after it, may commit nothing."""

@@ -16,16 +16,16 @@ DEARER = {
     "ccd_marginal": 81,  # distributions of the last steps
     "certainty": 42,  # the fixed schedule and every position's neighbourhood
     "credit": 58,  # remembered tokens of every position
-    "entropy_renoise": 64,  # a sort of entropies, and what it takes back
+    "entropy_renoise": 63,  # a sort of entropies, and what it takes back
     "eoser": 39,  # the scheduler inside, and a factor
-    "freedave": 347,  # the scheduler inside, once for each of three drafts and the step after them
+    "freedave": 341,  # the scheduler inside, once for each of three drafts and the step after them
     "klass": 78,  # distributions of the last step, and the fixed schedule
     "learn2pd": 54,  # a network
     "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
     "remdm": 47,  # two choices, the second of which looks at the first
-    "slowfast": 81,  # two phases
-    "ssd": 347,  # as freedave
+    "slowfast": 77,  # two phases
+    "ssd": 341,  # as freedave
 }
 
 

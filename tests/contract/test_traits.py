@@ -17,6 +17,8 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.core.values import Edit, Readout
+from dllm_sampler.drafting.run_ahead import RunAhead
+from dllm_sampler.drafting.scheduler import Drafting
 from dllm_sampler.engine import layout
 from dllm_sampler.eval import conformance
 from dllm_sampler.eval.conformance import published
@@ -31,7 +33,6 @@ from dllm_sampler.schedulers.random_order import RandomOrder
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.schedulers.verifier import Verifier
 from tests import toys
 from tests.contract.cases import Settings, label, settings
 
@@ -48,13 +49,14 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     SelfSpeculative: SelfSpeculative,
     StorePass: StorePass,
     Unrolled: Unrolled,
-    Verifier: Verifier,
+    Drafting: Drafting,
+    RunAhead: RunAhead,
 }
 
 OWN: dict[type[Around], dict[str, object]] = {
     ForcedFirst: {"exact": True},  # the block's first position must be predicted
     StorePass: {"asks_block": False},  # forwards that only store ask nothing
-    Verifier: {
+    RunAhead: {
         "asks_block": False,  # it asks about drafts, and over the end of the block
         "plans": False,  # a forward may commit more than the inner scheduler's next step
         "drafts": True,
@@ -65,10 +67,10 @@ OWN: dict[type[Around], dict[str, object]] = {
 
 REFUSED: dict[type[Around], set[str]] = {
     Eoser: {"drafts", "ranks_by_confidence"},  # it scales confidences, which must count, before anybody drafts by them
-    Verifier: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
+    RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
 }
 
-ALONE = {PublishedEager, Verifier}  # one asks and commits without the inner scheduler, one is no method by itself
+ALONE = {PublishedEager, RunAhead, Drafting}  # one asks and commits without the inner scheduler, two are no methods
 CLOCKS = {FreeDave, Noted, PublishedFreeDave}  # they bound their own drafts
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)

@@ -241,8 +241,8 @@ def test_the_nucleus_by_hand(rollout: float, columns: list[int]) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"masks": 0}, "cache.masks must be a whole number from 1 on"),
-        ({"gap": -1}, "cache.gap must be a whole number from 0 on"),
+        ({"masks": 0}, "cache.masks must be a whole number of at least 1"),
+        ({"gap": -1}, "cache.gap must be a whole number of at least 0"),
         ({"rollout": 1.5}, "cache.rollout must be a share"),
         ({"sigma": 0}, "cache.sigma must be a number of positions above 0"),
     ],

@@ -62,5 +62,5 @@ def test_the_shift_has_a_column_before_the_block() -> None:
 @pytest.mark.parametrize("field", ["before", "after", "warmup"])
 @pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_fields_are_whole_numbers(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"cache\.{field} must be a whole number from 0 on"):
+    with pytest.raises(UserError, match=rf"cache\.{field} must be a whole number of at least 0"):
         VicinityCache(**{field: value})

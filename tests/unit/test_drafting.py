@@ -15,11 +15,11 @@ from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise, ReplayNoise
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Spent
+from dllm_sampler.drafting.pace import Pace
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.drafting import same_path
 from dllm_sampler.schedulers.freedave import FreeDave
-from dllm_sampler.schedulers.pace import Pace
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
 from tests import toys

@@ -18,10 +18,11 @@ from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.engine import readout
-from dllm_sampler.schedulers.apd import ParallelDecoding, mixture
+from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.leftright import LeftToRight
 from dllm_sampler.speculative import autoregressive
 from dllm_sampler.speculative.autoregressive import Reading
+from dllm_sampler.speculative.mixture import mixture
 from tests import scripted, toys
 from tests.turns import by_turns
 
@@ -333,7 +334,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"verifier": 3}, r"should be a folder, a hub id or a model of transformers, not 3"
     yield {"verifier": "/no/such/folder"}, r"there is no checkpoint folder '/no/such/folder'"
     yield {"verifier": judge, "mixture_weight": 1.5}, r"mixture_weight must be a number between 0 and 1, not 1.5"
-    yield {"verifier": judge, "max_lookahead": 0}, r"max_lookahead must be a whole number from 1 on, not 0"
+    yield {"verifier": judge, "max_lookahead": 0}, r"max_lookahead must be a whole number of at least 1, or null, not 0"
     yield {"verifier": toys.verifier(vocab=600)}, r"a vocabulary of 600 tokens and the model one of 40: use a causal LM"
     yield {"verifier": toys.verifier(vocab=20)}, r"a vocabulary of 20 tokens"
 
@@ -352,9 +353,9 @@ def test_refusals_of_company() -> None:
     with pytest.raises(UserError, match="chooses which masks to predict: use"):
         toys.sampler(scheduler=rule, cache="elastic")
     assert run(replace(rule, max_lookahead=None), cache="dual", blocks=FixedBlocks(6)).complete.all()
-    with pytest.raises(UserError, match=r"cache.window must be a whole number from 0 on, not -1"):
+    with pytest.raises(UserError, match=r"cache.window must be a whole number of at least 0, not -1"):
         TrailingCache(-1)
-    with pytest.raises(UserError, match=r"scheduler.tokens_per_step must be a whole number from 1 on, not 0"):
+    with pytest.raises(UserError, match=r"scheduler.tokens_per_step must be a whole number of at least 1, not 0"):
         LeftToRight(tokens_per_step=0)
 
 

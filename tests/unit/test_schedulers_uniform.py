@@ -206,11 +206,11 @@ def test_a_step_reads_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"entropy_bound": -1}, "entropy_bound must be a number from 0 on"),
+        ({"entropy_bound": -1}, "entropy_bound must be a number of at least 0"),
         ({"max_denoising_steps": 0}, "max_denoising_steps must be a whole number"),
         ({"t_min": 0.9}, "t_max must be a finite number from t_min=0.9 on, not 0.8"),
         ({"t_max": float("inf")}, "t_max must be a finite number"),
-        ({"stability_threshold": -1}, "stability_threshold must be a whole number from 0 on"),
+        ({"stability_threshold": -1}, "stability_threshold must be a whole number of at least 0"),
         ({"confidence_threshold": -0.1}, "confidence_threshold must be a number"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.schedulers.filter import judge, load
+from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import checkpoint as states
 from dllm_sampler.training import cli, replay

@@ -22,7 +22,7 @@ class AmongTop(Around):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Probabilities besides."""
+        """Probabilities too."""
         return super().needs | {"probabilities"}
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

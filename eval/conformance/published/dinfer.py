@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.protocols import Context, learned
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold
@@ -21,18 +21,16 @@ class PublishedDInferThreshold(DInferThreshold):
     Source: dInfer, arXiv 2510.08666.
     """
 
-    mask: int = field(init=False, default=-1, repr=False, compare=False)
+    mask_id: int | None = field(init=False, default=None, repr=False, compare=False)
 
     def bind(self, context: Context) -> Self:
         """Take the mask token."""
-        spec, bound = context.spec, replace(self)
-        object.__setattr__(bound, "mask", -1 if spec.mask_id is None else spec.mask_id)
-        return bound
+        return learned(self, mask_id=context.spec.mask_id)
 
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
         """See `DInferThreshold.commit`."""
-        edit = super().commit(canvas, query, token, sure.masked_fill(token == self.mask, -torch.inf))
-        return replace(edit, commit=edit.commit & (token != self.mask))
+        edit = super().commit(canvas, query, token, sure.masked_fill(token == self.mask_id, -torch.inf))
+        return replace(edit, commit=edit.commit & (token != self.mask_id))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class PublishedFixedSteps(FixedSteps):
         """See `Scheduler.tell`."""
         edit, carry = super().tell(canvas, query, readout, carry)
         last = canvas.age + 1 >= carry[1]
-        return replace(edit, hold=~last, leave=last), carry
+        return replace(edit, keep_block=~last, close_block=last), carry
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
         """See `FixedSteps.share`."""
@@ -73,7 +73,7 @@ class AnyBlock(PublishedFixedSteps):
         count = uniform_share(masks, steps, canvas.age)
         commit = select.top(self.rate(canvas, query, readout), canvas.masked.gather(1, query.positions), count)
         last = canvas.age + 1 >= steps
-        return Edit(readout.token[:, 0], commit, hold=~last, leave=last), (masks, steps)
+        return Edit(readout.token[:, 0], commit, keep_block=~last, close_block=last), (masks, steps)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class ForcedFirst(Around):
 
     Source: Fast-dLLM's Dream path (arXiv 2505.22618): its window starts at the block, where the logit shift leaves
     the first position without a prediction (`PublishedWindow`). The clean way is a window one position wider. These
-    loops leave a full block whatever the inner schedule still plans for it, so its `hold` is not passed on.
+    loops leave a full block whatever the inner schedule still plans for it, so its `keep_block` is not passed on.
 
     Args:
         inner: the scheduler of every other step; it sees the opening step too, and may count it.
@@ -32,7 +32,7 @@ class ForcedFirst(Around):
         edit, carry = self.inner.tell(canvas, query, readout, carry)
         first = canvas.eligible(query.positions) & (query.positions == canvas.start[:, None])
         commit = torch.where((canvas.age == 0)[:, None], first, edit.commit)
-        return replace(edit, commit=commit, hold=None), carry
+        return replace(edit, commit=commit, keep_block=None), carry
 
     def bound(self, tokens: int) -> int:
         """One opening forward per block may be spent on a single position."""

@@ -55,8 +55,8 @@ class PublishedKlass(Klass):
         score = -move if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
         share = select.top(self.order(canvas, query, readout, count), eligible, count)
-        commit, leave = torch.where(ready.any(1)[:, None], chosen, share), canvas.age + 1 >= opened[1]
-        return Edit(readout.token[:, 0], commit, leave=leave), (opened, at, now, past)
+        commit, close_block = torch.where(ready.any(1)[:, None], chosen, share), canvas.age + 1 >= opened[1]
+        return Edit(readout.token[:, 0], commit, close_block=close_block), (opened, at, now, past)
 
 
 @dataclass(frozen=True)

@@ -20,4 +20,4 @@ class PublishedOrigin(Origin):
         """See `Scheduler.tell`."""
         edit, steps = super().tell(canvas, query, readout, carry)
         last = canvas.age + 1 >= steps
-        return replace(edit, hold=~last, leave=last), steps
+        return replace(edit, keep_block=~last, close_block=last), steps

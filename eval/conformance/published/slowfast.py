@@ -22,7 +22,7 @@ class PublishedSlowFast(SlowFast):
         """See `Scheduler.tell`."""
         edit, carry = super().tell(canvas, query, readout, carry)
         _, _, slow, fast, _ = carry
-        return replace(edit, hold=(slow > 0) & (fast < 0)), carry  # in the middle of a slow phase
+        return replace(edit, keep_block=(slow > 0) & (fast < 0)), carry  # in the middle of a slow phase
 
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
         """See `SlowFast.ends`."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around
 
 
@@ -33,10 +33,8 @@ class Unrolled(Around):
     every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tpf", "maximum"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UserError(f"scheduler.{name} must be a whole number of at least 1, not {value!r}")
+        check_count("scheduler.tpf", self.tpf)
+        check_count("scheduler.maximum", self.maximum)
 
     def init(self, canvas: Canvas) -> Carry:
         """The inner carry, `[B]` iterations until the next look, `[B]` iterations made, `[B]` just refreshed."""
@@ -57,8 +55,8 @@ class Unrolled(Around):
         moves = (~refresh).long()
         ahead, made = ahead - moves, made + moves
         edit, inner = self.inner.tell(canvas, query, readout, inner)
-        hold = ahead > 0 if edit.hold is None else edit.hold | (ahead > 0)
-        return replace(edit, hold=hold), (inner, ahead, made, refresh)
+        keep_block = ahead > 0 if edit.keep_block is None else edit.keep_block | (ahead > 0)
+        return replace(edit, keep_block=keep_block), (inner, ahead, made, refresh)
 
     def bound(self, tokens: int) -> int:
         """Each commit may be followed by wasted iterations, each iteration by a refresh."""

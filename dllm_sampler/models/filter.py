@@ -1,16 +1,14 @@
-"""The filter of Learn2PD: linear layers from a block's confidences to one logit per position, in a safetensors file."""
+"""Learn2PD's filter (arXiv 2509.25188): linear layers from a block's confidences to one logit per position."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
@@ -23,21 +21,6 @@ def judge(layers: Layers, known: Tensor) -> Tensor:
     for index, (weight, bias) in enumerate(layers):
         known = linear(known if index == 0 else known.relu(), weight, bias)
     return known
-
-
-def lay_out(canvas: Canvas, positions: Tensor, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """`values [B, Q]` in the order of the active block, over what was `known [B, N]`.
-
-    Returns:
-        `[B, N]`, with 1 behind the block's end; and `[B, Q]` where each position lies in it, N outside the block.
-    """
-    size = known.shape[1]
-    inside = (positions >= canvas.start[:, None]) & (positions < canvas.stop[:, None])
-    offset = torch.where(inside, positions - canvas.start[:, None], size)
-    # One more slot takes what lies outside the block.
-    known = torch.cat([known, known[:, :1]], 1).scatter(1, offset, values.to(known.dtype))[:, :size]
-    there = torch.arange(size, device=offset.device) < (canvas.stop - canvas.start)[:, None]
-    return known.masked_fill(~there, 1), offset
 
 
 def find(path: str | None, spec: ModelSpec) -> Path:

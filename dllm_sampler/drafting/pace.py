@@ -1,4 +1,4 @@
-"""How many branches a forward takes in passing, measured while it runs."""
+"""How many candidates a forward computes in hardly more time than one, measured while it runs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 from dllm_sampler.core.values import Canvas
 
-Table = dict[int, list[float]]  # branches to the seconds of their forwards
+Table = dict[int, list[float]]  # number of candidates to the seconds of forwards with them
 
 
 @dataclass
 class Pace:
-    """Doubles the branches as long as a forward with them takes hardly longer than one with a single branch.
+    """Double the candidates as long as a forward with them takes hardly longer than one with a single candidate.
 
-    A GPU that waits for its memory computes some rows for nothing; where that ends depends on the model, the batch
-    and the window, so that each shape has a table of its own. The shortest of a few forwards counts, because others
-    may have waited for something else.
+    A GPU that waits for its memory computes some rows at no cost. Where that ends depends on the model, the batch and
+    the window, so each shape has a table of its own. The shortest of a few forwards counts, because the others may
+    have waited for something else.
 
     Args:
-        most: branches never exceed this.
-        slack: how much longer is hardly longer.
-        tries: forwards timed per number of branches.
+        most: candidates at most.
+        slack: a forward may take this many times as long as one with a single candidate.
+        tries: forwards timed per number of candidates.
     """
 
     most: int = 16
@@ -29,13 +29,13 @@ class Pace:
     tables: dict[tuple[int, int, int], Table] = field(default_factory=dict, repr=False)
 
     def next(self, canvas: Canvas, seconds: float) -> int:
-        """Take down the last step's time and choose the branches of the next one."""
+        """Record the last step's time and choose the number of candidates of the next one."""
         sizes = canvas.sizes
         batch, columns = canvas.ids.shape
         # Prompts of nearly one length share a table: their forwards differ less than the slack.
         table = self.tables.setdefault((batch, columns.bit_length(), sizes.block), {1: []})
         now = canvas.branches
-        # A forward that opens a block is wider, and one with few masks left takes fewer branches than it may.
+        # A forward that opens a block is wider, and one with few masks left has fewer candidates than it may.
         if now in table and not sizes.opens and sizes.queries >= now:
             table[now].append(seconds)
             del table[now][self.tries :]

@@ -1,0 +1,63 @@
+"""Refuse a plug-in's settings that cannot be meant, each with one sentence.
+
+`name` is the setting as the user writes it: `scheduler.steps`, say.
+"""
+
+from math import inf
+from typing import Any, get_args
+
+from dllm_sampler.errors import UserError
+
+
+def check_count(name: str, value: object, least: int = 1, *, optional: bool = False) -> None:
+    """Refuse anything but a whole number of at least `least`; None passes where it is `optional`."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        null = ", or null" if optional else ""
+        raise UserError(f"{name} must be a whole number of at least {least}{null}, not {value!r}")
+
+
+def check_number(
+    name: str,
+    value: Any,
+    what: str = "a number",
+    *,
+    least: float = 0,
+    most: float = inf,
+    finite: bool = False,
+    optional: bool = False,
+) -> None:
+    """Refuse NaN and anything but a number from `least` to `most`; None passes where it is `optional`.
+
+    Args:
+        what: what an error calls it, "a probability" say.
+        finite: refuse infinity too.
+    """
+    if optional and value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and least <= value <= most and not (finite and value == inf):
+        return
+    span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
+    raise UserError(f"{name} must be {what}{span}, not {value!r}")
+
+
+def check_positive(name: str, value: Any, what: str = "a number", *, most: float | None = None) -> None:
+    """Refuse anything but a finite number above 0, `most` at most."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < inf or (most is not None and value > most):
+        limit = "" if most is None else f", at most {most}"
+        raise UserError(f"{name} must be {what} above 0{limit}, not {value!r}")
+
+
+def check_share(name: str, value: object, what: str = "a share") -> None:
+    """Refuse anything but a number between 0 and 1."""
+    check_number(name, value, what, most=1)
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Refuse what is none of the `choices`, a `Literal` of words."""
+    words = get_args(choices)
+    if value not in words:
+        raise UserError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")

@@ -1,0 +1,47 @@
+"""From drafted steps to the candidates of a query."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.values import Canvas, Query
+
+
+class Branch(NamedTuple):
+    """A candidate by the drafted steps that it holds: the first `steps` and, unless 0, a later one, number `extra`."""
+
+    steps: int
+    extra: int = 0
+
+    @property
+    def depth(self) -> int:
+        """The last step that it holds."""
+        return max(self.steps, self.extra)
+
+
+class Draft(NamedTuple):
+    """The steps that the inner scheduler would take if predictions stayed the same."""
+
+    root: Canvas  # before the first of them
+    ids: Tensor  # [B, L+1] after the last one
+    level: Tensor  # [B, L+1] the step, from 1, that commits a position; more than there are: none
+    depth: Tensor  # [B] steps worth a candidate
+
+    def candidates(self, query: Query, branches: Sequence[Branch]) -> Query:
+        """`query` about the root (candidate 0) and one candidate per branch, each under the number of its step."""
+        root, ids, level = (row.gather(1, query.positions) for row in (self.root.ids, self.ids, self.level))
+        found, steps, live = [root], [self.root.step], [torch.ones_like(self.root.done)]
+        for branch in branches:
+            drafted = self.depth >= branch.depth  # [B]
+            committed = level <= branch.steps  # [B, Q]
+            if branch.extra:
+                committed = committed | (level == branch.extra)
+            found.append(torch.where(committed & drafted[:, None], ids, root))
+            steps.append(self.root.step + branch.steps + (branch.extra > 0))
+            live.append(drafted)
+        return replace(query, ids=torch.stack(found, 1), step=torch.stack(steps, 1), live=torch.stack(live, 1))

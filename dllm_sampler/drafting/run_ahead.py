@@ -1,0 +1,119 @@
+"""A scheduler run on states that may never come true."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Carry, Context, learned
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.schedulers.around import Around
+
+
+class State(NamedTuple):
+    """A state that the inner scheduler reaches by itself."""
+
+    canvas: Canvas  # `age` and `step` count the inner scheduler's steps
+    inner: Carry
+    candidate: Tensor  # [B] the query's candidate that holds this state
+    confidence: Tensor  # [B, Q] probability of each token when the inner scheduler committed it
+
+
+class Round(NamedTuple):
+    """The carry: predictions at the last verified state, and where the inner scheduler is."""
+
+    inner: Carry
+    start: Tensor  # [B] start of the block that the predictions are for; -1: none, the next forward opens a block
+    age: Tensor  # [B] steps of the inner scheduler in this block
+    step: Tensor  # [B] steps of the inner scheduler in all
+    positions: Tensor  # [B, Q]
+    readout: Readout | None  # [B, 1, Q]; None before the first forward
+
+
+@dataclass(frozen=True)
+class RunAhead(Around):
+    """What drafting needs of the scheduler inside, of the model and of the blocks, and the inner scheduler's steps."""
+
+    eager: bool = False
+    mask_id: int = field(init=False, default=-1)
+    lookahead: int = field(init=False, default=0)  # columns of the next block that `eager` looks at
+    draws: bool = field(init=False, default=True)  # whether tokens are drawn
+
+    def __post_init__(self) -> None:
+        inner, name, traits = type(self.inner).__name__, type(self).__name__, self.inner.traits
+        if traits.drafts:
+            raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
+        if traits.revises or traits.leave_one_out or not traits.asks_block:
+            raise UserError(
+                f"scheduler={name} cannot look ahead for {inner}, which takes tokens back or chooses what to ask in"
+                f" each step: use another scheduler inside {name}, threshold say, or {inner} alone"
+            )
+        if self.eager and traits.asks == "window":
+            raise UserError(
+                f"scheduler.eager asks for masks of two blocks, and {inner} wants a whole block: use eager=false"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """It drafts, and may commit more than the inner scheduler plans."""
+        return replace(super().traits, asks_block=False, plans=False, drafts=True, opens_ahead=self.eager)
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry.inner
+
+    def bind(self, context: Context) -> Self:
+        """Take the mask token, the length of blocks, and whether candidates need noise of their own."""
+        if context.spec.mask_id is None:
+            raise UserError(
+                f"scheduler={type(self).__name__} tells branches apart by their mask tokens, and this model has none:"
+                f" use {type(self.inner).__name__} alone"
+            )
+        blocks = context.blocks
+        if self.eager and blocks.sizes_on_open:
+            raise UserError(
+                f"scheduler.eager opens a block ahead of time, and blocks={type(blocks).__name__} sizes it on the"
+                " forward that opens it: use blocks=fixed, or eager=false"
+            )
+        bound = super().bind(context)
+        draws = context.draws or any(guide.draws for guide in bound.guides(()))
+        lookahead = blocks.lookahead(2**16) if self.eager else 0
+        return learned(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> None:
+        """See `Traits.plans`: not known."""
+
+    def bound(self, tokens: int) -> int:
+        """Never more than the inner scheduler takes."""
+        return self.inner.bound(tokens)
+
+    def init(self, canvas: Canvas) -> Round:
+        """See `Scheduler.init`."""
+        if not isinstance(canvas.noise, CounterNoise):
+            raise UserError(
+                f"scheduler={type(self).__name__} looks at several steps at once, and {type(canvas.noise).__name__}"
+                " draws in the order of steps: use the default noise"
+            )
+        zero = torch.zeros_like(canvas.start)
+        return Round(super().init(canvas), zero - 1, zero, zero, canvas.ids[:, :0], None)
+
+    def begin(self, canvas: Canvas, query: Query, carry: Round) -> State:
+        """The state of candidate 0: the canvas, with the inner scheduler's count of steps."""
+        age, zero = torch.where(carry.start == canvas.start, carry.age, 0), torch.zeros_like(canvas.start)
+        confidence = torch.zeros(query.positions.shape, dtype=torch.float64, device=zero.device)
+        return State(replace(canvas, age=age, step=carry.step), carry.inner, zero, confidence)
+
+    def step(self, state: State, query: Query, readout: Readout) -> State:
+        """One step of the inner scheduler, and on to the next block where it fills this one."""
+        edit, inner = self.inner.tell(state.canvas, query, readout, state.inner)
+        edit = replace(edit, commit=edit.commit & (edit.ids != self.mask_id))  # a chosen mask token is still noise
+        after = state.canvas.apply(query.positions, edit)
+        committed = (state.canvas.masked & ~after.masked).gather(1, query.positions)  # [B, Q]
+        confidence = torch.where(committed, readout.confidence[:, 0], state.confidence)
+        return State(after.advance(after.block_over(edit), self.lookahead, None), inner, state.candidate, confidence)

@@ -1,0 +1,118 @@
+"""Draft the next states from the last predictions, and verify them all with one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.drafting.candidates import Branch, Draft
+from dllm_sampler.drafting.run_ahead import Round, RunAhead, State
+from dllm_sampler.schedulers.rows import choose
+
+
+@dataclass(frozen=True)
+class Drafting(RunAhead):
+    """Run the inner scheduler several steps per forward, and end exactly where it would; `branches` is left open.
+
+    `ask` drafts: the inner scheduler acts on the last predictions as if they did not change. The forward computes the
+    canvas (candidate 0) and some of the drafted states. `tell` verifies: the inner scheduler judges the canvas by its
+    own predictions; if the state it makes is a candidate, it judges that one next, and so on. The step after the last
+    verified state needs no candidate. Each step sees the predictions, carry, step number (which keys the noise) and
+    age of the block that the inner scheduler would see alone, so that tokens are the same and only forwards are saved.
+    A forward that opens a block has one candidate.
+
+    Args:
+        inner: the scheduler to speed up: one that asks for its block and takes nothing back.
+        eager: draft over the end of the block, into the next one, and open that without a forward of its own where
+            the draft was right (one block ends per forward at most; a stop may then leave other tokens behind the
+            end token). It needs blocks that are not sized on opening, and a cache that opening a block does not
+            refresh.
+    """
+
+    def branches(self, most: int) -> list[Branch]:
+        """The candidates besides the canvas, the likeliest first, where no row has more than `most` masks."""
+        raise NotImplementedError
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The inner scheduler's query, for the canvas and for the states that it may come to."""
+        query, most = super().ask(canvas, carry), canvas.width
+        if self.eager:
+            columns, most = canvas.columns(), min(most + self.lookahead, canvas.new_tokens)
+            near = (columns >= canvas.start[:, None]) & (columns < canvas.stop[:, None] + self.lookahead)
+            query = Query.at(canvas, select.columns(canvas.masked & near, most))
+        if carry.readout is None:  # nothing to draft from
+            return replace(query, step=carry.step[:, None]) if self.draws else query
+        branches = self.branches(most)
+        if canvas.branches is not None:
+            branches = branches[: canvas.branches - 1]
+        draft = self.drafted(canvas, carry, max((branch.depth for branch in branches), default=0))
+        query = draft.candidates(query, branches)
+        return query if self.draws else replace(query, step=None)
+
+    def drafted(self, canvas: Canvas, carry: Round, depth: int) -> Draft:
+        """The next `depth` steps by the last predictions, as far as they lead."""
+        assert carry.readout is not None
+        query = Query.at(canvas, carry.positions)
+        state = self.begin(canvas, query, carry)
+        root, going = state.canvas, (carry.start == canvas.start) & ~canvas.done  # [B]
+        level, reached = torch.full_like(canvas.ids, depth + 1), torch.zeros_like(canvas.start)
+        for number in range(1, depth + 1):
+            after = self.propose(state, query, carry.readout)
+            committed = state.canvas.masked & ~after.canvas.masked  # [B, L+1]
+            going = going & committed.any(1) & self.worth_candidate(canvas, state.canvas, after.canvas)
+            level, reached = torch.where(committed, number, level), reached + going
+            state = after
+        return Draft(root, state.canvas.ids, level, reached)
+
+    def propose(self, state: State, query: Query, readout: Readout) -> State:
+        """One drafted step: the inner scheduler's own, on predictions of an earlier state."""
+        return self.step(state, query, readout)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """Go along the candidates as far as the inner scheduler does, and take the step after the last one too."""
+        state = self.begin(canvas, query, carry)
+        for _ in range(query.ids.shape[1] - 1):
+            state = self.verify(canvas, query, readout, state)
+        seen = readout.of(state.candidate)
+        after = self.step(state, query, seen)
+        state = choose(self.commits_next(canvas, state.canvas, after.canvas), after, state, canvas.length)
+        now, at = state.canvas, query.positions
+        closed = now.start > canvas.start  # [B]
+        commit = (canvas.masked & ~now.masked).gather(1, at)
+        edit = Edit(now.ids.gather(1, at), commit, keep_block=~closed, close_block=closed, confidence=state.confidence)
+        start = torch.where(closed & (now.age == 0), -1, now.start)
+        return edit, Round(state.inner, start, now.age, now.step, at, seen)
+
+    def verify(self, canvas: Canvas, query: Query, readout: Readout, state: State) -> State:
+        """One step along the candidates, in the rows where one of them holds the state that the step makes."""
+        after = self.step(state, query, readout.of(state.candidate))
+        score = self.fits(query, state, after)  # [B, K]
+        if query.live is not None:
+            score = score * query.live
+        if query.step is not None:  # tokens are drawn with the step's noise
+            score = score * (query.step == after.canvas.step[:, None])
+        accepted = score.any(1) & self.worth_candidate(canvas, state.canvas, after.canvas)
+        return choose(accepted, self.follow(query, state, after, score.argmax(1)), state, canvas.length)
+
+    def fits(self, query: Query, before: State, after: State) -> Tensor:
+        """`[B, K] int64` how well each candidate fits, where the step leads from `before` to `after`; 0: not at all."""
+        return (query.ids == after.canvas.ids.gather(1, query.positions)[:, None]).all(2).long()
+
+    def follow(self, query: Query, before: State, after: State, candidate: Tensor) -> State:
+        """The state that `candidate [B]` holds."""
+        return after._replace(candidate=candidate)
+
+    def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
+        """`[B] bool` rows that commit the step after the last verified state: one block ends per forward at most."""
+        return (after.start == before.start) | (before.start == canvas.start)
+
+    def worth_candidate(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
+        """`[B] bool` rows whose state `after` is worth a candidate: it has masks in this block, or in the next."""
+        if not self.eager:
+            return after.start == canvas.start
+        return ~after.done & self.commits_next(canvas, before, after)

@@ -1,0 +1,45 @@
+"""The product of two models' distributions, and the tokens that both can name."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.values import Canvas
+
+
+@dataclass(frozen=True)
+class KnownTokens(Guide):
+    """Choose only tokens that a second model knows.
+
+    Args:
+        size: tokens in its vocabulary, from 0 on.
+    """
+
+    excludes: ClassVar[bool] = True
+
+    size: int
+
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.__call__`."""
+        unknown = torch.arange(logits.shape[-1], device=logits.device) >= self.size
+        return logits.masked_fill(unknown, -torch.inf)
+
+
+def mixture(own: Tensor, other: Tensor, weight: float) -> Tensor:
+    """Logits `[..., V]` of the product of two distributions: `own` to the power `weight`, `other` to the rest.
+
+    Args:
+        own: `[..., V]` logits. A token that either model excludes, or that the other does not know, stays excluded.
+        other: `[..., V']` logits, of more or of fewer tokens.
+        weight: between 0 and 1.
+    """
+    precise = torch.promote_types(own.dtype, torch.float32)
+    other = pad(other.to(precise), (0, own.shape[-1] - other.shape[-1]), value=-torch.inf)
+    mixed = weight * own.to(precise) + (1 - weight) * other
+    impossible = (own == -torch.inf) | (other == -torch.inf)  # 0 times infinity is no number
+    return mixed.masked_fill(impossible, -torch.inf).to(own.dtype)
