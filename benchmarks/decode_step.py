@@ -56,8 +56,9 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout, readout
 from dllm_sampler.engine.capture import cuda as record
+from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
@@ -297,7 +298,7 @@ class Bench:
         return rows
 
 
-def one_step(engine: Engine, state: State, step: int, last: int) -> None:
+def one_step(engine: Engine, state: Generation, step: int, last: int) -> None:
     engine.step(state)
     engine.poll(state, step + 1, last=step + 1 == last)
 

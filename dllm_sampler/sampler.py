@@ -18,8 +18,9 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace, aligned
 from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.engine import capture, graphs, layout
+from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import StaticEngine
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels import backend as backends
@@ -254,7 +255,7 @@ class Sampler:
         seeds = prompts.seeds(seed, len(rows))
         engine = self._engine(plugins, samples)
         canvas = layout.canvas(
-            rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.grain
+            rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple
         )
         bound = self.max_steps or plugins.scheduler.bound(canvas.new_tokens)
         return self._run(engine, canvas, bound, stops, every)
@@ -300,7 +301,7 @@ class Sampler:
             raise UserError(f"block_length belongs to blocks=fixed, but blocks is {name}: leave one of them out")
         return self.plugins.on(FixedBlocks(block_length))
 
-    def _stop_at(self, engine: Engine, state: State, stop_strings: Sequence[str]) -> None:
+    def _stop_at(self, engine: Engine, state: Generation, stop_strings: Sequence[str]) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
         canvas = state.canvas
         answer, noise = canvas.asked(), canvas.masked
@@ -313,16 +314,15 @@ class Sampler:
         if bool(hit.any()):
             state.canvas = replace(canvas, done=canvas.done | hit)
             engine.ask(state)
-            engine.poll(state, 0)
 
-    def _result(self, state: State, stop_strings: Sequence[str]) -> Result:
+    def _result(self, state: Generation, stop_strings: Sequence[str]) -> Result:
         canvas, spec = state.canvas, self.denoiser.spec
         trace = Trace.of(canvas, state.recorder, spec.mask_id, spec.pad_id)
         masked = aligned(canvas, canvas.masked, False).cpu()
         return summarise(trace, masked, canvas.done.cpu(), spec, self.tokenizer, stop_strings)
 
     @staticmethod
-    def _view(state: State, step: int, result: Result | None) -> Commits:
+    def _view(state: Generation, step: int, result: Result | None) -> Commits:
         canvas = state.canvas
         answer = canvas.asked()
 

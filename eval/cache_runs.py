@@ -21,7 +21,8 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.exact_match import held_out_prompts
 from dllm_sampler.eval.scheduler_runs import Setup, settings
 from dllm_sampler.eval.store import Plugins, Store
@@ -166,7 +167,7 @@ def divergence(canvas: Canvas, without: Spy, served: Spy) -> tuple[float, int]:
     return float((true.exp() * (true - ours)).sum()), len(row)
 
 
-def timed(engine: Engine, state: State, step: int) -> float:
+def timed(engine: Engine, state: Generation, step: int) -> float:
     """One step; its process time, which leaves out waiting on a shared machine."""
     start = time.process_time()
     engine.step(state)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.protocols import Blocks, Context, learned
+from dllm_sampler.core.protocols import Blocks, Context
+from dllm_sampler.core.spec import learned
 
 DEFAULT_LENGTH = 32  # LLaDA's
 

@@ -1,13 +1,13 @@
 """What Fast-dLLM's caches share: a block opens with a whole row, then one run of columns is recomputed."""
 
 from abc import ABC, abstractmethod
-from copy import copy
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.protocols import Cache, Context
+from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Query
 
 
@@ -27,9 +27,8 @@ class WindowCache(BaseCache, ABC):
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
-        bound = copy(self)
-        bound.asked = context.scheduler is not None and context.scheduler.traits.asks_block
-        return super(WindowCache, bound).bind(context)
+        asked = context.scheduler is not None and context.scheduler.traits.asks_block
+        return super(WindowCache, learned(self, asked=asked)).bind(context)
 
     def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`. The window holds the whole block: a query for the block loses nothing."""

@@ -7,9 +7,8 @@ Plug-ins answer questions; none writes tokens, owns a loop or reads the host ins
 
 from __future__ import annotations
 
-from copy import copy
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -21,8 +20,6 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-Made = TypeVar("Made")
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
 
 
@@ -97,15 +94,6 @@ class Context:
     draws: bool = False  # the user's guides draw tokens
     tokenizer: PreTrainedTokenizerBase | None = None
     scheduler: Scheduler | None = None  # bound; for what is bound after it: stop, guides, cache
-
-
-def learned(plugin: Made, **values: object) -> Made:
-    """A copy of a plug-in with `values` for fields that are no arguments (`field(init=False)`): what `bind` returns."""
-    unknown = values.keys() - {one.name for one in fields(plugin) if not one.init}  # pyright: ignore
-    assert not unknown, f"{type(plugin).__name__} has no fields {unknown} to learn"
-    twin = copy(plugin)
-    vars(twin).update(values)
-    return twin
 
 
 class PlugIn:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,12 @@ class Traits:
     ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
     block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
     horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
+
+
+def learned(plugin: Made, **values: object) -> Made:
+    """A copy of a plug-in with `values` for fields that are no arguments (`field(init=False)`): what `bind` returns."""
+    unknown = values.keys() - {one.name for one in fields(plugin) if not one.init}  # pyright: ignore
+    assert not unknown, f"{type(plugin).__name__} has no fields {unknown} to learn"
+    twin = copy(plugin)
+    vars(twin).update(values)
+    return twin

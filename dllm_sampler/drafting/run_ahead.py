@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Carry, Context, learned
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around

@@ -16,7 +16,7 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Sizes
-from dllm_sampler.engine.loop import State
+from dllm_sampler.engine.decide import Generation
 from dllm_sampler.errors import UserError
 
 PARTS = ("canvas", "cache", "carry", "bad", "recorder", "wanted", "measured", "previous")  # of a state: a step's work
@@ -59,7 +59,7 @@ class Buffers:
         tensors = (one for buffer in self.held.values() for one in _tensors(buffer))
         return sum(one.numel() * one.element_size() for one in tensors)
 
-    def copy_in(self, state: State) -> Hashable:
+    def copy_in(self, state: Generation) -> Hashable:
         """Copy every tensor of `state` into its buffer, which takes its place in the state.
 
         Returns:
@@ -142,12 +142,12 @@ def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
     return twin
 
 
-def copied(state: State) -> dict[str, Any]:
+def copied(state: Generation) -> dict[str, Any]:
     """The objects of a state, with the same leaves."""
     return {part: walk(getattr(state, part), lambda _, leaf: leaf, part) for part in PARTS}
 
 
-def restored(state: State, parts: dict[str, Any]) -> None:
+def restored(state: Generation, parts: dict[str, Any]) -> None:
     """Give a state copies of those objects, so that it may change them."""
     for part, value in parts.items():
         setattr(state, part, walk(value, lambda _, leaf: leaf, part))

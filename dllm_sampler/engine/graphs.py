@@ -20,7 +20,8 @@ from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.values import Canvas, Noise, Sizes
 from dllm_sampler.engine.buffers import Buffers, Step, address, copied, restored
 from dllm_sampler.engine.capture import Record
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
@@ -95,7 +96,7 @@ def model(denoiser: object) -> tuple[Hashable, ...]:
 
 
 @dataclass
-class InPlace(State):
+class InPlace(Generation):
     """A state and its buffers."""
 
     buffers: Buffers = field(kw_only=True)
@@ -105,14 +106,14 @@ class StaticEngine(Engine):
     """An engine that records and replays its steps.
 
     A recording is good for one shape of canvas. So that prompts of nearly the same length share it, they are padded to
-    a multiple of `grain`, and the buffers of several shapes are kept.
+    a multiple of `multiple`, and the buffers of several shapes are kept.
 
     Args:
         record: what makes a step repeatable, `capture.cuda`; None: every step runs eagerly.
         must: refuse a plug-in whose state no recording knows of; else its generations run eagerly, with a warning.
     """
 
-    grain = 32
+    multiple = 32
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class StaticEngine(Engine):
         self.record, self.must = record, must
         self.free: list[Buffers] = []  # of generations that are over, the latest last: one like it finds its recordings
 
-    def begin(self, canvas: Canvas) -> State:
+    def begin(self, canvas: Canvas) -> Generation:
         """See `Engine.begin`. Generations that overlap in time have buffers of their own."""
         buffers = self._found(canvas)
         plain = super().begin(canvas)
@@ -144,7 +145,7 @@ class StaticEngine(Engine):
             return plain
         return state
 
-    def step(self, state: State) -> None:
+    def step(self, state: Generation) -> None:
         """See `Engine.step`."""
         if not isinstance(state, InPlace) or self.record is None or state.canvas.sizes.computed > MOST:
             super().step(state)
@@ -164,7 +165,7 @@ class StaticEngine(Engine):
         step.replay()
         restored(state, step.after)
 
-    def end(self, state: State) -> None:
+    def end(self, state: Generation) -> None:
         """See `Engine.end`. A later generation may have the buffers."""
         if isinstance(state, InPlace):
             # The latest stay whatever their size: most generations are followed by one like them.

@@ -20,21 +20,21 @@ def canvas(
     blocks: Blocks,
     noise: Noise,
     cuts: bool,
-    grain: int = 1,
+    multiple: int = 1,
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
-        grain: the canvas has a multiple of so many columns; the last ones are no row's.
+        multiple: the canvas has a multiple of so many columns; the last ones are no row's.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
     surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
     new_tokens += surplus
     longest = max(len(row) for row in rows) + new_tokens
-    length = -(-longest // grain) * grain
+    length = -(-longest // multiple) * multiple
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     behind = [noise_id] * new_tokens
     laid_out = [[*row, *behind] + [spec.pad_id] * (length + 1 - len(row) - new_tokens) for row in rows]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dllm_sampler import config
-from dllm_sampler.core.protocols import Blocks, Cache, Context, Guide, Scheduler, Stop, Tempered, Wraps
+from dllm_sampler.core.protocols import Blocks, Cache, Context, Foresees, Guide, Paced, Scheduler, Stop, Tempered, Wraps
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
@@ -36,6 +37,17 @@ class Plugins:
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
         return self.scheduler.needs | self.blocks.needs | self.stop.needs
+
+    # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
+    @cached_property
+    def paced(self) -> bool:
+        """Whether the scheduler goes by the clock (`Paced`)."""
+        return isinstance(self.scheduler, Paced)
+
+    @cached_property
+    def foresees(self) -> bool:
+        """Whether the cache must know what the next forward commits (`Foresees`)."""
+        return isinstance(self.cache, Foresees)
 
     def on(self, blocks: Blocks) -> Plugins:
         """The same set with other blocks.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_share
-from dllm_sampler.core.protocols import Carry, Context, Guide, learned
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.protocols import Carry, Context, Guide
+from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.leftright import Leftmost
 from dllm_sampler.speculative.mixture import mixture

@@ -7,9 +7,9 @@ from typing import Self
 import torch
 
 from dllm_sampler.core.checks import check_count, check_number
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import rank, top
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.statistics import entropy
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import even_share

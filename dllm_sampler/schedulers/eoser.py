@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_number
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.around import Around

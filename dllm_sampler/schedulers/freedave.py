@@ -6,7 +6,8 @@ from typing import Literal, Self
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count
-from dllm_sampler.core.protocols import Context, Scheduler, learned
+from dllm_sampler.core.protocols import Context, Scheduler
+from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.drafting.candidates import Branch
 from dllm_sampler.drafting.pace import Pace

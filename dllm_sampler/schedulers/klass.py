@@ -7,8 +7,8 @@ import torch
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_number
-from dllm_sampler.core.protocols import Carry, Context, learned
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.fixed import FixedSteps

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
-from dllm_sampler.core.spec import ModelSpec, Traits
+from dllm_sampler.core.spec import ModelSpec, Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.filter import Layers, find, judge, load
 from dllm_sampler.schedulers.budget import even_share

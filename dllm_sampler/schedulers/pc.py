@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_number
-from dllm_sampler.core.protocols import Context, learned
+from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.protocols import Carry, Context, Scheduler, learned
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps
 

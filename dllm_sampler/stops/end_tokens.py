@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.protocols import Context, Stop, learned
+from dllm_sampler.core.protocols import Context, Stop
+from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 

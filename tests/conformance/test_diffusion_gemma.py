@@ -16,7 +16,8 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Cache
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.conformance import lines, replay
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup
 from dllm_sampler.eval.conformance.diffusion_gemma import Watched
@@ -169,7 +170,7 @@ def test_what_is_computed() -> None:
 def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     step, taken = Engine.step, []
 
-    def under_watch(engine: Engine, state: State) -> None:
+    def under_watch(engine: Engine, state: Generation) -> None:
         with no_host_reads():
             step(engine, state)
         taken.append(state)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import CASES, Case, thinned
@@ -71,11 +72,11 @@ def no_host_reads() -> Iterator[None]:
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[State]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
     """Every step of the loop runs under the watch; the list fills with one entry per step."""
     step, taken = Engine.step, []
 
-    def under_watch(engine: Engine, state: State) -> None:
+    def under_watch(engine: Engine, state: Generation) -> None:
         with no_host_reads():
             step(engine, state)
         taken.append(state)
@@ -89,12 +90,12 @@ SILENT = [case for case in CASES if not case.sampler.plugins.cache.syncs]
 
 
 @pytest.mark.parametrize("case", thinned(SILENT))
-def test_a_step_reads_nothing(case: Case, watched: list[State]) -> None:
+def test_a_step_reads_nothing(case: Case, watched: list[Generation]) -> None:
     result = case.generate([0, 1, 4], max_steps=5)
     assert len(watched) == int(result.nfe.max())
 
 
-def test_a_scheduler_that_looks_is_found_out(monkeypatch: pytest.MonkeyPatch, watched: list[State]) -> None:
+def test_a_scheduler_that_looks_is_found_out(monkeypatch: pytest.MonkeyPatch, watched: list[Generation]) -> None:
     tell = Threshold.tell
     monkeypatch.setattr(Threshold, "tell", lambda *args: bool(args[1].done.all()) or tell(*args))
     with pytest.raises(HostRead):

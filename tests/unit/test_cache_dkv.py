@@ -17,7 +17,8 @@ from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.loop import Engine, State
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models.transformer import Layer
 from tests import toys
 from tests.turns import by_turns
@@ -39,7 +40,7 @@ def same(one: Result, two: Result, rows: bool = True) -> bool:
     return alike and torch.allclose(one.trace.logprob, two.trace.logprob, rtol=0, atol=1e-12)
 
 
-def steps(cache: Any, kind: str = "llada", **plugins: Any) -> Iterator[tuple[Canvas, toys.Spy, State]]:
+def steps(cache: Any, kind: str = "llada", **plugins: Any) -> Iterator[tuple[Canvas, toys.Spy, Generation]]:
     """Before every step but the first: the canvas, what was called so far, and the state."""
     spy = toys.Spy(toys.denoiser(kind))
     blocks = plugins.pop("blocks", {"name": "fixed", "length": LENGTH})

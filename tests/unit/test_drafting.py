@@ -186,6 +186,7 @@ def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str) -> Non
         for step in range(1, 4):
             made.step(state)
             made.poll(state, step)
+        assert state.wanted is not None
         query, live = packing.trimmed(state.wanted, state.canvas.sizes).query, state.cache  # most is in the slots
         ids = torch.stack([query.ids[:, 0], *(torch.full_like(query.ids[:, 0], token) for token in (3, 8))], 1)
         found = []

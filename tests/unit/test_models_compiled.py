@@ -9,7 +9,7 @@ from torch._inductor import metrics
 from torch._inductor.compile_fx import compile_fx
 
 from dllm_sampler import Sampler, UserError
-from dllm_sampler.engine import loop
+from dllm_sampler.engine import decide, loop
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
@@ -49,7 +49,7 @@ def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) 
         for flag in (False, True)
     )
     assert torch.equal(plain.tokens, other.tokens) and torch.equal(plain.nfe, other.nfe)
-    assert sorted(parts) == sorted(names | {"ask", "_tell"})  # each once
+    assert sorted(parts) == sorted(names | {"ask", "tell"})  # each once
 
 
 def test_a_model_of_others_is_refused() -> None:
@@ -61,7 +61,7 @@ def test_a_model_of_others_is_refused() -> None:
 
 def test_a_step_alone_is_compiled_whatever_the_model(parts: list[str]) -> None:
     Sampler(toys.Spy(toys.denoiser()), compile="step").generate(toys.PROMPTS[:2], max_new_tokens=6)
-    assert set(parts) == {"ask", "_tell"}
+    assert set(parts) == {"ask", "tell"}
 
 
 def test_dynamo_takes_a_part_whole() -> None:
@@ -96,9 +96,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch._dynamo.reset()
 
     def use(backend: Any) -> None:
-        made = {
-            part: torch.compile(part, backend=backend, fullgraph=True) for part in (loop.Engine.ask, loop.Engine._tell)
-        }
+        made = {part: torch.compile(part, backend=backend, fullgraph=True) for part in (decide.ask, decide.tell)}
         monkeypatch.setattr(loop, "whole", lambda part: made.get(part, part))
 
     yield use

@@ -8,7 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Context, learned
+from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold

@@ -1,0 +1,96 @@
+"""What happens in a step before and after the forward: ask for the next one, and decide what becomes of its answer.
+
+Both functions only launch tensor operations, in sizes that the host knows, so that `torch.compile` or a CUDA graph can
+take them whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import packing
+from dllm_sampler.core.packing import Request
+from dllm_sampler.core.protocols import Cache, Carry, Foresees, Planner, Stop
+from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.engine.plugins import Plugins
+from dllm_sampler.errors import UserError
+
+
+@dataclass
+class Generation:
+    """What one generation carries from step to step."""
+
+    canvas: Canvas
+    cache: Cache
+    carry: Carry
+    bad: Tensor  # [B] first step (from 1) at which the model returned no finite statistics for the row; 0: none
+    recorder: Recorder
+    wanted: Request | None = None  # of the next step
+    measured: Tensor | None = None  # the numbers of `packing.measure`
+    previous: Tensor | None = None  # [B, W, V] see `Query.previous`
+    finished: bool = False
+    begun: float = 0.0  # when the host began the last step, in seconds of its clock
+    branches: int | None = None  # `Canvas.branches` when the next step was asked for
+
+
+def ask(plugins: Plugins, state: Generation) -> None:
+    """Ask for the next forward: set `wanted`, and `measured`, which tells the host how large it is."""
+    spec, cache, scheduler = state.cache.spec, state.cache, plugins.scheduler
+    if spec.mask_id is None:
+        state.canvas = state.canvas.renoised(spec.vocab_size)
+    canvas = state.canvas
+    query = scheduler.ask(canvas, state.carry)
+    if plugins.foresees:
+        ahead = cast(Planner, scheduler).ahead(canvas, state.carry)  # the cache refuses other schedulers
+        assert ahead is not None
+        cast(Foresees, cache).expect(ahead, query.positions.shape[1])
+    chosen = cache.computes(canvas)
+    computed = packing.computable(canvas, query, chosen)
+    answered = packing.answerable(canvas, computed, spec)
+    if chosen is not None or spec.encoder:
+        query = cache.narrow(canvas, query, answered)
+    watched = plugins.stop.positions(canvas)
+    if watched is not None:
+        query = query.join(canvas, watched & answered, canvas.length)
+    if state.previous is not None:
+        query = replace(query, previous=state.previous)
+    state.wanted = Request.of(query, computed, answered)
+    state.measured = packing.measure(canvas, state.wanted, state.bad)
+
+
+def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
+    """Decide what the forward's answer changes, and move every row on."""
+    canvas, blocks, spec = state.canvas, plugins.blocks, state.cache.spec
+    opened = blocks.open(canvas, query, seen)
+    if opened is not None:
+        canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
+    edit, state.carry = plugins.scheduler.tell(canvas, query, seen, state.carry)
+    forbidden = spec.mask_id if plugins.compat else None  # a "committed" mask token is still noise
+    state.bad, edit = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)
+    edit, after = _stop(plugins.stop, canvas, query, seen, edit)
+    state.cache.observe(canvas, query, edit, seen)
+    state.recorder.note(canvas, after, query, edit, seen)
+    closed = blocks.close(canvas, after, edit)
+    state.canvas = after.advance(closed, canvas.width, edit.finish, spent)
+    if seen.logits is not None and spec.self_conditioning:
+        state.previous = seen.logits[:, 0].to(spec.dtype)
+
+
+def _stop(stop: Stop, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> tuple[Edit, Canvas]:
+    """The edit as the stop policy leaves it, and the canvas after it."""
+    after = canvas.apply(query.positions, edit)
+    stopped = stop(canvas, after, query, seen, edit)
+    if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
+        raise UserError(
+            f"stop={type(stop).__name__} decides when a row leaves its block (close_block or keep_block of the edit),"
+            " which is for schedulers and blocks to say: a stop ends rows (finish, end)"
+        )
+    writes = ("ids", "commit", "remask", "end")
+    if any(getattr(stopped, name) is not getattr(edit, name) for name in writes):
+        after = canvas.apply(query.positions, stopped)
+    return stopped, after
