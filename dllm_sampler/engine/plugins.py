@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -32,22 +31,17 @@ class Plugins:
     guides: tuple[Guide, ...]
     compat: bool
     context: Context = field(repr=False, compare=False)  # without the scheduler
+    paced: bool = field(init=False, repr=False, compare=False)  # the scheduler goes by the clock (`Paced`)
+    foresees: bool = field(init=False, repr=False, compare=False)  # the cache must know what comes next (`Foresees`)
 
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
         return self.scheduler.needs | self.blocks.needs | self.stop.needs
 
-    # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
-    @cached_property
-    def paced(self) -> bool:
-        """Whether the scheduler goes by the clock (`Paced`)."""
-        return isinstance(self.scheduler, Paced)
-
-    @cached_property
-    def foresees(self) -> bool:
-        """Whether the cache must know what the next forward commits (`Foresees`)."""
-        return isinstance(self.cache, Foresees)
+    def __post_init__(self) -> None:
+        # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
+        vars(self).update(paced=isinstance(self.scheduler, Paced), foresees=isinstance(self.cache, Foresees))
 
     def on(self, blocks: Blocks) -> Plugins:
         """The same set with other blocks.
