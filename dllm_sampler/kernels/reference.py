@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler.core import statistics
 from dllm_sampler.core.noise import token_noise
 from dllm_sampler.core.statistics import tempered
-from dllm_sampler.kernels.statistics import Statistics, Then, check
+from dllm_sampler.kernels.statistics import Statistics, check
 
 NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
 
@@ -23,12 +23,10 @@ def readout(
     measured: bool = False,
     keys: Tensor | None = None,
     current: Tensor | None = None,
-    then: Then | None = None,
-    top: int = 0,
     out: Statistics | None = None,
 ) -> Statistics:
     """See `kernels.readout.readout`. Materialises what the kernel does not."""
-    check(logits, logits.shape[1], mask_id, temperature, keys, then, top)
+    check(logits, logits.shape[1], mask_id, temperature, keys)
     scaled, seen = _scale(logits, mask_id, temperature, measured)
     if temperature and keys is not None:
         precise = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
@@ -36,29 +34,14 @@ def readout(
     else:
         token = statistics.argmax(scaled)
     needs = NEEDS if current is None else NEEDS | {"current"}
-    needs = needs if then is None else needs | {"probabilities"}
-    # `measure` may overwrite what it reads.
     named = token if current is None else current
-    found = statistics.measure(seen.clone() if top else seen, token, named, needs, None)
-    divergence = None
-    if then is not None:
-        assert found.probabilities is not None
-        precise = found.probabilities.dtype
-        old = _scale(then.rows, mask_id, temperature, measured)[1].to(precise) - then.logsumexp[:, None].to(precise)
-        divergence = statistics.divergence(found.probabilities, old.exp(), then.index)
-    values = ids = None
-    if top:
-        values, ids = seen.sort(dim=-1, descending=True, stable=True)
-        values, ids = values[:, :top].float(), ids[:, :top]
+    found = statistics.measure(seen, token, named, needs, None)
     measures = found.confidence, found.margin, found.gap, found.entropy, found.logsumexp
     void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
     made = Statistics(
         token,
         *(value + void for value in measures if value is not None),
         current=None if found.current is None else found.current + void,
-        divergence=None if divergence is None else divergence.double() + void,
-        values=values,
-        ids=ids,
     )
     return made if out is None else _store(made, out)
 
@@ -73,15 +56,11 @@ def head(
     measured: bool = False,
     keys: Tensor | None = None,
     current: Tensor | None = None,
-    then: Then | None = None,
-    top: int = 0,
     out: Statistics | None = None,
 ) -> Statistics:
     """See `kernels.head.head`. Materialises the logits."""
-    check(hidden, weight.shape[0], mask_id, temperature, keys, then, top)
+    check(hidden, weight.shape[0], mask_id, temperature, keys)
     rows = hidden if index is None else hidden.index_select(0, index)
-    if then is not None:
-        then = replace(then, rows=torch.nn.functional.linear(then.rows, weight))
     return readout(
         torch.nn.functional.linear(rows, weight),
         mask_id=mask_id,
@@ -89,8 +68,6 @@ def head(
         measured=measured,
         keys=keys,
         current=current,
-        then=then,
-        top=top,
         out=out,
     )
 
