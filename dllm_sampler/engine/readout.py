@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from dllm_sampler.core.protocols import Denoiser, Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax, measure
 from dllm_sampler.core.values import Canvas, Readout
-
-if TYPE_CHECKING:
-    from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.kernels.backend import Backend
 
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # what the kernels know beside confidence
 STORED = frozenset({"logits", "predictions"})  # what they know too where logits are stored
@@ -50,14 +48,15 @@ def predict(
     stored = bool(needs & STORED)
     weight = None if stored else joined(denoiser, hidden)
     if weight is not None:
-        return spread(kernels.head(hidden, weight, **rule).readout(needs), answers)
-    logits = denoiser.head(hidden)
-    seen = kernels.readout(logits, **rule)
-    if not stored:
-        return spread(seen.readout(needs), answers)
-    if rule["mask_id"] is not None:
-        logits[..., rule["mask_id"]] = -torch.inf
-    return spread(replace(seen.readout(needs | {"logsumexp"}), logits=logits), answers)
+        seen = kernels.head(hidden, weight, **rule)
+    else:
+        logits = denoiser.head(hidden)
+        seen = kernels.readout(logits, **rule)
+        if stored:
+            if rule["mask_id"] is not None:
+                logits[..., rule["mask_id"]] = -torch.inf
+            seen, needs = replace(seen, logits=logits), needs | {"logsumexp"}
+    return spread(replace(seen, **dict.fromkeys(MEASURED - needs)), answers)
 
 
 def spread(found: Readout, answers: Answers) -> Readout:

@@ -1,16 +1,23 @@
-"""Tensors as kernels take them."""
+"""What the kernels `readout` and `head` accept."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-
-def flags(*tables: Tensor | None) -> list[Tensor | None]:
-    """Flags as bytes; other tables as they are."""
-    return [table.view(torch.uint8) if table is not None and table.dtype == torch.bool else table for table in tables]
+from dllm_sampler.errors import UserError
 
 
-def lined(table: Tensor) -> Tensor:
-    """With neighbours of a row together in memory."""
-    return table if table.stride(-1) == 1 else table.contiguous()
+def check(rows: Tensor, vocab: int, mask_id: int | None, temperature: float, keys: Tensor | None) -> None:
+    """Refuse what no kernel can do.
+
+    Raises:
+        UserError: a temperature without keys, a token out of range, rows that are not contiguous.
+    """
+    if not 0 <= temperature < float("inf"):
+        raise UserError(f"temperature must be a number of at least 0, not {temperature!r}")
+    if temperature and keys is None:
+        raise UserError("sampling at a temperature needs keys, the noise.key of every row")
+    if mask_id is not None and not 0 <= mask_id < vocab:
+        raise UserError(f"mask_id must be a token below {vocab}, not {mask_id}")
+    if rows.dim() != 2 or rows.stride(1) != 1:
+        raise UserError(f"rows must be [N, width] with neighbours in memory, not {tuple(rows.shape)} {rows.stride()}")

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.kernels import reference
-from dllm_sampler.kernels.statistics import Statistics
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = Literal["auto", "triton", "torch"]
@@ -42,8 +42,8 @@ class Backend:
     """The kernels of one implementation; the first two have the signatures of those in `kernels.reference`."""
 
     name: Literal["triton", "torch"]
-    readout: Callable[..., Statistics]
-    head: Callable[..., Statistics]
+    readout: Callable[..., Readout]
+    head: Callable[..., Readout]
     layer: LayerKernels | None = None  # None: a layer's modules do it
 
 

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 
+from dllm_sampler.core.values import Readout
+from dllm_sampler.kernels.arguments import check
 from dllm_sampler.kernels.configuration import Stages, cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
@@ -25,6 +27,7 @@ from dllm_sampler.kernels.partial import (
     ONE_ROW,
     configuration,
     drawn,
+    empty,
     finish,
     floor,
     noises,
@@ -36,7 +39,6 @@ from dllm_sampler.kernels.partial import (
     weigh,
     words,
 )
-from dllm_sampler.kernels.statistics import Statistics, check
 
 GROUP = 16  # tiles of rows that share the weight, and that a second-level cache of 40 MB holds: 16 MB of 4096 wide rows
 
@@ -161,8 +163,7 @@ def head(
     measured: bool = False,
     keys: Tensor | None = None,
     current: Tensor | None = None,
-    out: Statistics | None = None,
-) -> Statistics:
+) -> Readout:
     """What `readout` says of `hidden[index] @ weight.T`, without that product in memory.
 
     hidden: `[M, D]` bfloat16, float16 or float32, rows at any stride
@@ -177,9 +178,8 @@ def head(
     rows = len(hidden) if index is None else len(index)
     vocab, width = weight.shape
     check(hidden, vocab, mask_id, temperature, keys)
-    out = out or Statistics.empty(rows, hidden.device, current is not None)
     if not rows:
-        return out
+        return empty(rows, hidden.device, current is not None)
     draw = temperature > 0
     shape, warps, stages = _shape(rows, hidden.dtype.itemsize)
     constants = _constants(vocab, width, mask_id, draw, measured and draw, shape)
@@ -203,8 +203,7 @@ def head(
         num_stages=stages(shared),
         enable_fp_fusion=True,
     )
-    finish(rows, parts, draw, buffers, out)
-    return out
+    return finish(draw, current is not None, *buffers)
 
 
 def _shape(rows: int, size: int) -> tuple[dict[str, int], int, Stages]:

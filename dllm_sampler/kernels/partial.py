@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler.core import noise
+from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
-from dllm_sampler.kernels.statistics import Statistics
 
 LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
@@ -223,12 +223,33 @@ def finishing(parts: int, draw: bool) -> dict[str, Any]:
     return {"PARTS": parts, "LANES": next_power_of_2(parts), "DRAW": draw}
 
 
-def finish(rows: int, parts: int, draw: bool, buffers: tuple[Tensor, Tensor], out: Statistics) -> None:
-    """Launch the combination of `rows * parts` parts into `out`."""
+def empty(rows: int, device: torch.device, current: bool) -> Readout:
+    """A readout of `[rows]` that a kernel fills, float64 but for the token; current: with that field."""
+
+    def real() -> Tensor:
+        return torch.empty(rows, dtype=torch.float64, device=device)
+
+    return Readout(
+        token=torch.empty(rows, dtype=torch.int64, device=device),
+        confidence=real(),
+        margin=real(),
+        gap=real(),
+        entropy=real(),
+        logsumexp=real(),
+        current=real() if current else None,
+    )
+
+
+def finish(draw: bool, current: bool, reals: Tensor, names: Tensor) -> Readout:
+    """Combine the parts of each row: `reals [REALS, rows, parts]`, `names [NAMES, rows, parts]`."""
+    rows, parts = names.shape[1:]
+    found = empty(rows, names.device, current)
     combine_kernel[(rows,)](
-        rows, *buffers, out.token, out.confidence, out.margin, out.gap, out.entropy, out.logsumexp, out.current,
+        rows, reals, names,
+        found.token, found.confidence, found.margin, found.gap, found.entropy, found.logsumexp, found.current,
         **finishing(parts, draw), num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
+    return found
 
 
 TYPES = {

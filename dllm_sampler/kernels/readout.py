@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dllm_sampler.core.values import Readout
+from dllm_sampler.kernels.arguments import check
 from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
@@ -19,6 +21,7 @@ from dllm_sampler.kernels.partial import (
     ONE_ROW,
     configuration,
     drawn,
+    empty,
     finish,
     floor,
     gumbel,
@@ -29,7 +32,6 @@ from dllm_sampler.kernels.partial import (
     weigh,
     words,
 )
-from dllm_sampler.kernels.statistics import Statistics, check
 
 PART = 4096  # logits of a part: always the same, so that a row's sums do not depend on the batch
 LOAD = 16  # bytes, neighbours, that a thread loads at once
@@ -128,8 +130,7 @@ def readout(
     measured: bool = False,
     keys: Tensor | None = None,
     current: Tensor | None = None,
-    out: Statistics | None = None,
-) -> Statistics:
+) -> Readout:
     """A token per row and how sure the model is, as `readout.read` finds them, in one pass over the logits.
 
     logits: `[N, V]` bfloat16, float16 or float32, rows at any stride; not written
@@ -138,13 +139,19 @@ def readout(
     measured: statistics of the tempered distribution too (`guides.Temperature`)
     keys: `[N] int64`, `noise.key` of every row in the stream `TOKENS`; needed at a temperature
     current: `[N] int64` tokens whose log-probability is wanted
-    out: where to write; made if not given
+
+    Returns:
+        `[N]` token, confidence, margin, gap, entropy, logsumexp, and current where it is given. A row with NaN, with
+        +inf or without a finite logit is NaN in every statistic; its token is in range and means nothing, and is 0
+        where no logit is finite.
+
+    Raises:
+        UserError: a temperature without keys, a token out of range, rows that are not contiguous.
     """
     rows, vocab = logits.shape
     check(logits, vocab, mask_id, temperature, keys)
-    out = out or Statistics.empty(rows, logits.device, current is not None)
     if not rows:
-        return out
+        return empty(rows, logits.device, current is not None)
     draw = temperature > 0
     constants, warps = _shape(vocab, mask_id, logits.element_size(), draw, measured and draw)
     parts = constants["PARTS"]
@@ -162,8 +169,7 @@ def readout(
         num_stages=2,
         enable_fp_fusion=True,
     )
-    finish(rows, parts, draw, buffers, out)
-    return out
+    return finish(draw, current is not None, *buffers)
 
 
 def _shape(vocab: int, mask_id: int | None, size: int, draw: bool, measured: bool) -> tuple[dict[str, Any], int]:

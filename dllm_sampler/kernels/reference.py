@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from torch import Tensor
 from dllm_sampler.core import statistics
 from dllm_sampler.core.noise import token_noise
 from dllm_sampler.core.statistics import tempered
-from dllm_sampler.kernels.statistics import Statistics, check
+from dllm_sampler.core.values import Readout
+from dllm_sampler.kernels.arguments import check
 
 NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
 
@@ -23,8 +24,7 @@ def readout(
     measured: bool = False,
     keys: Tensor | None = None,
     current: Tensor | None = None,
-    out: Statistics | None = None,
-) -> Statistics:
+) -> Readout:
     """See `kernels.readout.readout`. Materialises what the kernel does not."""
     check(logits, logits.shape[1], mask_id, temperature, keys)
     scaled, seen = _scale(logits, mask_id, temperature, measured)
@@ -36,14 +36,8 @@ def readout(
     needs = NEEDS if current is None else NEEDS | {"current"}
     named = token if current is None else current
     found = statistics.measure(seen, token, named, needs, None)
-    measures = found.confidence, found.margin, found.gap, found.entropy, found.logsumexp
     void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
-    made = Statistics(
-        token,
-        *(value + void for value in measures if value is not None),
-        current=None if found.current is None else found.current + void,
-    )
-    return made if out is None else _store(made, out)
+    return replace(found, **{name: getattr(found, name) + void for name in ("confidence", *needs)})
 
 
 def head(
@@ -56,8 +50,7 @@ def head(
     measured: bool = False,
     keys: Tensor | None = None,
     current: Tensor | None = None,
-    out: Statistics | None = None,
-) -> Statistics:
+) -> Readout:
     """See `kernels.head.head`. Materialises the logits."""
     check(hidden, weight.shape[0], mask_id, temperature, keys)
     rows = hidden if index is None else hidden.index_select(0, index)
@@ -68,7 +61,6 @@ def head(
         measured=measured,
         keys=keys,
         current=current,
-        out=out,
     )
 
 
@@ -79,11 +71,3 @@ def _scale(logits: Tensor, mask_id: int | None, temperature: float, measured: bo
         logits[:, mask_id] = -torch.inf
     scaled = tempered(logits, temperature) if temperature else logits
     return scaled, scaled if measured else logits
-
-
-def _store(found: Statistics, out: Statistics) -> Statistics:
-    for field in fields(found):
-        value, room = getattr(found, field.name), getattr(out, field.name)
-        if value is not None:
-            room.copy_(value)
-    return out

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels import attention, head, linear, norm, readout, rope, swiglu
-from dllm_sampler.kernels.statistics import Statistics
 from tests.kernels import checks, oracles, readout_checks
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -79,7 +79,7 @@ def worst(device: str, seeds: int) -> dict[tuple[str, str], list[float]]:
             scale = max(1.0, float(want.abs().max()))
             keep(float((got.double().cpu() - want.double().cpu()).abs().max()) / scale)
 
-    def compared(got: Statistics, want: dict[str, Tensor], size: float = 1.0) -> None:
+    def compared(got: Readout, want: dict[str, Tensor], size: float = 1.0) -> None:
         compare(got, want, size)
         apart = {name: (getattr(got, name).cpu() - value).abs() for name, value in want.items()}
         relative = apart["confidence"] / want["confidence"]

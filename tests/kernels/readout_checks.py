@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core import noise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.values import Query
+from dllm_sampler.core.values import Query, Readout
 from dllm_sampler.guides import Temperature
-from dllm_sampler.kernels.statistics import Statistics
+from dllm_sampler.kernels import partial
 from tests import toys
 
 INF = float("inf")
@@ -48,7 +51,7 @@ def exact(logits: Tensor, token: Tensor, current: Tensor | None) -> dict[str, Te
     return found
 
 
-def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0) -> None:
+def compare(found: Readout, expected: dict[str, Tensor], size: float = 1.0) -> None:
     """Equal up to float32's rounding: `size` is that of the logits, whose sums and differences it limits."""
     for name, value in expected.items():
         got = getattr(found, name)
@@ -60,22 +63,22 @@ def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0) -
         )
 
 
-def poisoned(rows: int, device: str, current: bool) -> tuple[Statistics, list[Tensor]]:
-    """Outputs full of NaN (or -7) in the middle of larger buffers, and those buffers."""
-    plain = Statistics.empty(rows, torch.device(device), current)
-    buffers, views = [], {}
-    for field in fields(plain):
-        value = getattr(plain, field.name)
-        if value is None:
-            continue
-        fill = torch.nan if value.is_floating_point() else -7
-        buffers.append(torch.full((rows + 4, *value.shape[1:]), fill, dtype=value.dtype, device=device))
-        views[field.name] = buffers[-1][2:-2]
-    return replace(plain, **views), buffers
+@contextmanager
+def surrounded() -> Iterator[None]:
+    """Kernels write to the middle of larger buffers of NaN (or -7): all of the middle, and nothing around it."""
+    buffers: list[Tensor] = []
+    empty = partial.empty
 
+    def middle(*given: Any) -> Readout:
+        plain = {name: value for name, value in vars(empty(*given)).items() if value is not None}
+        for value in plain.values():
+            fill = torch.nan if value.is_floating_point() else -7
+            buffers.append(torch.full((len(value) + 4,), fill, dtype=value.dtype, device=value.device))
+        inner: dict[str, Any] = {name: buffer[2:-2] for name, buffer in zip(plain, buffers, strict=True)}
+        return Readout(**inner)
 
-def untouched(buffers: list[Tensor]) -> None:
-    """Every inner number is written, none around them is."""
+    with patch.object(partial, "empty", middle):
+        yield
     for buffer in buffers:
         edge, inner = torch.cat([buffer[:2], buffer[-2:]]), buffer[2:-2]
         if buffer.is_floating_point():
@@ -109,18 +112,16 @@ def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: 
         keys = keys_of(rows)
         arguments = {"mask_id": mask, "temperature": temperature, "measured": measured}
         arguments |= {"keys": keys, "current": named}
-        out, buffers = poisoned(rows, device, True)
         shown = on(device, wide)[:, :vocab]
         moved = {name: on(device, value) for name, value in arguments.items()}
         if temperature == 0:
             moved["keys"] = None
-        found = kernel(shown, **moved, out=out)
-        assert found is out
+        with surrounded():
+            found = kernel(shown, **moved)
         choice = seen(logits, temperature)
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)
         compare(found, exact(now, token, named), size=float(now[now.isfinite()].abs().max()) + 1)
-        untouched(buffers)
 
 
 def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: float) -> None:
@@ -145,7 +146,7 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
         temperature=temperature,
         keys=keys.to(device),
         current=query.ids.flatten().to(device),
-    ).readout(needs)
+    )
     found = readout.spread(found, answers)
     assert torch.equal(found.token.cpu(), expected.token)
     for name in (*needs, "confidence"):
@@ -203,19 +204,17 @@ def head_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int
     now = (hidden[index].double() @ weight.double().T).to(dtype)
     now[:, mask] = -INF
     for temperature in (0.0, 0.8):
-        out, buffers = poisoned(rows, device, True)
-        found = kernel(
-            on(device, wide)[:, :width],
-            weight.to(device),
-            index=index.to(device),
-            mask_id=mask,
-            temperature=temperature,
-            keys=keys.to(device),
-            current=named.to(device),
-            out=out,
-        )
+        with surrounded():
+            found = kernel(
+                on(device, wide)[:, :width],
+                weight.to(device),
+                index=index.to(device),
+                mask_id=mask,
+                temperature=temperature,
+                keys=keys.to(device),
+                current=named.to(device),
+            )
         choice = now / temperature if temperature else now
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)
         compare(found, exact(now, token, named), size=float(now[now.isfinite()].abs().max()) + 1)
-        untouched(buffers)

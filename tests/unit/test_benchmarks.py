@@ -190,7 +190,7 @@ def test_the_model_alone_multiplies_its_head_as_the_step_does(side: str, asked: 
     def kernel(given: Tensor, other: Tensor, *, mask_id: int) -> Any:
         assert given is hidden and other is weight and mask_id == 5
         called.append("kernel")
-        return SimpleNamespace(readout=lambda *_: readout.Readout(torch.zeros(30), torch.zeros(30)))
+        return readout.Readout(torch.zeros(30), torch.zeros(30))
 
     kernels = TORCH if side == "torch" else SimpleNamespace(name=side, head=kernel)
     model: Any = Model(spec=spec, head_weight=lambda: weight)
