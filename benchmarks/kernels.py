@@ -37,6 +37,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
+from dllm_sampler.kernels.sampling import Sampling
 
 Call = Callable[[Backend], Any]
 
@@ -69,14 +70,19 @@ def size(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def samplings(rows: int, vocab: int, device: torch.device) -> dict[str, Sampling]:
+    """The best token of each row, and a draw at a temperature; the last token is the mask."""
+    keys = torch.randint(2**62, (rows,), device=device)
+    return {"greedy": Sampling(vocab - 1), "draw": Sampling(vocab - 1, 0.7, keys=keys)}
+
+
 def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> Iterator[Case]:
     """A greedy choice and a draw at a temperature."""
     logits = torch.randn(rows, vocab, device=device, dtype=dtype) * 4
-    keys = torch.randint(2**62, (rows,), device=device)
-    for what, arguments in {"greedy": {}, "draw": {"temperature": 0.7, "keys": keys}}.items():
+    for what, sampling in samplings(rows, vocab, device).items():
 
-        def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
-            return it.readout(logits, mask_id=vocab - 1, **arguments)
+        def run(it: Backend, sampling: Sampling = sampling) -> Any:
+            return it.readout(logits, sampling)
 
         yield Case(f"readout {rows} x {vocab} {what}", run, size(logits))
 
@@ -86,14 +92,13 @@ def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width
     hidden = torch.randn(4 * rows, width, device=device, dtype=dtype)
     weight = torch.randn(vocab, width, device=device, dtype=dtype) / width**0.5
     index = torch.arange(0, 4 * rows, 4, device=device)
-    keys = torch.randint(2**62, (rows,), device=device)
-    for what, arguments in {"greedy": {}, "draw": {"temperature": 0.7, "keys": keys}}.items():
+    for what, sampling in samplings(rows, vocab, device).items():
 
-        def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
-            return it.head(hidden, weight, index=index, **arguments)
+        def run(it: Backend, sampling: Sampling = sampling) -> Any:
+            return it.head(hidden, weight, sampling, index=index)
 
-        def apart(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
-            return it.readout(torch.nn.functional.linear(hidden.index_select(0, index), weight), **arguments)
+        def apart(it: Backend, sampling: Sampling = sampling) -> Any:
+            return it.readout(torch.nn.functional.linear(hidden.index_select(0, index), weight), sampling)
 
         for name, how in {"head": run, "head stored": apart}.items():
             yield Case(f"{name} {rows} x {width} x {vocab} {what}", how, size(weight, hidden[:rows]))

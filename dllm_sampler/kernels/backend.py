@@ -17,6 +17,7 @@ from torch import Tensor
 from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.kernels import reference
+from dllm_sampler.kernels.sampling import Sampling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = Literal["auto", "triton", "torch"]
@@ -176,6 +177,8 @@ def alike(value: Any) -> Hashable:
         return tuple((name, alike(item)) for name, item in value.items())
     if isinstance(value, tuple):
         return tuple(alike(item) for item in value)
+    if isinstance(value, Sampling):
+        return alike(vars(value))
     return value if isinstance(value, (bool, int, NoneType)) else type(value)
 
 

@@ -18,14 +18,16 @@ from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 
 from dllm_sampler.core.values import Readout
-from dllm_sampler.kernels.arguments import check
 from dllm_sampler.kernels.configuration import Stages, cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
     INTERPRETED,
     LOW,
     ONE_ROW,
+    absent,
     configuration,
+    constants,
+    described,
     drawn,
     empty,
     finish,
@@ -39,6 +41,7 @@ from dllm_sampler.kernels.partial import (
     weigh,
     words,
 )
+from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
 GROUP = 16  # tiles of rows that share the weight, and that a second-level cache of 40 MB holds: 16 MB of 4096 wide rows
 
@@ -153,23 +156,13 @@ def _pair(x, y):
     return tl.reshape(tl.join(x, y), [x.shape[0], 2])
 
 
-def head(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    index: Tensor | None = None,
-    mask_id: int | None = None,
-    temperature: float = 0.0,
-    measured: bool = False,
-    keys: Tensor | None = None,
-    current: Tensor | None = None,
-) -> Readout:
+def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY, *, index: Tensor | None = None) -> Readout:
     """What `readout` says of `hidden[index] @ weight.T`, without that product in memory.
 
     hidden: `[M, D]` bfloat16, float16 or float32, rows at any stride
     weight: `[V, D]` contiguous, in the same dtype
+    sampling: as in `readout`
     index: `[N] int64` the rows that are asked about, such as the masks of a window; None: all
-    keys, current: `[N]`; the other arguments as in `readout`
 
     Sums in float32 (never in TF32), then rounds to the weight's dtype as a stored product would be. Matrix units add
     in an order of their own, so that a logit may differ from the stored one by its last place. Tile and part depend on
@@ -177,13 +170,11 @@ def head(
     """
     rows = len(hidden) if index is None else len(index)
     vocab, width = weight.shape
-    check(hidden, vocab, mask_id, temperature, keys)
+    sampling.check(hidden, vocab)
     if not rows:
-        return empty(rows, hidden.device, current is not None)
-    draw = temperature > 0
+        return empty(rows, hidden.device, sampling)
     shape, warps, stages = _shape(rows, hidden.dtype.itemsize)
-    constants = _constants(vocab, width, mask_id, draw, measured and draw, shape)
-    parts = constants["PARTS"]
+    parts = cdiv(vocab, shape["BLOCK_V"])
     buffers = room(rows, parts, hidden.device)
     shared = 0 if hidden.device.index is None else max_shared_mem(hidden.device.index)  # no GPU: it does not matter
     tiles = cdiv(rows, shape["BLOCK_R"])
@@ -194,16 +185,19 @@ def head(
         weight.contiguous(),
         index,
         rows,
-        float(temperature),
-        keys if draw else None,
-        current,
+        float(sampling.temperature),
+        sampling.keys if sampling.draws else None,
+        sampling.current,
         *buffers,
-        **constants,
+        **constants(vocab, sampling),
+        **shape,
+        D=width,
+        PARTS=parts,
         num_warps=warps,
         num_stages=stages(shared),
         enable_fp_fusion=True,
     )
-    return finish(draw, current is not None, *buffers)
+    return finish(sampling, *buffers)
 
 
 def _shape(rows: int, size: int) -> tuple[dict[str, int], int, Stages]:
@@ -226,21 +220,12 @@ def _shape(rows: int, size: int) -> tuple[dict[str, int], int, Stages]:
     return tile, 8 if lines >= 64 or size == 4 else 4, stages
 
 
-def _constants(
-    vocab: int, width: int, mask_id: int | None, draw: bool, measured: bool, shape: dict[str, int]
-) -> dict[str, Any]:
-    own = {"D": width, "V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured}
-    return own | {"PARTS": cdiv(vocab, shape["BLOCK_V"])} | shape
-
-
 def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> Any:
-    draw = "draw" in what
     shape, warps, stages = _shape(rows, 4 if dtype == "fp32" else 2)
-    constants = _constants(vocab, width, vocab - 1, draw, draw, shape)
-    constants |= ({} if draw else {"keys": None}) | ({} if "current" in what else {"named": None})
-    constants |= ONE_ROW if rows == 1 else {}
+    shape |= {"D": width, "PARTS": cdiv(vocab, shape["BLOCK_V"])} | constants(vocab, described(vocab, what))
+    shape |= absent(what) | (ONE_ROW if rows == 1 else {})
     many = "one row" if rows == 1 else f"{rows} rows"
-    return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, constants, warps, stages)
+    return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, shape, warps, stages)
 
 
 CONFIGURATIONS = [

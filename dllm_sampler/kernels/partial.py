@@ -29,6 +29,7 @@ from torch import Tensor
 from dllm_sampler.core import noise
 from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
+from dllm_sampler.kernels.sampling import Sampling
 
 LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
@@ -218,13 +219,19 @@ def room(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
     )
 
 
+def constants(vocab: int, sampling: Sampling) -> dict[str, Any]:
+    """The constants that `readout_kernel` and `head_kernel` share."""
+    mask, draws = -1 if sampling.mask_id is None else sampling.mask_id, sampling.draws
+    return {"V": vocab, "MASK": mask, "DRAW": draws, "MEASURED": sampling.measured and draws}
+
+
 def finishing(parts: int, draw: bool) -> dict[str, Any]:
     """The constants of `combine_kernel`."""
     return {"PARTS": parts, "LANES": next_power_of_2(parts), "DRAW": draw}
 
 
-def empty(rows: int, device: torch.device, current: bool) -> Readout:
-    """A readout of `[rows]` that a kernel fills, float64 but for the token; current: with that field."""
+def empty(rows: int, device: torch.device, sampling: Sampling) -> Readout:
+    """What a kernel returns for `rows`, before it is written: float64, but for the token."""
 
     def real() -> Tensor:
         return torch.empty(rows, dtype=torch.float64, device=device)
@@ -236,18 +243,18 @@ def empty(rows: int, device: torch.device, current: bool) -> Readout:
         gap=real(),
         entropy=real(),
         logsumexp=real(),
-        current=real() if current else None,
+        current=None if sampling.current is None else real(),
     )
 
 
-def finish(draw: bool, current: bool, reals: Tensor, names: Tensor) -> Readout:
+def finish(sampling: Sampling, reals: Tensor, names: Tensor) -> Readout:
     """Combine the parts of each row: `reals [REALS, rows, parts]`, `names [NAMES, rows, parts]`."""
     rows, parts = names.shape[1:]
-    found = empty(rows, names.device, current)
+    found = empty(rows, names.device, sampling)
     combine_kernel[(rows,)](
         rows, reals, names,
         found.token, found.confidence, found.margin, found.gap, found.entropy, found.logsumexp, found.current,
-        **finishing(parts, draw), num_warps=4, num_stages=2, enable_fp_fusion=True,
+        **finishing(parts, sampling.draws), num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return found
 
@@ -262,6 +269,17 @@ TYPES = {
     "stride": "i64",
 }
 ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
+
+
+def described(vocab: int, what: str) -> Sampling:
+    """The sampling of a configuration such as "draw current": "draw" is at a temperature that is measured too."""
+    draws = "draw" in what
+    return Sampling(mask_id=vocab - 1, temperature=float(draws), measured=draws)
+
+
+def absent(what: str) -> dict[str, Any]:
+    """The arguments that a launch of such a configuration does not have: None is a constant of the kernel."""
+    return ({} if "draw" in what else {"keys": None}) | ({} if "current" in what else {"named": None})
 
 
 def configuration(

@@ -13,13 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler.core.values import Readout
-from dllm_sampler.kernels.arguments import check
 from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
     LOW,
     ONE_ROW,
+    absent,
     configuration,
+    constants,
+    described,
     drawn,
     empty,
     finish,
@@ -32,6 +34,7 @@ from dllm_sampler.kernels.partial import (
     weigh,
     words,
 )
+from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
 PART = 4096  # logits of a part: always the same, so that a row's sums do not depend on the batch
 LOAD = 16  # bytes, neighbours, that a thread loads at once
@@ -122,70 +125,54 @@ def _over(x, reduction: tl.constexpr):
     return reduction(reduction(x, 0, keep_dims=True), 1, keep_dims=True)
 
 
-def readout(
-    logits: Tensor,
-    *,
-    mask_id: int | None = None,
-    temperature: float = 0.0,
-    measured: bool = False,
-    keys: Tensor | None = None,
-    current: Tensor | None = None,
-) -> Readout:
+def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
     """A token per row and how sure the model is, as `readout.read` finds them, in one pass over the logits.
 
     logits: `[N, V]` bfloat16, float16 or float32, rows at any stride; not written
-    mask_id: a token that can neither be chosen nor has any mass; None: none is
-    temperature: of the draw; 0: the best token, the lowest id among equals
-    measured: statistics of the tempered distribution too (`guides.Temperature`)
-    keys: `[N] int64`, `noise.key` of every row in the stream `TOKENS`; needed at a temperature
-    current: `[N] int64` tokens whose log-probability is wanted
+    sampling: how to choose, and what to measure; by default the best token
 
     Returns:
-        `[N]` token, confidence, margin, gap, entropy, logsumexp, and current where it is given. A row with NaN, with
-        +inf or without a finite logit is NaN in every statistic; its token is in range and means nothing, and is 0
+        `[N]` token, confidence, margin, gap, entropy, logsumexp, and current where `sampling` has it. A row with NaN,
+        with +inf or without a finite logit is NaN in every statistic; its token is in range and means nothing, and is 0
         where no logit is finite.
 
     Raises:
         UserError: a temperature without keys, a token out of range, rows that are not contiguous.
     """
     rows, vocab = logits.shape
-    check(logits, vocab, mask_id, temperature, keys)
+    sampling.check(logits, vocab)
     if not rows:
-        return empty(rows, logits.device, current is not None)
-    draw = temperature > 0
-    constants, warps = _shape(vocab, mask_id, logits.element_size(), draw, measured and draw)
-    parts = constants["PARTS"]
+        return empty(rows, logits.device, sampling)
+    shape, warps = _shape(vocab, sampling, logits.element_size())
+    parts = shape["PARTS"]
     buffers = room(rows, parts, logits.device)
     readout_kernel[(rows, parts)](
         logits,
         logits.stride(0),
         rows,
-        float(temperature),
-        keys if draw else None,
-        current,
+        float(sampling.temperature),
+        sampling.keys if sampling.draws else None,
+        sampling.current,
         *buffers,
-        **constants,
+        **shape,
         num_warps=warps,
         num_stages=2,
         enable_fp_fusion=True,
     )
-    return finish(draw, current is not None, *buffers)
+    return finish(sampling, *buffers)
 
 
-def _shape(vocab: int, mask_id: int | None, size: int, draw: bool, measured: bool) -> tuple[dict[str, Any], int]:
+def _shape(vocab: int, sampling: Sampling, size: int) -> tuple[dict[str, Any], int]:
     """The constants of the kernel for logits of `size` bytes, and its warps."""
-    warps, pack = 8 if draw else WARPS, LOAD // size
-    own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured}
-    own |= {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
-    return own | {"PARTS": cdiv(vocab, PART)}, warps
+    warps, pack = 8 if sampling.draws else WARPS, LOAD // size
+    own = {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
+    return constants(vocab, sampling) | own | {"PARTS": cdiv(vocab, PART)}, warps
 
 
 def _configuration(dtype: str, vocab: int, what: str) -> Any:
-    draw = "draw" in what
-    constants, warps = _shape(vocab, vocab - 1, 4 if dtype == "fp32" else 2, draw, draw)
-    constants |= ({} if draw else {"keys": None}) | ({} if "current" in what else {"named": None})
-    constants |= ONE_ROW if "one row" in what else {}
-    return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, constants, warps)
+    shape, warps = _shape(vocab, described(vocab, what), 4 if dtype == "fp32" else 2)
+    shape |= absent(what) | (ONE_ROW if "one row" in what else {})
+    return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, shape, warps)
 
 
 CONFIGURATIONS = [

@@ -15,6 +15,7 @@ pytestmark = [
 from dllm_sampler.core.statistics import tempered  # noqa: E402
 from dllm_sampler.kernels import head, readout, reference  # noqa: E402
 from dllm_sampler.kernels.backend import select  # noqa: E402
+from dllm_sampler.kernels.sampling import Sampling  # noqa: E402
 from tests.kernels import readout_checks as checks  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,7 +73,7 @@ def test_nothing_waits_for_the_device() -> None:
     assert it.name == "triton"
     torch.cuda.set_sync_debug_mode("error")
     try:
-        it.readout(logits, temperature=1.0, keys=keys)
+        it.readout(logits, Sampling(temperature=1.0, keys=keys))
         it.head(logits, logits)
     finally:
         torch.cuda.set_sync_debug_mode("default")

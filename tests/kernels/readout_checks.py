@@ -17,6 +17,7 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query, Readout
 from dllm_sampler.guides import Temperature
 from dllm_sampler.kernels import partial
+from dllm_sampler.kernels.sampling import Sampling
 from tests import toys
 
 INF = float("inf")
@@ -87,11 +88,6 @@ def surrounded() -> Iterator[None]:
             assert (edge == -7).all() and (inner != -7).all()
 
 
-def on(device: str, value: Any) -> Any:
-    """Tensors on the device."""
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
 def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
     """Every statistic, with rows in a wider buffer of NaN; temperature, mask token and a named token at once."""
     generator = seeded(vocab + rows)
@@ -110,14 +106,9 @@ def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: 
 
         now = seen(logits, temperature if measured else 0.0)
         keys = keys_of(rows)
-        arguments = {"mask_id": mask, "temperature": temperature, "measured": measured}
-        arguments |= {"keys": keys, "current": named}
-        shown = on(device, wide)[:, :vocab]
-        moved = {name: on(device, value) for name, value in arguments.items()}
-        if temperature == 0:
-            moved["keys"] = None
+        sampling = Sampling(mask, temperature, measured, keys.to(device) if temperature else None, named.to(device))
         with surrounded():
-            found = kernel(shown, **moved)
+            found = kernel(wide.to(device)[:, :vocab], sampling)
         choice = seen(logits, temperature)
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)
@@ -140,13 +131,9 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
         logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, answers, spec, guides, needs, False
     )
     keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
-    found = kernel(
-        logits.flatten(0, 2).to(device),
-        mask_id=spec.mask_id,
-        temperature=temperature,
-        keys=keys.to(device),
-        current=query.ids.flatten().to(device),
-    )
+    asked = query.ids.flatten().to(device)
+    sampling = Sampling(spec.mask_id, temperature, keys=keys.to(device), current=asked)
+    found = kernel(logits.flatten(0, 2).to(device), sampling)
     found = readout.spread(found, answers)
     assert torch.equal(found.token.cpu(), expected.token)
     for name in (*needs, "confidence"):
@@ -163,11 +150,9 @@ def rows_that_are_not_finite(kernel: Any, device: str, vocab: int) -> None:
     logits[6] = torch.nan
     logits[7, : vocab // 2] = torch.nan
     named, keys = torch.full((8,), 3), keys_of(8)
-    whole = {"current": named, "keys": keys}
     for temperature in (0.0, 0.5):
-        found = kernel(
-            logits.to(device), temperature=temperature, **{name: on(device, value) for name, value in whole.items()}
-        )
+        sampling = Sampling(temperature=temperature, keys=keys.to(device), current=named.to(device))
+        found = kernel(logits.to(device), sampling)
         for name in STATISTICS:
             expected = [False, True, True, False, True, False, True, True]
             got = getattr(found, name).isnan().tolist()
@@ -205,15 +190,8 @@ def head_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int
     now[:, mask] = -INF
     for temperature in (0.0, 0.8):
         with surrounded():
-            found = kernel(
-                on(device, wide)[:, :width],
-                weight.to(device),
-                index=index.to(device),
-                mask_id=mask,
-                temperature=temperature,
-                keys=keys.to(device),
-                current=named.to(device),
-            )
+            sampling = Sampling(mask, temperature, keys=keys.to(device), current=named.to(device))
+            found = kernel(wide.to(device)[:, :width], weight.to(device), sampling, index=index.to(device))
         choice = now / temperature if temperature else now
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)

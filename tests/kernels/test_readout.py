@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dllm_sampler.core import noise
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import partial, readout, reference
+from dllm_sampler.kernels.sampling import Sampling
 from tests.kernels import readout_checks as checks
 from tests.kernels.readout_checks import INF
 from tests.turns import by_turns
@@ -75,9 +76,8 @@ VALUES = st.sampled_from([-INF, -1e4, -30.0, -1.0, 0.0, -0.0, 0.5, 0.5, 3.0, 1e4
 def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype: torch.dtype, seed: int) -> None:
     logits = torch.tensor(rows).to(dtype)
     logits[:, 3] = 0.25  # something is possible
-    arguments: dict[str, Any] = {"temperature": temperature, "measured": measured, "mask_id": 8}
-    arguments |= {"keys": checks.keys_of(len(rows), seed), "current": torch.full((len(rows),), 8)}
-    found, expected = (kernel(logits, **arguments) for kernel in (readout.readout, reference.readout))
+    sampling = Sampling(8, temperature, measured, checks.keys_of(len(rows), seed), torch.full((len(rows),), 8))
+    found, expected = (kernel(logits, sampling) for kernel in (readout.readout, reference.readout))
     assert torch.equal(found.token, expected.token)
     assert (found.token != 8).all()
     assert (found.current == -INF).all()
@@ -103,8 +103,8 @@ def test_many_draws_are_torchs_draws() -> None:
     """Tokens, not only their distribution: no near tie in these is decided otherwise."""
     logits = torch.randn(24, 120, generator=checks.seeded(5)).bfloat16()
     for seed in range(2):
-        arguments = {"temperature": 1.0, "keys": checks.keys_of(24, seed)}
-        tokens = [kernel(logits, **arguments).token for kernel in (readout.readout, reference.readout)]
+        sampling = Sampling(temperature=1.0, keys=checks.keys_of(24, seed))
+        tokens = [kernel(logits, sampling).token for kernel in (readout.readout, reference.readout)]
         assert torch.equal(*tokens)
         assert len(tokens[0].unique()) > 12
 
@@ -139,12 +139,12 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     """To the last bit."""
     logits = torch.randn(3, 600, generator=checks.seeded(2)) * 4
     given: dict[str, Any] = {"keys": checks.keys_of(3), "current": torch.tensor([0, 300, 599])}
-    found = readout.readout(logits, temperature=0.9, **given)
+    found = readout.readout(logits, Sampling(temperature=0.9, **given))
     names = [field.name for field in fields(found) if getattr(found, field.name) is not None]
     assert len(names) == 7
     for row in range(3):
         own = {name: value[row : row + 1] for name, value in given.items()}
-        alone = readout.readout(logits[row : row + 1], temperature=0.9, **own)
+        alone = readout.readout(logits[row : row + 1], Sampling(temperature=0.9, **own))
         for name in names:
             assert torch.equal(getattr(alone, name)[0], getattr(found, name)[row]), name
 
@@ -164,6 +164,6 @@ def test_no_rows() -> None:
 )
 def test_mistakes_are_named(kernel: Any, arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
-        kernel(torch.zeros(2, 9), **arguments)
+        kernel(torch.zeros(2, 9), Sampling(**arguments))
     with pytest.raises(UserError, match="neighbours"):
         kernel(torch.zeros(9, 2).T)

@@ -34,6 +34,7 @@ from dllm_sampler.kernels import (
     rope,
     swiglu,
 )  # fmt: skip
+from dllm_sampler.kernels.sampling import Sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
@@ -76,16 +77,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         kernel.device_caches.pop(PLACE, None)
 
 
-def readouts(rows: int, **options: Any) -> None:
+def readouts(rows: int) -> None:
+    keys = torch.arange(rows)
     for vocab in (45, 4099):  # a part and two
         logits = torch.randn(rows, vocab, dtype=torch.bfloat16)
         readout.readout(logits)
-        named = torch.zeros(rows, dtype=torch.long)
-        keys = torch.arange(rows)
-        readout.readout(logits, temperature=0.7, keys=keys, mask_id=1, current=named, measured=True)
+        readout.readout(logits, Sampling(1, 0.7, True, keys, keys))
         hidden, weight = torch.randn(rows, 64), torch.randn(vocab, 64)
         head.head(hidden, weight)
-        head.head(hidden, weight, mask_id=1, index=keys, temperature=0.7, keys=keys, current=named)
+        head.head(hidden, weight, Sampling(1, 0.7, False, keys, keys), index=keys)
 
 
 def heads(rows: int) -> None:
@@ -93,7 +93,7 @@ def heads(rows: int) -> None:
         hidden, weight = torch.randn(rows, 64, dtype=dtype), torch.randn(4099, 64, dtype=dtype)
         keys = torch.arange(rows)
         head.head(hidden, weight)
-        head.head(hidden, weight, temperature=0.7, keys=keys, current=keys, mask_id=1)
+        head.head(hidden, weight, Sampling(1, 0.7, False, keys, keys))
         head.head(hidden, weight, index=keys)
 
 
