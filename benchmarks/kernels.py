@@ -1,4 +1,4 @@
-"""How fast each kernel is beside its torch reference, and beside a copy of the bytes that it must move.
+"""How fast each kernel is, compared with its torch reference and with a copy of the bytes that it must move.
 
     python benchmarks/kernels.py                        # on a GPU
     python benchmarks/kernels.py --smoke                # tiny sizes, once: does it run?
@@ -88,7 +88,7 @@ def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) ->
 
 
 def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Iterator[Case]:
-    """The head of a model, for a window's masks; and beside it a library's product whose logits are stored and read."""
+    """The head of a model for a window's masks, and a library's product whose logits are stored and read."""
     hidden = torch.randn(4 * rows, width, device=device, dtype=dtype)
     weight = torch.randn(vocab, width, device=device, dtype=dtype) / width**0.5
     index = torch.arange(0, 4 * rows, 4, device=device)
@@ -108,7 +108,7 @@ def layers(
     device: torch.device, dtype: torch.dtype, rows: int, window: int, slots: int, heads: int, kv_heads: int, head: int
 ) -> Iterator[Case]:
     """The parts of a layer, for the last `window` columns of rows of `slots`; the feed-forward is thrice the stream."""
-    if importlib.util.find_spec("triton") is None:  # their references stand beside them
+    if importlib.util.find_spec("triton") is None:  # their modules import it, and hold the references too
         return
     from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
 

@@ -18,7 +18,7 @@ from dllm_sampler.kernels.sampling import Sampling
 
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # the kernels measure these and confidence
 STORED = frozenset({"logits", "predictions"})  # the kernels can serve these only if logits are stored
-FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may want (`PlugIn.needs`)
+FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may list in `needs`
 
 
 def predict(
@@ -69,7 +69,7 @@ def spread(found: Readout, answers: Answers) -> Readout:
 
 
 def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
-    """The head's weight `[V, D]`, where a kernel of the readout multiplies `rows [N, D]` with it itself; else None."""
+    """The head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
     weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
 

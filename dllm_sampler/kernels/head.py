@@ -1,7 +1,7 @@
 """The language model's head and the readout in one: statistics of logits that are never stored.
 
-Worth most where the head is dear, at a vocabulary of 126464 and more: a tile of the weight is multiplied with the
-selected rows and reduced on the spot; what goes to memory is nine numbers per row and tile.
+A program multiplies a tile of the weight with the selected rows, reduces the product in registers and writes nine
+numbers per row and tile. It saves most at vocabularies of 126464 tokens and more.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -43,7 +43,7 @@ from dllm_sampler.kernels.partial import (
 )
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
-GROUP = 16  # tiles of rows that share the weight, and that a second-level cache of 40 MB holds: 16 MB of 4096 wide rows
+GROUP = 16  # tiles of rows that share each tile of the weight: 16 MB of rows 4096 wide, within an L2 cache of 40 MB
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def head_kernel(
     D: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, DRAW: tl.constexpr, MEASURED: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R rows and one part, BLOCK_V tokens. The rows of a group run fastest, its parts next."""
+    """One program: BLOCK_R rows and one part, BLOCK_V tokens. In a group rows run fastest, then parts."""
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     if tile * BLOCK_R >= rows:  # the last group may have fewer
         return
@@ -70,10 +70,10 @@ def head_kernel(
         left = d < D - start
         w = tl.load(token + start, mask=left[:, None] & (name < V), other=0.0)
         h = tl.load(own + start, mask=inside & left[None], other=0.0)
-        if INTERPRETED:  # which multiplies matrices of bfloat16 by their bits
+        if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 numbers
             h, w = h.to(tl.float32), w.to(tl.float32)
         product = tl.dot(h, w, product, input_precision="ieee")
-    logits = rounded(product, dtype).to(dtype)  # in half the registers, but for float32
+    logits = rounded(product, dtype).to(dtype)  # takes half the registers, except in float32
     low, high, asked = None, None, None
     if DRAW:
         low, high = words(keys, row, inside)
@@ -81,7 +81,7 @@ def head_kernel(
         asked = tl.load(named + row, mask=inside, other=-1)
     if BLOCK_R <= 64:
         found, present = _part(logits, name, temperature, low, high, asked, dtype, V, MASK, MEASURED)
-    else:  # piece by piece, for the registers: what a loop does not keep, no thread holds
+    else:  # piece by piece in a loop, which takes fewer registers
         size: tl.constexpr = 32 if DRAW else BLOCK_V // 2  # noise takes more of them
         held, first = _packed(logits), part * BLOCK_V + 2 * tl.arange(0, size)[None]
         none = tl.zeros([BLOCK_R, 1], tl.float32)
@@ -107,7 +107,7 @@ def _part(
     logits, name, temperature, low, high, asked,
     DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
 ):  # fmt: skip
-    """Of logits `[R, n]` in DTYPE of tokens `name [1, n]`: a part as `reduce` makes it, the logit that is asked for."""
+    """Reduce logits `[R, n]` of tokens `name [1, n]` to a part like `reduce`; and the logits of the named tokens."""
     x = refine(logits, name, temperature, DTYPE, V, MASK, MEASURED)
     names = name + tl.zeros(x.shape, tl.int32)
     highest = tl.max(x, 1, keep_dims=True)
@@ -129,7 +129,7 @@ def _part(
 
 @triton.jit
 def _packed(x):
-    """`[R, n/2] int32` of `[R, n]` numbers of 16 bits, two in one: neighbours lie in one thread, and nothing moves."""
+    """Pack `[R, n]` 16-bit numbers in pairs, `[R, n/2] int32`: neighbours lie in one thread, so nothing moves."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     even, odd = even.to(tl.int16, bitcast=True).to(tl.int32), odd.to(tl.int16, bitcast=True).to(tl.int32)
     return (odd << 16) | (even & 0xFFFF)
@@ -137,7 +137,7 @@ def _packed(x):
 
 @triton.jit
 def _piece(held, turn, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """`[R, SIZE]` of what `_packed` made: of the first 2 SIZE numbers the even ones, the odd ones; of the next."""
+    """Unpack piece `turn`, `[R, SIZE]`: the even ones of the first 2 SIZE numbers, then their odd ones, and so on."""
     parts: tl.constexpr = held.shape[1] // SIZE
     if parts > 1:
         here = tl.arange(0, parts)[None, :, None] == turn // 2
@@ -152,12 +152,12 @@ def _piece(held, turn, SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pair(x, y):
-    """`[R, 2]` of two `[R, 1]`."""
+    """Join two `[R, 1]` to `[R, 2]`."""
     return tl.reshape(tl.join(x, y), [x.shape[0], 2])
 
 
 def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY, *, index: Tensor | None = None) -> Readout:
-    """What `readout` says of `hidden[index] @ weight.T`, without that product in memory.
+    """`readout` of the logits `hidden[index] @ weight.T`, which are not stored.
 
     hidden: `[M, D]` bfloat16, float16 or float32, rows at any stride
     weight: `[V, D]` contiguous, in the same dtype

@@ -1,6 +1,6 @@
-"""What the readout and the head share: statistics of a part of the vocabulary, and of all parts together.
+"""What readout and head share: the statistics of a part of the vocabulary, and of all parts together.
 
-A part is described by nine numbers, none of which loses the little that the best token leaves to the others:
+Nine numbers describe a part. They keep what the best token leaves to the others, however little it is:
 
     best       highest logit and its id, the lowest id among equals
     rest       sum of exp(x - best) over all others, so that a probability is 1 / (1 + rest)
@@ -9,7 +9,7 @@ A part is described by nine numbers, none of which loses the little that the bes
     chosen     highest logit + noise, its id, its logit
     current    logit of the token that the caller named
 
-Every function works on `[R, n]` tiles. `LOW` stands for -inf: differences of two of them are numbers.
+Every function works on `[R, n]` tiles. `LOW` stands for -inf, since the difference of two infinities is NaN.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -42,7 +42,7 @@ NAMES = tl.constexpr(2)  # and ids: best, chosen
 
 @triton.jit
 def gumbel(low, high, ids):
-    """`noise.token_noise` of the two words of a key. The same integers; floats as close as the logarithms are."""
+    """`noise.token_noise` of the two words of a key: the same hash; the noise differs by the logarithm's rounding."""
     bits = ids.to(tl.uint32) * 0x9E3779B9 + low
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -59,8 +59,8 @@ def gumbel(low, high, ids):
 
 @triton.jit
 def noises(low, high, ids):
-    """`gumbel` of the two words `[R, 1]` and `[R, n]` ids: token by token, or what is between fills the registers."""
-    if INTERPRETED:  # which maps nothing
+    """`gumbel` of words `[R, 1]` and ids `[R, n]`, token by token: whole tiles would fill the registers."""
+    if INTERPRETED:  # the interpreter cannot map
         return gumbel(low, high, ids)
     return tl.map_elementwise(gumbel, low, high, ids)
 
@@ -75,7 +75,7 @@ def words(keys, rows, inside):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 rounded to the nearest number of DTYPE, ties to even."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter cuts off instead
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
@@ -84,7 +84,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tempered(x, temperature, DTYPE: tl.constexpr):
-    """float32 logits over the temperature, rounded to DTYPE as a tensor is."""
+    """float32 logits divided by the temperature and rounded to DTYPE, as torch does."""
     return rounded(tl.math.div_rn(x, temperature), DTYPE)
 
 
@@ -92,7 +92,7 @@ def tempered(x, temperature, DTYPE: tl.constexpr):
 def refine(
     raw, ids, temperature, DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """Logits in float32 without the mask token, divided by the temperature and rounded to DTYPE as a tensor is."""
+    """Logits in float32 with -inf for the mask token and beyond the vocabulary; SCALED: divided by the temperature."""
     x = raw.to(tl.float32)
     if SCALED:
         x = tempered(x, temperature, DTYPE)
@@ -101,20 +101,20 @@ def refine(
 
 @triton.jit
 def floor(x):
-    """-inf as `LOW`; NaN stays."""
+    """Replace -inf by `LOW`; NaN stays."""
     return tl.where(x < LOW, LOW, x)
 
 
 @triton.jit
 def weigh(away):
-    """exp(-away), and `away` bounded for a product with it: 0 times what lies infinitely far away is 0. NaN stays."""
+    """exp(-away), and `away` clamped, so that their product is 0 where `away` is infinite. NaN stays."""
     far = tl.minimum(away, 200.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-200) is 0 in float32
-    return tl.exp2(far * -LOG2E), far  # flushes what is too small, which `exp` takes operations for
+    return tl.exp2(far * -LOG2E), far  # flushes subnormals, on which `exp` spends operations
 
 
 @triton.jit
 def drawn(score, ids, logits):
-    """Highest score of `[R, n]` each, its id, its logit: `[R, 1]` each."""
+    """The highest score of each row of `[R, n]`, its id and its logit: `[R, 1]` each."""
     best = tl.max(score, 1, keep_dims=True)
     at = tl.min(tl.where(score == best, ids, BEYOND), 1, keep_dims=True)
     held = (score == best) & (ids == at)
@@ -123,7 +123,7 @@ def drawn(score, ids, logits):
 
 @triton.jit
 def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit):
-    """Parts side by side, `[R, n]` each, as one: `[R, 1]` each."""
+    """Reduce the n parts of each row, `[R, n]` each, to one: `[R, 1]` each."""
     top = tl.max(best, 1, keep_dims=True)
     at = tl.min(tl.where(best == top, best_id, BEYOND), 1, keep_dims=True)
     leads = (best == top) & (best_id == at)
@@ -161,7 +161,7 @@ def put(reals, names, at, inside, size, part, current):
 
 @triton.jit
 def log1p(x):
-    """In float64, of numbers from 0 on."""
+    """log(1 + x) in float64, for x of at least 0."""
     return tl.where(x < 1e-5, x * (1.0 - x * (0.5 - x / 3.0)), tl.log(1.0 + x))
 
 
@@ -170,7 +170,7 @@ def combine_kernel(
     rows, reals, names, token, confidence, margin, gap, entropy, logsumexp, current,
     PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """One program: the statistics of one row from its parts. Everything behind the sums is float64."""
+    """One program combines the parts of one row. It sums in float32 and computes the statistics in float64."""
     row = tl.program_id(0).to(tl.int64)
     size = tl.cast(rows, tl.int64) * PARTS
     lane = tl.arange(0, LANES)[None]
@@ -212,7 +212,7 @@ def combine_kernel(
 
 
 def room(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Buffers for the parts of `rows`."""
+    """Allocate the buffers for the parts of `rows`: `[REALS, rows, parts]`, `[NAMES, rows, parts]`."""
     return (
         torch.empty(REALS.value, rows, parts, dtype=torch.float32, device=device),
         torch.empty(NAMES.value, rows, parts, dtype=torch.int32, device=device),
@@ -248,7 +248,7 @@ def empty(rows: int, device: torch.device, sampling: Sampling) -> Readout:
 
 
 def finish(sampling: Sampling, reals: Tensor, names: Tensor) -> Readout:
-    """Combine the parts of each row: `reals [REALS, rows, parts]`, `names [NAMES, rows, parts]`."""
+    """Combine the parts of each row, which `room` allocated."""
     rows, parts = names.shape[1:]
     found = empty(rows, names.device, sampling)
     combine_kernel[(rows,)](
@@ -272,20 +272,20 @@ ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
 
 
 def described(vocab: int, what: str) -> Sampling:
-    """The sampling of a configuration such as "draw current": "draw" is at a temperature that is measured too."""
+    """The sampling of a configuration; the word "draw" asks for a draw at a temperature that is measured too."""
     draws = "draw" in what
     return Sampling(mask_id=vocab - 1, temperature=float(draws), measured=draws)
 
 
 def absent(what: str) -> dict[str, Any]:
-    """The arguments that a launch of such a configuration does not have: None is a constant of the kernel."""
+    """None for each argument that a configuration does not have; the words "draw" and "current" ask for them."""
     return ({} if "draw" in what else {"keys": None}) | ({} if "current" in what else {"named": None})
 
 
 def configuration(
     name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: Stages = 2
 ) -> Configuration:
-    """A configuration of a kernel of this family: `constants` are its specialisation, None for what is not given."""
+    """One specialisation of a kernel of this family; `constants` has None for an argument that is absent."""
     own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}")
     signature = {
         argument: "constexpr" if argument in constants else (TYPES | own)[argument] for argument in kernel.arg_names

@@ -49,10 +49,10 @@ def readout_kernel(
     PART: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part of a row.
+    """One program reduces one part of a row.
 
-    All of the part is on its way before anything is computed: what keeps memory busy is bytes in flight. Then few
-    operations per logit, or arithmetic would be the limit: the best one first, so that no sum is ever scaled anew.
+    It loads the whole part before it computes anything, since bytes in flight keep memory busy. It finds the best logit
+    first, so that no sum is rescaled: with more operations per logit arithmetic would be the limit.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.cast(rows, tl.int64) * PARTS
@@ -77,12 +77,12 @@ def readout_kernel(
     top = _over(most, tl.max)
     first = tl.reshape(first, most.shape)
     origin = _over(tl.where(most == top, first, BEYOND), tl.min)
-    few = origin + tl.arange(0, PACK)[None]  # nowhere, where all of the part is NaN
+    few = origin + tl.arange(0, PACK)[None]  # no token, if the whole part is NaN
     raw = tl.load(logits + few, mask=(few >= begin) & (few < end), other=-float("inf"))
     near = refine(raw, few, temperature, dtype, V, MASK, MEASURED)  # [1, PACK]
     best_id = tl.min(tl.where(near == top, few, BEYOND), 1, keep_dims=True)
     near = tl.where(few == best_id, -float("inf"), near)
-    # All others: those of its vector by themselves, for no sum may have lost them to the 1 of the best.
+    # All others. Those in the best one's vector are summed apart: added to its 1, they would be rounded away.
     best = floor(top)
     apart = first != origin
     e, far = weigh(best[:, :, None] - x)
@@ -121,12 +121,12 @@ def readout_kernel(
 
 @triton.jit
 def _over(x, reduction: tl.constexpr):
-    """`[1, 1]` of `[m, n]`, what lies in one thread first."""
+    """Reduce `[m, n]` to `[1, 1]`, within each thread first."""
     return reduction(reduction(x, 0, keep_dims=True), 1, keep_dims=True)
 
 
 def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """A token per row and how sure the model is, as `readout.read` finds them, in one pass over the logits.
+    """Choose a token per row and measure how sure the model is, as `engine.readout.read` does, in one pass.
 
     logits: `[N, V]` bfloat16, float16 or float32, rows at any stride; not written
     sampling: how to choose, and what to measure; by default the best token

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python -m tests.kernels.errors            # in Triton's interpreter
     python -m tests.kernels.errors --device cuda                 # on a GPU
 
-The cases are those of the checks beside this file, whose bounds they must keep. Errors are against float64: of layers
+The cases are those of the checks in this folder, whose bounds they must keep. Errors are against float64: of layers
 relative to the largest answer (the interpreter cuts bfloat16 off where a GPU rounds), of readout and head as the
 largest of a logsumexp over the largest logit, a probability (relative) and an entropy (nats).
 """

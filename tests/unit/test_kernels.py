@@ -294,7 +294,7 @@ def test_what_fails_fails_the_report(
     monkeypatch.setattr(report, "compile_all", lambda *_: found)
     assert report.main(["--target", "gfx942"]) == 1
     said = capsys.readouterr().out
-    assert "large on gfx942: needs" in said and "2 compiled: 2 failed, 0 spill to memory, of 1 nobody knows" in said
+    assert "large on gfx942: needs" in said and "2 compiled: 2 failed, 0 spill to memory, 1 not known" in said
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
