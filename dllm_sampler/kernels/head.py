@@ -78,7 +78,7 @@ def head_kernel(
     if DRAW:
         low, high = words(keys, row, inside)
     if named is not None:
-        asked = tl.load(named + row, mask=inside, other=-1)
+        asked = tl.load(named + row, mask=inside, other=-1).to(tl.int32)  # int64 would take registers
     if BLOCK_R <= 64:
         found, present = _part(logits, name, temperature, low, high, asked, dtype, V, MASK, MEASURED)
     else:  # piece by piece in a loop, which takes fewer registers
