@@ -33,7 +33,7 @@ def keys_of(rows: int, seed: int = 0) -> Tensor:
 
 
 def exact(logits: Tensor, token: Tensor, current: Tensor | None) -> dict[str, Tensor]:
-    """The statistics of `logits [N, V]` by their definitions, in float64."""
+    """The statistics of `logits [N, V]` by their definitions, in float64; NaN where a logit is +inf."""
     x = logits.double()
     p = x.softmax(-1)
     two = x.topk(2, -1).values if x.shape[1] > 1 else torch.cat([x, torch.full_like(x, -INF)], 1)
@@ -49,7 +49,8 @@ def exact(logits: Tensor, token: Tensor, current: Tensor | None) -> dict[str, Te
     }
     if current is not None:
         found["current"] = x.gather(1, current[:, None])[:, 0] - total
-    return found
+    void = torch.where(total == INF, torch.nan, 0.0)
+    return {name: value + void for name, value in found.items()}
 
 
 def compare(found: Readout, expected: dict[str, Tensor], size: float = 1.0) -> None:
