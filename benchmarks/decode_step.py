@@ -63,6 +63,7 @@ from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.kernels.backend import TORCH, Backend, select
+from dllm_sampler.kernels.sampling import Sampling
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.sampler import Sampler
@@ -111,7 +112,7 @@ class Spy:
         if weight is None:
             self.inner.head(hidden)
         else:
-            self.kernels.head(hidden, weight, mask_id=self.spec.mask_id)
+            self.kernels.head(hidden, weight, Sampling(self.spec.mask_id))
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.inner.head(hidden)
@@ -265,7 +266,7 @@ class Bench:
         it = TORCH if side == "torch" else select("triton", self.device, self.dtype)
         row = Row("readout", side, rows, 1, floor=kernel_bench.size(logits) / self.copied)
         for repeat in range(self.options.repeats + 1):
-            seconds = self.clock(lambda: it.readout(logits, mask_id=1))
+            seconds = self.clock(lambda: it.readout(logits, Sampling(1)))
             if repeat:
                 row.seconds.append(seconds)
         return row

@@ -1,4 +1,4 @@
-"""How fast each kernel is beside its torch reference, and beside a copy of the bytes that it must move.
+"""How fast each kernel is, compared with its torch reference and with a copy of the bytes that it must move.
 
     python benchmarks/kernels.py                        # on a GPU
     python benchmarks/kernels.py --smoke                # tiny sizes, once: does it run?
@@ -37,7 +37,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
-from dllm_sampler.kernels.statistics import Then
+from dllm_sampler.kernels.sampling import Sampling
 
 Call = Callable[[Backend], Any]
 
@@ -70,39 +70,35 @@ def size(*tensors: Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> Iterator[Case]:
-    """Greedy, a draw at a temperature, and a draw with the divergence that KLASS wants."""
-    logits, before = (torch.randn(rows, vocab, device=device, dtype=dtype) * 4 for _ in range(2))
+def samplings(rows: int, vocab: int, device: torch.device) -> dict[str, Sampling]:
+    """The best token of each row, and a draw at a temperature; the last token is the mask."""
     keys = torch.randint(2**62, (rows,), device=device)
-    then = Then(before, before.float().logsumexp(-1).double(), torch.arange(rows, device=device))
-    given: dict[str, dict[str, Any]] = {
-        "greedy": {},
-        "draw": {"temperature": 0.7, "keys": keys},
-        "draw, KL": {"temperature": 0.7, "keys": keys, "then": then},
-        "greedy, top 8": {"top": 8},
-    }
-    for what, arguments in given.items():
-        moved = size(logits) * (2 if "then" in arguments else 1)
+    return {"greedy": Sampling(vocab - 1), "draw": Sampling(vocab - 1, 0.7, keys=keys)}
 
-        def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
-            return it.readout(logits, mask_id=vocab - 1, **arguments)
 
-        yield Case(f"readout {rows} x {vocab} {what}", run, moved)
+def readouts(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> Iterator[Case]:
+    """A greedy choice and a draw at a temperature."""
+    logits = torch.randn(rows, vocab, device=device, dtype=dtype) * 4
+    for what, sampling in samplings(rows, vocab, device).items():
+
+        def run(it: Backend, sampling: Sampling = sampling) -> Any:
+            return it.readout(logits, sampling)
+
+        yield Case(f"readout {rows} x {vocab} {what}", run, size(logits))
 
 
 def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width: int) -> Iterator[Case]:
-    """The head of a model, for a window's masks; and beside it a library's product whose logits are stored and read."""
+    """The head of a model for a window's masks, and a library's product whose logits are stored and read."""
     hidden = torch.randn(4 * rows, width, device=device, dtype=dtype)
     weight = torch.randn(vocab, width, device=device, dtype=dtype) / width**0.5
     index = torch.arange(0, 4 * rows, 4, device=device)
-    keys = torch.randint(2**62, (rows,), device=device)
-    for what, arguments in {"greedy": {}, "draw": {"temperature": 0.7, "keys": keys}}.items():
+    for what, sampling in samplings(rows, vocab, device).items():
 
-        def run(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
-            return it.head(hidden, weight, index=index, **arguments)
+        def run(it: Backend, sampling: Sampling = sampling) -> Any:
+            return it.head(hidden, weight, sampling, index=index)
 
-        def apart(it: Backend, arguments: dict[str, Any] = arguments) -> Any:
-            return it.readout(torch.nn.functional.linear(hidden.index_select(0, index), weight), **arguments)
+        def apart(it: Backend, sampling: Sampling = sampling) -> Any:
+            return it.readout(torch.nn.functional.linear(hidden.index_select(0, index), weight), sampling)
 
         for name, how in {"head": run, "head stored": apart}.items():
             yield Case(f"{name} {rows} x {width} x {vocab} {what}", how, size(weight, hidden[:rows]))
@@ -112,7 +108,7 @@ def layers(
     device: torch.device, dtype: torch.dtype, rows: int, window: int, slots: int, heads: int, kv_heads: int, head: int
 ) -> Iterator[Case]:
     """The parts of a layer, for the last `window` columns of rows of `slots`; the feed-forward is thrice the stream."""
-    if importlib.util.find_spec("triton") is None:  # their references stand beside them
+    if importlib.util.find_spec("triton") is None:  # their modules import it, and hold the references too
         return
     from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +13,12 @@ from dllm_sampler.core.protocols import Denoiser, Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax, measure
 from dllm_sampler.core.values import Canvas, Readout
+from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.kernels.sampling import Sampling
 
-if TYPE_CHECKING:
-    from dllm_sampler.kernels.backend import Backend
-
-MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # what the kernels know beside confidence
-STORED = frozenset({"logits", "predictions"})  # what they know too where logits are stored
-FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may want (`PlugIn.needs`)
+MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # the kernels measure these and confidence
+STORED = frozenset({"logits", "predictions"})  # the kernels can serve these only if logits are stored
+FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may list in `needs`
 
 
 def predict(
@@ -34,30 +32,33 @@ def predict(
     allow_mask: bool,
     kernels: Backend | None = None,
 ) -> Readout:
-    """What hidden states `[R, D]` say: the head's logits and `read`, on kernels where the rule is plain enough.
+    """Choose a token per answer from hidden states `[R, D]` and measure how sure the model is.
 
-    kernels: None, or torch's: `read` does it. Triton's know a greedy choice or a draw at one temperature, counted
-        noise, `MEASURED` and `STORED`; where the head is a plain product too (`head_weight`) and nobody wants the
-        latter, they store no logits at all.
+    Args:
+        hidden: `[R, D]`; the model's head makes logits of it.
+        kernels: None or torch's: `read` does the work. Triton's do it for a greedy choice or a draw at one temperature
+            with counted noise, if `needs` has only `MEASURED` and `STORED`. Where the head is a plain product
+            (`head_weight`) and `needs` has nothing of `STORED`, they store no logits. The other arguments: see `read`.
 
     Returns:
         `[B, K, Q]` statistics; 0 where nothing is answered.
     """
     plain = kernels is not None and kernels.name == "triton"
-    rule = _rule(canvas, answers, spec, guides, needs, allow_mask) if plain else None
-    if kernels is None or rule is None:
+    sampling = _sampling(canvas, answers, spec, guides, needs, allow_mask) if plain else None
+    if kernels is None or sampling is None:
         return read(denoiser.head(hidden), hidden, canvas, answers, spec, guides, needs, allow_mask)
     stored = bool(needs & STORED)
     weight = None if stored else joined(denoiser, hidden)
     if weight is not None:
-        return spread(kernels.head(hidden, weight, **rule).readout(needs), answers)
-    logits = denoiser.head(hidden)
-    seen = kernels.readout(logits, **rule)
-    if not stored:
-        return spread(seen.readout(needs), answers)
-    if rule["mask_id"] is not None:
-        logits[..., rule["mask_id"]] = -torch.inf
-    return spread(replace(seen.readout(needs | {"logsumexp"}), logits=logits), answers)
+        seen = kernels.head(hidden, weight, sampling)
+    else:
+        logits = denoiser.head(hidden)
+        seen = kernels.readout(logits, sampling)
+        if stored:
+            if sampling.mask_id is not None:
+                logits[..., sampling.mask_id] = -torch.inf
+            seen, needs = replace(seen, logits=logits), needs | {"logsumexp"}
+    return spread(replace(seen, **dict.fromkeys(MEASURED - needs)), answers)
 
 
 def spread(found: Readout, answers: Answers) -> Readout:
@@ -68,35 +69,33 @@ def spread(found: Readout, answers: Answers) -> Readout:
 
 
 def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
-    """The head's weight `[V, D]`, where a kernel of the readout multiplies `rows [N, D]` with it itself; else None."""
+    """The head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
     weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
 
 
-def _rule(
+def _sampling(
     canvas: Canvas,
     answers: Answers,
     spec: ModelSpec,
     guides: tuple[Guide, ...],
     needs: frozenset[str],
     allow_mask: bool,
-) -> dict[str, Any] | None:
-    """The arguments that make a kernel choose and measure as `read` would; None: it cannot."""
+) -> Sampling | None:
+    """What makes a kernel choose and measure as `read` does; None: no kernel can."""
     at = [guide for guide in guides if guide.temperature != 0]  # 0 is greedy
     if not needs <= MEASURED | STORED or len(at) > 1:
         return None
-    rule: dict[str, Any] = {"mask_id": None if allow_mask else spec.mask_id}
-    if "current" in needs:
-        rule["current"] = answers.pick(answers.query.ids)
-    if at:
-        guide = at[0]
-        if guide.temperature is None or type(canvas.noise) is not CounterNoise:
-            return None
-        if needs & STORED and guide.measures:  # tempered logits are stored nowhere
-            return None
-        rule |= {"temperature": guide.temperature, "measured": guide.measures}
-        rule["keys"] = answer_keys(canvas, answers)
-    return rule
+    mask_id = None if allow_mask else spec.mask_id
+    current = answers.pick(answers.query.ids) if "current" in needs else None
+    if not at:
+        return Sampling(mask_id, current=current)
+    guide = at[0]
+    if guide.temperature is None or type(canvas.noise) is not CounterNoise:
+        return None
+    if needs & STORED and guide.measures:  # tempered logits are stored nowhere
+        return None
+    return Sampling(mask_id, guide.temperature, guide.measures, answer_keys(canvas, answers), current)
 
 
 def read(

@@ -1,1 +1,1 @@
-"""Fused Triton kernels, each beside a torch reference of the same signature."""
+"""Fused Triton kernels, each with a torch reference of the same signature."""

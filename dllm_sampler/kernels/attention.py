@@ -49,9 +49,9 @@ def packed_attention(
     bounds: int64 `[B+1]`: row b has the entries bounds[b]..bounds[b+1]-1; those from bounds[B] on are fillers
     columns: int64 `[T]`, where the entries stand
     begin, limit: `[B]`, keys of columns begin..limit-1 may be seen; default: 0 and L
-    grid: block-causal attention with blocks of so many columns, counted from `begin`
+    grid: length of the blocks of block-causal attention, counted from `begin`; None: no blocks
     segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
-    overwritten: bool `[B, L+1]`, stored columns that nobody sees, since fresh keys stand in for them
+    overwritten: bool `[B, L+1]`, stored columns that fresh keys replace, so that no entry sees them
     stored: whether stored keys are seen; false for a forward that computes every column
     longest: a row has no more entries than that; default T
     scale: of the scores; default `Dh ** -0.5`
@@ -147,7 +147,7 @@ def attention_reference(
         if segment is not None:
             visible[-1] = visible[-1] & (segment[at][:, :, None] == segment[at][:, None])
     seen = torch.cat(visible, -1)  # [B, M, S]
-    read = seen.any(1)[..., None, None]  # [B, S, 1, 1]: zero times a slot that holds no number would be none either
+    read = seen.any(1)[..., None, None]  # [B, S, 1, 1]: slots that no entry sees count as 0, for 0 * NaN is NaN
     every = (torch.cat(parts, 1).where(read, 0).transpose(1, 2) for parts in (keys, values))
     grouped = keys[0].shape[2] != q.shape[1]
     out = F.scaled_dot_product_attention(
@@ -165,11 +165,11 @@ _ENDLESS = 1 << 30  # columns where nothing is stored
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    """The same without gaps in memory."""
+    """The tensor, made contiguous."""
     if tensor is None:
         return None
     if tensor.dtype == torch.bfloat16 and knobs.runtime.interpret:
-        tensor = tensor.float()  # Triton's interpreter multiplies matrices of bfloat16 by their bits
+        tensor = tensor.float()  # Triton's interpreter multiplies the bits of bfloat16 numbers
     return tensor.contiguous()
 
 
@@ -179,7 +179,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _splits(programs: int, tiles: int, device: torch.device) -> int:
-    """Parts to deal a row's `tiles` of keys out in: two programs per processor, two tiles each at least."""
+    """How many programs share a row's `tiles` of keys: two per processor, with two tiles each at least."""
     return max(1, min(2 * _processors(device) // programs, tiles // 2, 32))
 
 

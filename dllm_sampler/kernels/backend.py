@@ -1,4 +1,4 @@
-"""Which implementation of the kernels a run uses, chosen once."""
+"""The kernels that a generation runs on: Triton's, or their references in torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.kernels import reference
-from dllm_sampler.kernels.statistics import Statistics
+from dllm_sampler.kernels.sampling import Sampling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Choice = Literal["auto", "triton", "torch"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Words of errors of the device, which torch would meet as well.
+# Words in errors of the device, which torch would raise as well.
 LOST = ("illegal", "misaligned", "out of memory", "launch failure", "device-side assert", "timed out", "ECC")
 CAPABILITY = (8, 0)  # what the kernels are compiled and written for; older GPUs have no bfloat16
 
@@ -42,8 +43,8 @@ class Backend:
     """The kernels of one implementation; the first two have the signatures of those in `kernels.reference`."""
 
     name: Literal["triton", "torch"]
-    readout: Callable[..., Statistics]
-    head: Callable[..., Statistics]
+    readout: Callable[..., Readout]
+    head: Callable[..., Readout]
     layer: LayerKernels | None = None  # None: a layer's modules do it
 
 
@@ -55,8 +56,8 @@ def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
     backend: `torch`; `triton`; or `auto`, Triton's on a GPU of NVIDIA or AMD for the dtypes they know, else torch's
 
-    Where Triton's should run and cannot, torch's do the same, and one warning says why. So does a kernel that fails to
-    compile or to launch later on.
+    Where Triton's should run and cannot, torch's replace them, and one warning says why. The same holds for a single
+    kernel that later fails to compile or to launch.
 
     Raises:
         UserError: no such backend.
@@ -72,10 +73,10 @@ def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 def check(backend: object) -> None:
-    """Refuse a name that is none of a backend.
+    """Refuse a name that is not one of `Choice`.
 
     Raises:
-        UserError: what it may be.
+        UserError: the names that there are.
     """
     if backend not in get_args(Choice):
         raise UserError(f"backend must be auto, triton or torch, not {backend!r}")
@@ -109,13 +110,13 @@ def driver() -> str | None:
 
     try:
         runtime.active.get_current_target()
-    except Exception as error:  # it builds a module in C first: without a compiler or headers anything is raised
+    except Exception as error:  # it compiles a C module first, which can raise anything
         return f"triton's driver does not start: {first_line(error)}"
     return None
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or what it is."""
+    """The first line of an error's message, or the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -144,13 +145,13 @@ def _triton() -> Backend:
 
 
 def forget() -> None:
-    """Warn again of what was warned of, and try again what failed."""
+    """Repeat warnings that were given, and try kernels that failed again."""
     for kept in (warn, driver, _triton):
         kept.cache_clear()
 
 
 def guarded(fused: Function, plain: Function) -> Function:
-    """`fused`, and `plain` for good in arguments like those it failed for: other sizes and types are other kernels."""
+    """A function that calls `fused`, and `plain` from then on for arguments like those that `fused` failed for."""
     failed: set[Hashable] = set()
 
     @wraps(fused)
@@ -169,18 +170,20 @@ def guarded(fused: Function, plain: Function) -> Function:
 
 
 def alike(value: Any) -> Hashable:
-    """What arguments of one kernel have in common: types, and sizes up to a power of two."""
+    """A key of arguments that need one compiled kernel: their types, and their sizes up to a power of two."""
     if isinstance(value, Tensor):
         return value.dtype, tuple((size - 1).bit_length() for size in value.shape)
     if isinstance(value, dict):
         return tuple((name, alike(item)) for name, item in value.items())
     if isinstance(value, tuple):
         return tuple(alike(item) for item in value)
+    if isinstance(value, Sampling):
+        return alike(vars(value))
     return value if isinstance(value, (bool, int, NoneType)) else type(value)
 
 
 def replaceable(error: Exception) -> bool:
-    """Whether an error says that a kernel cannot be had, and not that the device is lost or a recording spoilt."""
+    """Whether torch can do the work: the kernel does not compile or launch, the device is fine, nothing is recorded."""
     from triton.errors import TritonError
 
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -1,4 +1,4 @@
-"""Compile every kernel for every GPU, without one: does it compile, does it fit, what does it cost?
+"""Compile every kernel for every kind of GPU, on a machine without one, and report what each takes.
 
     python -m dllm_sampler.kernels.compile
     python -m dllm_sampler.kernels.compile --target sm_90 --only "head bf16" --json report.json
@@ -86,7 +86,7 @@ def discover() -> Iterator[tuple[str, int, Configuration]]:
 
 
 def compiled(module: str, place: int, target: str) -> Compiled:
-    """Compile one configuration; what goes wrong stands in the answer."""
+    """Compile one configuration; the result says what went wrong."""
     it: Configuration = importlib.import_module(module).CONFIGURATIONS[place]
     try:
         binary = build(it, TARGETS[target])
@@ -141,19 +141,19 @@ def _usage(cubin: bytes) -> str:
         try:
             command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        except (OSError, RuntimeError, subprocess.CalledProcessError):  # no such tool: all that is lost is the figure
+        except (OSError, RuntimeError, subprocess.CalledProcessError):  # without the tool only the figures are missing
             return ""
 
 
 def compile_all(jobs: list[tuple[str, int, str]], processes: int, console: Console) -> list[Compiled]:
-    """The jobs in their order, on so many processes."""
+    """Compile the jobs on a number of `processes`; the results have the order of the jobs."""
     found = []
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(compiled, *job) for job in jobs]
         for job, future in track(list(zip(jobs, futures, strict=True)), "compiling", console=console):
             try:
                 found.append(future.result())
-            except Exception as error:  # a compiler that crashes takes its process along
+            except Exception as error:  # a compiler that crashes ends its process
                 module, place, target = job
                 name = importlib.import_module(module).CONFIGURATIONS[place].name
                 found.append(Compiled(name, target, error=f"the compiler crashed: {error}"))
@@ -228,9 +228,10 @@ def run(arguments: Sequence[str] | None) -> int:
     failed = [one for one in found if one.error]
     for one in failed:
         console.print(f"{one.kernel} on {one.target}: {one.error}", style="red", highlight=False, markup=False)
-    spilling, dark = (sum(map(what, found)) for what in (lambda one: bool(one.spills), lambda one: one.spills is None))
+    spilling = sum(bool(one.spills) for one in found)
+    unread = sum(one.spills is None for one in found)
     said = f"{len(found)} compiled: {len(failed)} failed, {spilling} spill to memory"
-    console.print(f"{said}, of {dark} nobody knows" if dark else said, highlight=False)
+    console.print(f"{said}, {unread} not known" if unread else said, highlight=False)
     if options.json:
         report = {"triton": version, "kernels": [asdict(one) for one in found]}
         markdown.write(options.json, json.dumps(report, indent=1) + "\n")

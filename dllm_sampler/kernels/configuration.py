@@ -1,4 +1,4 @@
-"""How a kernel is compiled: what its tests launch, what is compiled ahead of time and what a GPU runs are the same."""
+"""How a kernel is compiled. Tests, ahead-of-time compilation and launches on a GPU share these values."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Configuration:
     stages: Stages = 2
 
 
-# Triton's functions of these names are for kernels too, and so are said to return what a launch cannot count with.
+# Triton's functions of these names are typed for kernels: pyright lets no launch compute with their results.
 
 
 def cdiv(size: int, part: int) -> int:
-    """How many parts hold `size`."""
+    """`size / part`, rounded up."""
     return -(-size // part)
 
 
 def next_power_of_2(size: int) -> int:
-    """The least power of two that is `size` at least; 0 for 0."""
+    """The least power of two of at least `size`; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0

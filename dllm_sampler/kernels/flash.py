@@ -1,6 +1,6 @@
-"""The two kernels of `attention`: running sums over tiles of keys (flash attention), and what adds their parts up."""
+"""The two kernels of `attention`: running sums over tiles of keys (flash attention), and the sum of their parts."""
 
-# It takes reductions for tuples, and scans for what never returns.
+# Pyright takes reductions for tuples, and scans for functions that never return.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The language model's head and the readout in one: statistics of logits that are never stored.
 
-Worth most where the head is dear, at a vocabulary of 126464 and more: a tile of the weight is multiplied with the
-selected rows and reduced on the spot; what goes to memory is ten numbers per row and tile.
+A program multiplies a tile of the weight with the selected rows, reduces the product in registers and writes nine
+numbers per row and tile. It saves most at vocabularies of 126464 tokens and more.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -17,41 +17,42 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels.configuration import Stages, cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
     INTERPRETED,
     LOW,
     ONE_ROW,
+    absent,
     configuration,
+    constants,
+    described,
     drawn,
+    empty,
     finish,
-    finishing,
     floor,
-    former,
     noises,
     put,
     reduce,
     refine,
     room,
     rounded,
-    sortable,
     weigh,
     words,
 )
-from dllm_sampler.kernels.statistics import Statistics, Then, check
+from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
-GROUP = 16  # tiles of rows that share the weight, and that a second-level cache of 40 MB holds: 16 MB of 4096 wide rows
+GROUP = 16  # tiles of rows that share each tile of the weight: 16 MB of rows 4096 wide, within an L2 cache of 40 MB
 
 
 @triton.jit
 def head_kernel(
-    hidden, stride, weight, index, rows, temperature, keys, named,
-    then_rows, then_stride, then_logsumexp, then_index, reals, names, lists,
+    hidden, stride, weight, index, rows, temperature, keys, named, reals, names,
     D: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, DRAW: tl.constexpr, MEASURED: tl.constexpr,
-    PARTS: tl.constexpr, TOP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R rows and one part, BLOCK_V tokens. The rows of a group run fastest, its parts next."""
+    """One program: BLOCK_R rows and one part, BLOCK_V tokens. In a group rows run fastest, then parts."""
     tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
     if tile * BLOCK_R >= rows:  # the last group may have fewer
         return
@@ -65,36 +66,22 @@ def head_kernel(
     token = weight + name.to(tl.int64) * D + d[:, None]  # [BLOCK_D, BLOCK_V]
     own = hidden + source * stride + d[None]  # [BLOCK_R, BLOCK_D]
     product = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
-    old, norm = None, None
-    if then_rows is not None:
-        before = tl.load(then_index + row, mask=inside, other=0)
-        past = then_rows + before * then_stride + d[None]
-        old = tl.zeros([BLOCK_R, BLOCK_V], tl.float32)
     for start in range(0, D, BLOCK_D):
         left = d < D - start
         w = tl.load(token + start, mask=left[:, None] & (name < V), other=0.0)
         h = tl.load(own + start, mask=inside & left[None], other=0.0)
-        if INTERPRETED:  # which multiplies matrices of bfloat16 by their bits
+        if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 numbers
             h, w = h.to(tl.float32), w.to(tl.float32)
         product = tl.dot(h, w, product, input_precision="ieee")
-        if then_rows is not None:
-            h = tl.load(past + start, mask=inside & left[None], other=0.0)
-            if INTERPRETED:
-                h = h.to(tl.float32)
-            old = tl.dot(h, w, old, input_precision="ieee")
-    logits = rounded(product, dtype).to(dtype)  # in half the registers, but for float32
-    if then_rows is not None:
-        old = rounded(old, dtype).to(dtype)
-        norm = tl.load(then_logsumexp + before, mask=inside, other=0.0).to(tl.float32)
+    logits = rounded(product, dtype).to(dtype)  # takes half the registers, except in float32
     low, high, asked = None, None, None
     if DRAW:
         low, high = words(keys, row, inside)
     if named is not None:
-        asked = tl.load(named + row, mask=inside, other=-1)
+        asked = tl.load(named + row, mask=inside, other=-1).to(tl.int32)  # int64 would take registers
     if BLOCK_R <= 64:
-        found, present = _part(logits, old, name, temperature, low, high, norm, asked, dtype, V, MASK, MEASURED)
-    else:  # piece by piece, for the registers: what a loop does not keep, no thread holds
-        tl.static_assert(old is None)
+        found, present = _part(logits, name, temperature, low, high, asked, dtype, V, MASK, MEASURED)
+    else:  # piece by piece in a loop, which takes fewer registers
         size: tl.constexpr = 32 if DRAW else BLOCK_V // 2  # noise takes more of them
         held, first = _packed(logits), part * BLOCK_V + 2 * tl.arange(0, size)[None]
         none = tl.zeros([BLOCK_R, 1], tl.float32)
@@ -103,29 +90,24 @@ def head_kernel(
         chosen_id = best_id
         for turn in tl.range(0, BLOCK_V // size, loop_unroll_factor=1 if DRAW else 2):
             piece, its = _piece(held, turn, size, dtype), first + turn // 2 * (2 * size) + turn % 2
-            one, also = _part(piece, None, its, temperature, low, high, None, asked, dtype, V, MASK, MEASURED)
+            one, also = _part(piece, its, temperature, low, high, asked, dtype, V, MASK, MEASURED)
             if named is not None:
                 present = tl.maximum(present, also)
-            best, best_id, rest, spread, second, score, chosen_id, chosen, _ = reduce(
+            best, best_id, rest, spread, second, score, chosen_id, chosen = reduce(
                 _pair(best, one[0]), _pair(best_id, one[1]), _pair(rest, one[2]), _pair(spread, one[3]),
                 _pair(second, one[4]), _pair(score, one[5]), _pair(chosen_id, one[6]), _pair(chosen, one[7]),
-                _pair(none, none),
             )  # fmt: skip
-        found = (best, best_id, rest, spread, second, score, chosen_id, chosen, none)
+        found = (best, best_id, rest, spread, second, score, chosen_id, chosen)
     at = row * PARTS + part
     put(reals, names, at, inside, tl.cast(rows, tl.int64) * PARTS, found, present)
-    if TOP:
-        place = tl.arange(0, TOP)[None]
-        packed = sortable(refine(logits, name, temperature, dtype, V, MASK, MEASURED), name, V)
-        tl.store(lists + at * TOP + place, tl.topk(packed, TOP), mask=inside)
 
 
 @triton.jit
 def _part(
-    logits, old, name, temperature, low, high, norm, asked,
+    logits, name, temperature, low, high, asked,
     DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
 ):  # fmt: skip
-    """Of logits `[R, n]` in DTYPE of tokens `name [1, n]`: a part as `reduce` makes it, the logit that is asked for."""
+    """Reduce logits `[R, n]` of tokens `name [1, n]` to a part like `reduce`; and the logits of the named tokens."""
     x = refine(logits, name, temperature, DTYPE, V, MASK, MEASURED)
     names = name + tl.zeros(x.shape, tl.int32)
     highest = tl.max(x, 1, keep_dims=True)
@@ -139,20 +121,15 @@ def _part(
     if low is not None:
         noisy = refine(logits, name, temperature, DTYPE, V, MASK, True) + noises(low, high, names)
         score, chosen_id, chosen = drawn(tl.where(x > LOW, noisy, -float("inf")), names, x)
-    cross = tl.zeros(best.shape, tl.float32)
-    if old is not None:
-        weight, _ = weigh(best - x)
-        log = former(refine(old, name, temperature, DTYPE, V, MASK, MEASURED), norm)
-        cross = tl.sum(weight * log, 1, keep_dims=True)
     present = highest
     if asked is not None:
         present = tl.max(tl.where(names == asked, x, -float("inf")), 1, keep_dims=True)
-    return (best, best_id, rest, spread, second, score, chosen_id, chosen, cross), present
+    return (best, best_id, rest, spread, second, score, chosen_id, chosen), present
 
 
 @triton.jit
 def _packed(x):
-    """`[R, n/2] int32` of `[R, n]` numbers of 16 bits, two in one: neighbours lie in one thread, and nothing moves."""
+    """Pack `[R, n]` 16-bit numbers in pairs, `[R, n/2] int32`: neighbours lie in one thread, so nothing moves."""
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     even, odd = even.to(tl.int16, bitcast=True).to(tl.int32), odd.to(tl.int16, bitcast=True).to(tl.int32)
     return (odd << 16) | (even & 0xFFFF)
@@ -160,7 +137,7 @@ def _packed(x):
 
 @triton.jit
 def _piece(held, turn, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """`[R, SIZE]` of what `_packed` made: of the first 2 SIZE numbers the even ones, the odd ones; of the next."""
+    """Unpack piece `turn`, `[R, SIZE]`: the even ones of the first 2 SIZE numbers, then their odd ones, and so on."""
     parts: tl.constexpr = held.shape[1] // SIZE
     if parts > 1:
         here = tl.arange(0, parts)[None, :, None] == turn // 2
@@ -175,31 +152,17 @@ def _piece(held, turn, SIZE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _pair(x, y):
-    """`[R, 2]` of two `[R, 1]`."""
+    """Join two `[R, 1]` to `[R, 2]`."""
     return tl.reshape(tl.join(x, y), [x.shape[0], 2])
 
 
-def head(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    index: Tensor | None = None,
-    mask_id: int | None = None,
-    temperature: float = 0.0,
-    measured: bool = False,
-    keys: Tensor | None = None,
-    current: Tensor | None = None,
-    then: Then | None = None,
-    top: int = 0,
-    out: Statistics | None = None,
-) -> Statistics:
-    """What `readout` says of `hidden[index] @ weight.T`, without that product in memory.
+def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY, *, index: Tensor | None = None) -> Readout:
+    """`readout` of the logits `hidden[index] @ weight.T`, which are not stored.
 
     hidden: `[M, D]` bfloat16, float16 or float32, rows at any stride
     weight: `[V, D]` contiguous, in the same dtype
+    sampling: as in `readout`
     index: `[N] int64` the rows that are asked about, such as the masks of a window; None: all
-    then: the hidden states one forward before; their product shares the weight's way through memory
-    keys, current, the indices of then: `[N]`; the other arguments as in `readout`
 
     Sums in float32 (never in TF32), then rounds to the weight's dtype as a stored product would be. Matrix units add
     in an order of their own, so that a logit may differ from the stored one by its last place. Tile and part depend on
@@ -207,15 +170,12 @@ def head(
     """
     rows = len(hidden) if index is None else len(index)
     vocab, width = weight.shape
-    check(hidden, vocab, mask_id, temperature, keys, then, top)
-    out = out or Statistics.empty(rows, hidden.device, current is not None, then is not None, top)
+    sampling.check(hidden, vocab)
     if not rows:
-        return out
-    draw = temperature > 0
-    shape, warps, stages = _shape(rows, hidden.dtype.itemsize, then is not None, top)
-    constants = _constants(vocab, width, mask_id, draw, measured and draw, shape, top)
-    parts = constants["PARTS"]
-    buffers = room(rows, parts, constants["TOP"], hidden.device)
+        return empty(rows, hidden.device, sampling)
+    shape, warps, stages = _shape(rows, hidden.dtype.itemsize)
+    parts = cdiv(vocab, shape["BLOCK_V"])
+    buffers = room(rows, parts, hidden.device)
     shared = 0 if hidden.device.index is None else max_shared_mem(hidden.device.index)  # no GPU: it does not matter
     tiles = cdiv(rows, shape["BLOCK_R"])
     groups = cdiv(tiles, GROUP)
@@ -225,33 +185,34 @@ def head(
         weight.contiguous(),
         index,
         rows,
-        float(temperature),
-        keys if draw else None,
-        current,
-        *((None, 0, None, None) if then is None else (then.rows, then.rows.stride(0), then.logsumexp, then.index)),
+        float(sampling.temperature),
+        sampling.keys if sampling.draws else None,
+        sampling.current,
         *buffers,
-        **constants,
+        **constants(vocab, sampling),
+        **shape,
+        D=width,
+        PARTS=parts,
         num_warps=warps,
         num_stages=stages(shared),
         enable_fp_fusion=True,
     )
-    finish(rows, parts, draw, buffers, out)
-    return out
+    return finish(sampling, *buffers)
 
 
-def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int], int, Stages]:
+def _shape(rows: int, size: int) -> tuple[dict[str, int], int, Stages]:
     """Tile, warps and stages, for numbers of `size` bytes.
 
     Up to 64 rows the weight's way through memory is the limit: registers decide how many programs a multiprocessor
     holds, and so how much of the weight is on its way. With up to 32 rows four and more on an H100 (three or four that
     draw), each with two tiles of 16 KB. With more, arithmetic is the limit, and what a tile reads for it: the largest
     tile whose sums the registers of one program hold does 85 operations for each byte that it reads, one of 64 x 128
-    half as many. Float32, which no matrix unit multiplies here, keeps the smaller tile, and so do two products at once.
+    half as many. Float32, which no matrix unit multiplies here, keeps the smaller tile.
     """
-    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or size == 4 or diverge else 128
-    columns = (128 if lines < 128 else 256) // (2 if top or (diverge and rows <= 64) else 1)
+    lines = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or size == 4 else 128
+    columns = 128 if lines < 128 else 256
     tile = {"BLOCK_R": lines, "BLOCK_V": columns, "BLOCK_D": 128 // size}
-    read = (lines * (2 if diverge else 1) + columns) * tile["BLOCK_D"] * size
+    read = (lines + columns) * tile["BLOCK_D"] * size
 
     def stages(shared: int) -> int:  # as many as fit, of which the last needs no place on all but newer GPUs
         return max(2, min(3 if lines < 128 else 4, shared // read + 1))
@@ -259,27 +220,12 @@ def _shape(rows: int, size: int, diverge: bool, top: int) -> tuple[dict[str, int
     return tile, 8 if lines >= 64 or size == 4 else 4, stages
 
 
-def _constants(
-    vocab: int, width: int, mask_id: int | None, draw: bool, measured: bool, shape: dict[str, int], top: int
-) -> dict[str, Any]:
-    mask = -1 if mask_id is None else mask_id
-    parts = cdiv(vocab, shape["BLOCK_V"])
-    ends = finishing(parts, draw, top)
-    own = {"D": width, "V": vocab, "MASK": mask, "DRAW": draw, "MEASURED": measured, **shape}
-    return own | {name: ends[name] for name in ("PARTS", "TOP")}
-
-
 def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> Any:
-    draw, diverge, top = "draw" in what, "KL" in what, 8 if "top" in what else 0
-    shape, warps, stages = _shape(rows, 4 if dtype == "fp32" else 2, diverge, top)
-    absent = [] if draw else ["keys"]
-    absent += [] if "current" in what else ["named"]
-    absent += [] if diverge else ["then_rows", "then_stride", "then_logsumexp", "then_index"]
-    absent += [] if top else ["lists"]
-    constants = _constants(vocab, width, vocab - 1, draw, draw, shape, top) | dict.fromkeys(absent)
-    constants |= ONE_ROW if rows == 1 else {}
+    shape, warps, stages = _shape(rows, 4 if dtype == "fp32" else 2)
+    shape |= {"D": width, "PARTS": cdiv(vocab, shape["BLOCK_V"])} | constants(vocab, described(vocab, what))
+    shape |= absent(what) | (ONE_ROW if rows == 1 else {})
     many = "one row" if rows == 1 else f"{rows} rows"
-    return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, constants, warps, stages)
+    return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, shape, warps, stages)
 
 
 CONFIGURATIONS = [
@@ -292,9 +238,7 @@ CONFIGURATIONS = [
         )
     ),
     _configuration("bf16", 1, 126464, 4096, "greedy"),
-    _configuration("bf16", 16, 126464, 4096, "draw current KL"),
-    *(_configuration("bf16", rows, 126464, 4096, what) for rows in (64, 1024) for what in ("greedy KL", "greedy top")),
-    _configuration("bf16", 1024, 126464, 4096, "draw current KL top"),
+    *(_configuration("bf16", rows, 126464, 4096, "draw current") for rows in (16, 1024)),
     _configuration("fp16", 16, 126464, 4096, "draw"),
     _configuration("fp16", 1024, 126464, 4096, "draw"),
     _configuration("fp32", 16, 126464, 4096, "greedy"),

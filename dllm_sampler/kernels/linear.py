@@ -1,7 +1,7 @@
-"""Few rows times a weight of 8-bit integers, of which each is read once, as it is stored.
+"""The product of few rows with a weight of 8-bit integers, which are read once.
 
-A step of one block multiplies every weight with a few dozen rows, so its time is that of reading them, and half as many
-bytes are half the time. Without a kernel a weight is unpacked to memory first: five bytes moved for each number.
+A step of one block multiplies every weight with a few dozen rows, so reading the weights takes most of its time, and
+half the bytes take half the time. Without a kernel a weight is unpacked to memory first: five bytes moved per number.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dllm_sampler.kernels.configuration import Configuration, cdiv
 
-AT_ONCE = 4096  # rows of sums in float32, beyond which they would be most of what a refresh of a batch takes
-MANY = 128  # rows beyond which a product is bound by arithmetic: then a library multiplies the unpacked weight
-PROGRAMS = 256  # at least, so that every multiprocessor has weights on their way: two programs and more on an H100
+AT_ONCE = 4096  # rows whose float32 sums are in memory at once: more would dominate the memory of a batch's refresh
+MANY = 128  # with more rows a product is bound by arithmetic, and a library multiplies the unpacked weight
+PROGRAMS = 256  # at least, so that every multiprocessor loads weights: about two programs for each on an H100
 TALL, DEEP = 64, 128  # outputs and inputs of a tile
 BLOCK = 1024  # numbers of a program that adds parts up
 

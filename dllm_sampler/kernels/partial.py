@@ -1,16 +1,15 @@
-"""What the readout and the head share: statistics of a part of the vocabulary, and of all parts together.
+"""What readout and head share: the statistics of a part of the vocabulary, and of all parts together.
 
-A part is described by ten numbers, none of which loses the little that the best token leaves to the others:
+Nine numbers describe a part. They keep what the best token leaves to the others, however little it is:
 
     best       highest logit and its id, the lowest id among equals
     rest       sum of exp(x - best) over all others, so that a probability is 1 / (1 + rest)
     spread     sum of exp(x - best) (best - x) over all others, for the entropy: no difference of large numbers
     second     highest logit but one
     chosen     highest logit + noise, its id, its logit
-    cross      sum of exp(x - best) log(q + TINY) with q the probability one forward before
     current    logit of the token that the caller named
 
-Every function works on `[R, n]` tiles. `LOW` stands for -inf: differences of two of them are numbers.
+Every function works on `[R, n]` tiles. `LOW` stands for -inf, since the difference of two infinities is NaN.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -27,23 +26,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.core import noise, statistics
+from dllm_sampler.core import noise
+from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
-from dllm_sampler.kernels.statistics import Statistics
+from dllm_sampler.kernels.sampling import Sampling
 
 LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
 SCALE = tl.constexpr(noise.SCALE)
-TINY = tl.constexpr(statistics.TINY)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as it was when `triton.jit` read it
 LOG2E = tl.constexpr(math.log2(math.e))
-REALS = tl.constexpr(8)  # floats of a part: best, rest, spread, second, chosen, its logit, cross, current
+REALS = tl.constexpr(7)  # floats of a part: best, rest, spread, second, chosen, its logit, current
 NAMES = tl.constexpr(2)  # and ids: best, chosen
 
 
 @triton.jit
 def gumbel(low, high, ids):
-    """`noise.token_noise` of the two words of a key. The same integers; floats as close as the logarithms are."""
+    """`noise.token_noise` of the two words of a key: the same hash; the noise differs by the logarithm's rounding."""
     bits = ids.to(tl.uint32) * 0x9E3779B9 + low
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -60,8 +59,8 @@ def gumbel(low, high, ids):
 
 @triton.jit
 def noises(low, high, ids):
-    """`gumbel` of the two words `[R, 1]` and `[R, n]` ids: token by token, or what is between fills the registers."""
-    if INTERPRETED:  # which maps nothing
+    """`gumbel` of words `[R, 1]` and ids `[R, n]`, token by token: whole tiles would fill the registers."""
+    if INTERPRETED:  # the interpreter cannot map
         return gumbel(low, high, ids)
     return tl.map_elementwise(gumbel, low, high, ids)
 
@@ -76,7 +75,7 @@ def words(keys, rows, inside):
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """float32 rounded to the nearest number of DTYPE, ties to even."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter cuts off instead
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
@@ -85,7 +84,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tempered(x, temperature, DTYPE: tl.constexpr):
-    """float32 logits over the temperature, rounded to DTYPE as a tensor is."""
+    """float32 logits divided by the temperature and rounded to DTYPE, as torch does."""
     return rounded(tl.math.div_rn(x, temperature), DTYPE)
 
 
@@ -93,7 +92,7 @@ def tempered(x, temperature, DTYPE: tl.constexpr):
 def refine(
     raw, ids, temperature, DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """Logits in float32 without the mask token, divided by the temperature and rounded to DTYPE as a tensor is."""
+    """Logits in float32 with -inf for the mask token and beyond the vocabulary; SCALED: divided by the temperature."""
     x = raw.to(tl.float32)
     if SCALED:
         x = tempered(x, temperature, DTYPE)
@@ -102,26 +101,20 @@ def refine(
 
 @triton.jit
 def floor(x):
-    """-inf as `LOW`; NaN stays."""
+    """Replace -inf by `LOW`; NaN stays."""
     return tl.where(x < LOW, LOW, x)
 
 
 @triton.jit
 def weigh(away):
-    """exp(-away), and `away` bounded for a product with it: 0 times what lies infinitely far away is 0. NaN stays."""
+    """exp(-away), and `away` clamped, so that their product is 0 where `away` is infinite. NaN stays."""
     far = tl.minimum(away, 200.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-200) is 0 in float32
-    return tl.exp2(far * -LOG2E), far  # flushes what is too small, which `exp` takes operations for
-
-
-@triton.jit
-def former(x, logsumexp):
-    """log(q + TINY) of logits one forward before."""
-    return tl.log(tl.exp(floor(x) - logsumexp) + TINY)
+    return tl.exp2(far * -LOG2E), far  # flushes subnormals, on which `exp` spends operations
 
 
 @triton.jit
 def drawn(score, ids, logits):
-    """Highest score of `[R, n]` each, its id, its logit: `[R, 1]` each."""
+    """The highest score of each row of `[R, n]`, its id and its logit: `[R, 1]` each."""
     best = tl.max(score, 1, keep_dims=True)
     at = tl.min(tl.where(score == best, ids, BEYOND), 1, keep_dims=True)
     held = (score == best) & (ids == at)
@@ -129,8 +122,8 @@ def drawn(score, ids, logits):
 
 
 @triton.jit
-def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross):
-    """Parts side by side, `[R, n]` each, as one: `[R, 1]` each."""
+def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit):
+    """Reduce the n parts of each row, `[R, n]` each, to one: `[R, 1]` each."""
     top = tl.max(best, 1, keep_dims=True)
     at = tl.min(tl.where(best == top, best_id, BEYOND), 1, keep_dims=True)
     leads = (best == top) & (best_id == at)
@@ -148,57 +141,38 @@ def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit,
         score,
         draw_id,
         draw_logit,
-        tl.sum(weight * cross, 1, keep_dims=True),
     )
-
-
-@triton.jit
-def sortable(x, ids, V: tl.constexpr):
-    """int64 that sort as logits do, the lower id higher among equals; the lowest of all beyond the vocabulary."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    packed = (bits.to(tl.int64) << 32) | (ids ^ 0x7FFFFFFF).to(tl.int64)
-    return tl.where(ids < V, packed, -0x8000000000000000)
-
-
-@triton.jit
-def push(best, packed, TOP: tl.constexpr):
-    """The TOP highest of `best [1, TOP]` and `packed [1, n]`, descending."""
-    if tl.max(packed) > tl.min(best):  # seldom, once the best are good
-        both = tl.join(best, tl.topk(packed, TOP))
-        best = tl.topk(tl.reshape(both, [1, 2 * TOP]), TOP)
-    return best
 
 
 @triton.jit
 def put(reals, names, at, inside, size, part, current):
     """Write the parts `[R, 1]` to `at` of the buffers `[REALS, size]` and `[NAMES, size]`."""
-    best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross = part
+    best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit = part
     tl.store(reals + at, best, mask=inside)
     tl.store(reals + size + at, rest, mask=inside)
     tl.store(reals + 2 * size + at, spread, mask=inside)
     tl.store(reals + 3 * size + at, second, mask=inside)
     tl.store(reals + 4 * size + at, chosen, mask=inside)
     tl.store(reals + 5 * size + at, chosen_logit, mask=inside)
-    tl.store(reals + 6 * size + at, cross, mask=inside)
-    tl.store(reals + 7 * size + at, current, mask=inside)
+    tl.store(reals + 6 * size + at, current, mask=inside)
     tl.store(names + at, best_id, mask=inside)
     tl.store(names + size + at, chosen_id, mask=inside)
 
 
 @triton.jit
 def log1p(x):
-    """In float64, of numbers from 0 on."""
+    """log(1 + x) in float64, for x of at least 0."""
     return tl.where(x < 1e-5, x * (1.0 - x * (0.5 - x / 3.0)), tl.log(1.0 + x))
 
 
 @triton.jit
-def combine(
-    row, size, reals, names, lists,
-    token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
-    PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr,
+def combine_kernel(
+    rows, reals, names, token, confidence, margin, gap, entropy, logsumexp, current,
+    PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row from its parts. Everything behind the sums is float64."""
+    """One program combines the parts of one row. It sums in float32 and computes the statistics in float64."""
+    row = tl.program_id(0).to(tl.int64)
+    size = tl.cast(rows, tl.int64) * PARTS
     lane = tl.arange(0, LANES)[None]
     at = row * PARTS + lane
     inside = lane < PARTS
@@ -208,12 +182,11 @@ def combine(
     second = tl.load(reals + 3 * size + at, mask=inside, other=LOW)
     chosen = tl.load(reals + 4 * size + at, mask=inside, other=-float("inf"))
     logit = tl.load(reals + 5 * size + at, mask=inside, other=LOW)
-    cross = tl.load(reals + 6 * size + at, mask=inside, other=0.0)
-    named = tl.max(tl.load(reals + 7 * size + at, mask=inside, other=-float("inf")), 1, keep_dims=True)
+    named = tl.max(tl.load(reals + 6 * size + at, mask=inside, other=-float("inf")), 1, keep_dims=True)
     best_id = tl.load(names + at, mask=inside, other=BEYOND)
     chosen_id = tl.load(names + size + at, mask=inside, other=BEYOND)
-    best, best_id, rest, spread, second, chosen, chosen_id, logit, cross = reduce(
-        best, best_id, rest, spread, second, chosen, chosen_id, logit, cross
+    best, best_id, rest, spread, second, chosen, chosen_id, logit = reduce(
+        best, best_id, rest, spread, second, chosen, chosen_id, logit
     )
     one = row + tl.zeros([1, 1], tl.int64)
     peak = best.to(tl.float64)
@@ -236,91 +209,84 @@ def combine(
     tl.store(logsumexp + one, peak + log_total + void)
     if current is not None:
         tl.store(current + one, named.to(tl.float64) - (peak + log_total) + void)
-    if divergence is not None:
-        tl.store(divergence + one, -uncertain - cross.to(tl.float64) / total + void)
-    if TOP:
-        listed = tl.full([1, TOP], -0x8000000000000000, tl.int64)
-        for start in range(0, PARTS * TOP, CHUNK):
-            slot = start + tl.arange(0, CHUNK)[None]
-            packed = tl.load(lists + row * (PARTS * TOP) + slot, mask=slot < PARTS * TOP, other=-0x8000000000000000)
-            listed = push(listed, packed, TOP)
-        place = tl.arange(0, TOP)[None]
-        bits = (listed >> 32).to(tl.int32)
-        value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-        tl.store(values + row * top + place, value, mask=place < top)
-        tl.store(ids + row * top + place, (listed & 0x7FFFFFFF) ^ 0x7FFFFFFF, mask=place < top)
 
 
-@triton.jit
-def combine_kernel(
-    rows, reals, names, lists,
-    token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
-    PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr, TOP: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """One program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    combine(row, tl.cast(rows, tl.int64) * PARTS, reals, names, lists,
-            token, confidence, margin, gap, entropy, logsumexp, current, divergence, values, ids, top,
-            PARTS, LANES, DRAW, TOP, CHUNK)  # fmt: skip
-
-
-def room(rows: int, parts: int, top: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Buffers for the parts of `rows`."""
-    lists = torch.empty(rows, parts, top, dtype=torch.int64, device=device) if top else None
+def room(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate the buffers for the parts of `rows`: `[REALS, rows, parts]`, `[NAMES, rows, parts]`."""
     return (
         torch.empty(REALS.value, rows, parts, dtype=torch.float32, device=device),
         torch.empty(NAMES.value, rows, parts, dtype=torch.int32, device=device),
-        lists,
     )
 
 
-def outputs(out: Statistics) -> tuple[Any, ...]:
-    """The arguments of `combine` from `token` on to `top`."""
-    values = (out.token, out.confidence, out.margin, out.gap, out.entropy, out.logsumexp, out.current, out.divergence)
-    return *values, out.values, out.ids, 0 if out.ids is None else out.ids.shape[1]
+def constants(vocab: int, sampling: Sampling) -> dict[str, Any]:
+    """The constants that `readout_kernel` and `head_kernel` share."""
+    mask, draws = -1 if sampling.mask_id is None else sampling.mask_id, sampling.draws
+    return {"V": vocab, "MASK": mask, "DRAW": draws, "MEASURED": sampling.measured and draws}
 
 
-def padded(top: int) -> int:
-    """Length of a list of `top` in a kernel; 0: none. Triton 3.7's `topk` knows no list of one."""
-    return max(2, next_power_of_2(top)) if top else 0
+def finishing(parts: int, draw: bool) -> dict[str, Any]:
+    """The constants of `combine_kernel`."""
+    return {"PARTS": parts, "LANES": next_power_of_2(parts), "DRAW": draw}
 
 
-def finishing(parts: int, draw: bool, top: int) -> dict[str, Any]:
-    """The constants of `combine`."""
-    lanes = next_power_of_2(parts)
-    chunk = max(padded(top), min(128, next_power_of_2(parts * padded(top))))
-    return {"PARTS": parts, "LANES": lanes, "DRAW": draw, "TOP": padded(top), "CHUNK": chunk}
+def empty(rows: int, device: torch.device, sampling: Sampling) -> Readout:
+    """What a kernel returns for `rows`, before it is written: float64, but for the token."""
+
+    def real() -> Tensor:
+        return torch.empty(rows, dtype=torch.float64, device=device)
+
+    return Readout(
+        token=torch.empty(rows, dtype=torch.int64, device=device),
+        confidence=real(),
+        margin=real(),
+        gap=real(),
+        entropy=real(),
+        logsumexp=real(),
+        current=None if sampling.current is None else real(),
+    )
 
 
-def finish(rows: int, parts: int, draw: bool, buffers: tuple[Tensor, Tensor, Tensor | None], out: Statistics) -> None:
-    """Launch the combination of `rows * parts` parts into `out`."""
-    top = 0 if out.ids is None else out.ids.shape[1]
+def finish(sampling: Sampling, reals: Tensor, names: Tensor) -> Readout:
+    """Combine the parts of each row, which `room` allocated."""
+    rows, parts = names.shape[1:]
+    found = empty(rows, names.device, sampling)
     combine_kernel[(rows,)](
-        rows, *buffers, *outputs(out), **finishing(parts, draw, top), num_warps=4, num_stages=2, enable_fp_fusion=True
-    )
+        rows, reals, names,
+        found.token, found.confidence, found.margin, found.gap, found.entropy, found.logsumexp, found.current,
+        **finishing(parts, sampling.draws), num_warps=4, num_stages=2, enable_fp_fusion=True,
+    )  # fmt: skip
+    return found
 
 
 TYPES = {
-    **dict.fromkeys(("reals", "then_logsumexp_32"), "*fp32"),
+    "reals": "*fp32",
     "names": "*i32",
-    **dict.fromkeys(("confidence", "margin", "gap", "entropy", "logsumexp", "divergence"), "*fp64"),
-    **dict.fromkeys(("current", "then_logsumexp"), "*fp64"),
-    **dict.fromkeys(("token", "ids", "lists", "keys", "named", "index", "then_index"), "*i64"),
-    "values": "*fp32",
+    **dict.fromkeys(("confidence", "margin", "gap", "entropy", "logsumexp", "current"), "*fp64"),
+    **dict.fromkeys(("token", "keys", "named", "index"), "*i64"),
     "temperature": "fp32",
-    **dict.fromkeys(("rows", "top"), "i32"),
-    **dict.fromkeys(("stride", "then_stride"), "i64"),
+    "rows": "i32",
+    "stride": "i64",
 }
-
-
 ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
+
+
+def described(vocab: int, what: str) -> Sampling:
+    """The sampling of a configuration; the word "draw" asks for a draw at a temperature that is measured too."""
+    draws = "draw" in what
+    return Sampling(mask_id=vocab - 1, temperature=float(draws), measured=draws)
+
+
+def absent(what: str) -> dict[str, Any]:
+    """None for each argument that a configuration does not have; the words "draw" and "current" ask for them."""
+    return ({} if "draw" in what else {"keys": None}) | ({} if "current" in what else {"named": None})
 
 
 def configuration(
     name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: Stages = 2
 ) -> Configuration:
-    """A configuration of a kernel of this family: `constants` are its specialisation, None for what is not given."""
-    own = dict.fromkeys(("logits", "hidden", "weight", "then_rows"), f"*{dtype}")
+    """One specialisation of a kernel of this family; `constants` has None for an argument that is absent."""
+    own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}")
     signature = {
         argument: "constexpr" if argument in constants else (TYPES | own)[argument] for argument in kernel.arg_names
     }
@@ -329,14 +295,11 @@ def configuration(
 
 CONFIGURATIONS = [
     configuration(
-        f"combine {parts} parts{' top 8' if top else ''}{' one row' if one else ''}",
+        f"combine {parts} parts{' one row' if one else ''}",
         combine_kernel,
         "bf16",
-        finishing(parts, draw=True, top=top)
-        | dict.fromkeys(("current", "divergence"))
-        | ({} if top else dict.fromkeys(("lists", "values", "ids")))
-        | one,
+        finishing(parts, draw=True) | {"current": None} | one,
         warps=4,
     )
-    for parts, top, one in ((31, 0, {}), (31, 0, ONE_ROW), (64, 8, {}), (2048, 8, {}))
+    for parts, one in ((31, {}), (31, ONE_ROW), (64, {}), (2048, {}))
 ]

@@ -12,47 +12,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
     LOW,
     ONE_ROW,
+    absent,
     configuration,
+    constants,
+    described,
     drawn,
+    empty,
     finish,
     floor,
-    former,
     gumbel,
-    padded,
-    push,
     put,
     refine,
     room,
-    sortable,
     tempered,
     weigh,
     words,
 )
-from dllm_sampler.kernels.statistics import Statistics, Then, check
+from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
 PART = 4096  # logits of a part: always the same, so that a row's sums do not depend on the batch
 LOAD = 16  # bytes, neighbours, that a thread loads at once
-WARPS = 2  # of a program that looks for nothing but the best token and the sums
-BLOCK = 1024  # of what else is asked for, a program works on so many logits at once
+WARPS = 2  # of a program that draws nothing
+BLOCK = 1024  # logits that a draw works on at once
 
 
 @triton.jit
 def readout_kernel(
-    logits, stride, rows, temperature, keys, named, then_rows, then_stride, then_logsumexp, then_index,
-    reals, names, lists,
+    logits, stride, rows, temperature, keys, named, reals, names,
     V: tl.constexpr, MASK: tl.constexpr, DRAW: tl.constexpr, MEASURED: tl.constexpr,
     PART: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, TOP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part of a row.
+    """One program reduces one part of a row.
 
-    All of the part is on its way before anything is computed: what keeps memory busy is bytes in flight. Then few
-    operations per logit, or arithmetic would be the limit: the best one first, so that no sum is ever scaled anew.
+    It loads the whole part before it computes anything, since bytes in flight keep memory busy. It finds the best logit
+    first, so that no sum is rescaled: with more operations per logit arithmetic would be the limit.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.cast(rows, tl.int64) * PARTS
@@ -77,12 +77,12 @@ def readout_kernel(
     top = _over(most, tl.max)
     first = tl.reshape(first, most.shape)
     origin = _over(tl.where(most == top, first, BEYOND), tl.min)
-    few = origin + tl.arange(0, PACK)[None]  # nowhere, where all of the part is NaN
+    few = origin + tl.arange(0, PACK)[None]  # no token, if the whole part is NaN
     raw = tl.load(logits + few, mask=(few >= begin) & (few < end), other=-float("inf"))
     near = refine(raw, few, temperature, dtype, V, MASK, MEASURED)  # [1, PACK]
     best_id = tl.min(tl.where(near == top, few, BEYOND), 1, keep_dims=True)
     near = tl.where(few == best_id, -float("inf"), near)
-    # All others: those of its vector by themselves, for no sum may have lost them to the 1 of the best.
+    # All others. Those in the best one's vector are summed apart: added to its 1, they would be rounded away.
     best = floor(top)
     apart = first != origin
     e, far = weigh(best[:, :, None] - x)
@@ -92,40 +92,22 @@ def readout_kernel(
     second = _over(tl.where(apart, most, -float("inf")), tl.max)
     second = floor(tl.maximum(second, tl.max(near, 1, keep_dims=True)))
 
-    chosen, chosen_id, chosen_logit, cross = zero - float("inf"), nothing, zero + LOW, zero
-    if DRAW or then_rows is not None or TOP:
-        if DRAW:
-            low, high = words(keys, row + nothing, nothing == 0)
-            score = tl.full([1, BLOCK], -float("inf"), tl.float32)
-            score_id = tl.zeros([1, BLOCK], tl.int32)
-            score_logit = tl.full([1, BLOCK], LOW, tl.float32)
-        if then_rows is not None:
-            before = tl.load(then_index + row)
-            then_rows += before * then_stride
-            norm = tl.load(then_logsumexp + before).to(tl.float32)
-            crosses = tl.zeros([1, BLOCK], tl.float32)
-        if TOP:
-            listed = tl.full([1, TOP], -0x8000000000000000, tl.int64)
+    chosen, chosen_id, chosen_logit = zero - float("inf"), nothing, zero + LOW
+    if DRAW:
+        low, high = words(keys, row + nothing, nothing == 0)
+        score = tl.full([1, BLOCK], -float("inf"), tl.float32)
+        score_id = tl.zeros([1, BLOCK], tl.int32)
+        score_logit = tl.full([1, BLOCK], LOW, tl.float32)
         for start in range(begin, end, BLOCK):
             ids = start + tl.arange(0, BLOCK)[None]
             given = tl.load(logits + ids, mask=ids < V, other=-float("inf"))
             seen = refine(given, ids, temperature, dtype, V, MASK, MEASURED)
-            if then_rows is not None:
-                old = tl.load(then_rows + ids, mask=ids < V, other=-float("inf"))
-                log = former(refine(old, ids, temperature, dtype, V, MASK, MEASURED), norm)
-                crosses += tl.exp(floor(seen) - best) * log
-            if DRAW:
-                new = refine(given, ids, temperature, dtype, V, MASK, True) + gumbel(low, high, ids)
-                wins = (new > score) & (seen > LOW)
-                score = tl.where(wins, new, score)
-                score_id = tl.where(wins, ids, score_id)
-                score_logit = tl.where(wins, seen, score_logit)
-            if TOP:
-                listed = push(listed, sortable(seen, ids, V), TOP)
-        if DRAW:
-            chosen, chosen_id, chosen_logit = drawn(score, score_id, score_logit)
-        if then_rows is not None:
-            cross = tl.sum(crosses, 1, keep_dims=True)
+            new = refine(given, ids, temperature, dtype, V, MASK, True) + gumbel(low, high, ids)
+            wins = (new > score) & (seen > LOW)
+            score = tl.where(wins, new, score)
+            score_id = tl.where(wins, ids, score_id)
+            score_logit = tl.where(wins, seen, score_logit)
+        chosen, chosen_id, chosen_logit = drawn(score, score_id, score_logit)
     present = zero - float("inf")
     if named is not None:
         asked = tl.load(named + row + nothing)
@@ -133,97 +115,71 @@ def readout_kernel(
         wanted = tl.load(logits + asked, mask=here, other=-float("inf"))
         present = refine(wanted, asked, temperature, dtype, V, MASK, MEASURED)
     at = row * PARTS + part + nothing
-    found = best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit, cross
+    found = best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit
     put(reals, names, at, nothing == 0, size, found, present)
-    if TOP:
-        tl.store(lists + at * TOP + tl.arange(0, TOP)[None], listed)
 
 
 @triton.jit
 def _over(x, reduction: tl.constexpr):
-    """`[1, 1]` of `[m, n]`, what lies in one thread first."""
+    """Reduce `[m, n]` to `[1, 1]`, within each thread first."""
     return reduction(reduction(x, 0, keep_dims=True), 1, keep_dims=True)
 
 
-def readout(
-    logits: Tensor,
-    *,
-    mask_id: int | None = None,
-    temperature: float = 0.0,
-    measured: bool = False,
-    keys: Tensor | None = None,
-    current: Tensor | None = None,
-    then: Then | None = None,
-    top: int = 0,
-    out: Statistics | None = None,
-) -> Statistics:
-    """A token per row and how sure the model is, as `readout.read` finds them, in one pass over the logits.
+def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
+    """Choose a token per row and measure how sure the model is, as `engine.readout.read` does, in one pass.
 
     logits: `[N, V]` bfloat16, float16 or float32, rows at any stride; not written
-    mask_id: a token that can neither be chosen nor has any mass; None: none is
-    temperature: of the draw; 0: the best token, the lowest id among equals
-    measured: statistics of the tempered distribution too (`guides.Temperature`)
-    keys: `[N] int64`, `noise.key` of every row in the stream `TOKENS`; needed at a temperature
-    current: `[N] int64` tokens whose log-probability is wanted
-    then: the logits one forward before, for the divergence
-    top: length of the list of the highest logits, at most `statistics.MOST`
-    out: where to write; made if not given
+    sampling: how to choose, and what to measure; by default the best token
+
+    Returns:
+        `[N]` token, confidence, margin, gap, entropy, logsumexp, and current where `sampling` has it. A row with NaN,
+        with +inf or without a finite logit is NaN in every statistic; its token is in range and means nothing, and is 0
+        where no logit is finite.
+
+    Raises:
+        UserError: a temperature without keys, a token out of range, rows that are not contiguous.
     """
     rows, vocab = logits.shape
-    check(logits, vocab, mask_id, temperature, keys, then, top)
-    out = out or Statistics.empty(rows, logits.device, current is not None, then is not None, top)
+    sampling.check(logits, vocab)
     if not rows:
-        return out
-    draw = temperature > 0
-    constants, warps = _shape(vocab, mask_id, logits.element_size(), draw, measured and draw, then is not None, top)
-    parts = constants["PARTS"]
-    buffers = room(rows, parts, constants["TOP"], logits.device)
+        return empty(rows, logits.device, sampling)
+    shape, warps = _shape(vocab, sampling, logits.element_size())
+    parts = shape["PARTS"]
+    buffers = room(rows, parts, logits.device)
     readout_kernel[(rows, parts)](
         logits,
         logits.stride(0),
         rows,
-        float(temperature),
-        keys if draw else None,
-        current,
-        *((None, 0, None, None) if then is None else (then.rows, then.rows.stride(0), then.logsumexp, then.index)),
+        float(sampling.temperature),
+        sampling.keys if sampling.draws else None,
+        sampling.current,
         *buffers,
-        **constants,
+        **shape,
         num_warps=warps,
         num_stages=2,
         enable_fp_fusion=True,
     )
-    finish(rows, parts, draw, buffers, out)
-    return out
+    return finish(sampling, *buffers)
 
 
-def _shape(
-    vocab: int, mask_id: int | None, size: int, draw: bool, measured: bool, diverge: bool, top: int
-) -> tuple[dict[str, Any], int]:
+def _shape(vocab: int, sampling: Sampling, size: int) -> tuple[dict[str, Any], int]:
     """The constants of the kernel for logits of `size` bytes, and its warps."""
-    warps, pack = 8 if draw or diverge or top else WARPS, LOAD // size
-    block = BLOCK // 2 if top else BLOCK
-    own = {"V": vocab, "MASK": -1 if mask_id is None else mask_id, "DRAW": draw, "MEASURED": measured}
-    own |= {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": block}
-    return own | {"PARTS": cdiv(vocab, PART), "TOP": padded(top)}, warps
+    warps, pack = 8 if sampling.draws else WARPS, LOAD // size
+    own = {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
+    return constants(vocab, sampling) | own | {"PARTS": cdiv(vocab, PART)}, warps
 
 
 def _configuration(dtype: str, vocab: int, what: str) -> Any:
-    draw, top = "draw" in what, 8 if "top" in what else 0
-    absent = [] if draw else ["keys"]
-    absent += [] if "current" in what else ["named"]
-    absent += [] if "KL" in what else ["then_rows", "then_stride", "then_logsumexp", "then_index"]
-    absent += [] if top else ["lists"]
-    constants, warps = _shape(vocab, vocab - 1, 4 if dtype == "fp32" else 2, draw, draw, "KL" in what, top)
-    constants |= dict.fromkeys(absent) | (ONE_ROW if "one row" in what else {})
-    return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, constants, warps)
+    shape, warps = _shape(vocab, described(vocab, what), 4 if dtype == "fp32" else 2)
+    shape |= absent(what) | (ONE_ROW if "one row" in what else {})
+    return configuration(f"readout {dtype} V={vocab} {what}", readout_kernel, dtype, shape, warps)
 
 
 CONFIGURATIONS = [
     *(_configuration("bf16", vocab, what) for vocab in (126464, 152064, 262144) for what in ("greedy", "draw")),
     _configuration("bf16", 126464, "greedy one row"),
-    _configuration("bf16", 126464, "greedy KL"),
-    _configuration("bf16", 126464, "draw current KL top"),
+    _configuration("bf16", 126464, "draw current"),
     _configuration("fp16", 126464, "draw"),
     _configuration("fp32", 126464, "greedy"),
-    _configuration("fp32", 262144, "draw current KL top"),
+    _configuration("fp32", 262144, "draw current"),
 ]

@@ -1,8 +1,8 @@
-"""The kernels in torch: the same signatures, on any device and dtype, and without triton."""
+"""The kernels `readout` and `head` in torch, on any device and dtype, without triton."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,103 +10,32 @@ from torch import Tensor
 from dllm_sampler.core import statistics
 from dllm_sampler.core.noise import token_noise
 from dllm_sampler.core.statistics import tempered
-from dllm_sampler.kernels.statistics import Statistics, Then, check
+from dllm_sampler.core.values import Readout
+from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
 NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
 
 
-def readout(
-    logits: Tensor,
-    *,
-    mask_id: int | None = None,
-    temperature: float = 0.0,
-    measured: bool = False,
-    keys: Tensor | None = None,
-    current: Tensor | None = None,
-    then: Then | None = None,
-    top: int = 0,
-    out: Statistics | None = None,
-) -> Statistics:
-    """See `kernels.readout.readout`. Materialises what the kernel does not."""
-    check(logits, logits.shape[1], mask_id, temperature, keys, then, top)
-    scaled, seen = _scale(logits, mask_id, temperature, measured)
-    if temperature and keys is not None:
+def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
+    """What `kernels.readout.readout` computes; it stores a tempered copy of the logits."""
+    sampling.check(logits, logits.shape[1])
+    logits = logits.clone()
+    if sampling.mask_id is not None:
+        logits[:, sampling.mask_id] = -torch.inf
+    scaled = tempered(logits, sampling.temperature) if sampling.draws else logits
+    if sampling.draws and sampling.keys is not None:
         precise = scaled.to(torch.promote_types(scaled.dtype, torch.float32))
-        token = statistics.argmax(precise + token_noise(keys, logits.shape[1]).to(precise.dtype))
+        token = statistics.argmax(precise + token_noise(sampling.keys, logits.shape[1]).to(precise.dtype))
     else:
         token = statistics.argmax(scaled)
-    needs = NEEDS if current is None else NEEDS | {"current"}
-    needs = needs if then is None else needs | {"probabilities"}
-    # `measure` may overwrite what it reads.
-    named = token if current is None else current
-    found = statistics.measure(seen.clone() if top else seen, token, named, needs, None)
-    divergence = None
-    if then is not None:
-        assert found.probabilities is not None
-        precise = found.probabilities.dtype
-        old = _scale(then.rows, mask_id, temperature, measured)[1].to(precise) - then.logsumexp[:, None].to(precise)
-        divergence = statistics.divergence(found.probabilities, old.exp(), then.index)
-    values = ids = None
-    if top:
-        values, ids = seen.sort(dim=-1, descending=True, stable=True)
-        values, ids = values[:, :top].float(), ids[:, :top]
-    measures = found.confidence, found.margin, found.gap, found.entropy, found.logsumexp
+    needs, current = (NEEDS, token) if sampling.current is None else (NEEDS | {"current"}, sampling.current)
+    found = statistics.measure(scaled if sampling.measured else logits, token, current, needs, None)
     void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
-    made = Statistics(
-        token,
-        *(value + void for value in measures if value is not None),
-        current=None if found.current is None else found.current + void,
-        divergence=None if divergence is None else divergence.double() + void,
-        values=values,
-        ids=ids,
-    )
-    return made if out is None else _store(made, out)
+    return replace(found, **{name: getattr(found, name) + void for name in ("confidence", *needs)})
 
 
-def head(
-    hidden: Tensor,
-    weight: Tensor,
-    *,
-    index: Tensor | None = None,
-    mask_id: int | None = None,
-    temperature: float = 0.0,
-    measured: bool = False,
-    keys: Tensor | None = None,
-    current: Tensor | None = None,
-    then: Then | None = None,
-    top: int = 0,
-    out: Statistics | None = None,
-) -> Statistics:
-    """See `kernels.head.head`. Materialises the logits."""
-    check(hidden, weight.shape[0], mask_id, temperature, keys, then, top)
+def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY, *, index: Tensor | None = None) -> Readout:
+    """What `kernels.head.head` computes; it stores the logits."""
+    sampling.check(hidden, weight.shape[0])
     rows = hidden if index is None else hidden.index_select(0, index)
-    if then is not None:
-        then = replace(then, rows=torch.nn.functional.linear(then.rows, weight))
-    return readout(
-        torch.nn.functional.linear(rows, weight),
-        mask_id=mask_id,
-        temperature=temperature,
-        measured=measured,
-        keys=keys,
-        current=current,
-        then=then,
-        top=top,
-        out=out,
-    )
-
-
-def _scale(logits: Tensor, mask_id: int | None, temperature: float, measured: bool) -> tuple[Tensor, Tensor]:
-    """What the token is drawn from and what is measured, neither the argument itself."""
-    logits = logits.clone()
-    if mask_id is not None:
-        logits[:, mask_id] = -torch.inf
-    scaled = tempered(logits, temperature) if temperature else logits
-    return scaled, scaled if measured else logits
-
-
-def _store(found: Statistics, out: Statistics) -> Statistics:
-    for field in fields(found):
-        value, room = getattr(found, field.name), getattr(out, field.name)
-        if value is not None:
-            room.copy_(value)
-    return out
+    return readout(torch.nn.functional.linear(rows, weight), sampling)

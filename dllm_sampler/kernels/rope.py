@@ -1,6 +1,6 @@
 """From the fused projection to rotated heads: split, bias, norm of each head, rotary positions, slots; one launch."""
 
-# What only a compile-time branch binds, and constants for constexpr: pyright knows neither.
+# Pyright knows neither names that a compile-time branch binds nor constants as constexpr.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python -m tests.kernels.errors            # in Triton's interpreter
     python -m tests.kernels.errors --device cuda                 # on a GPU
 
-The cases are those of the checks beside this file, whose bounds they must keep. Errors are against float64: of layers
+The cases are those of the checks in this folder, whose bounds they must keep. Errors are against float64: of layers
 relative to the largest answer (the interpreter cuts bfloat16 off where a GPU rounds), of readout and head as the
 largest of a logsumexp over the largest logit, a probability (relative) and an entropy (nats).
 """
@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.kernels import attention, head, linear, norm, readout, rope, swiglu
-from dllm_sampler.kernels.statistics import Statistics
 from tests.kernels import checks, oracles, readout_checks
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -47,11 +47,10 @@ def cases(device: str) -> Cases:
         checks.rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
 
     def read(seed: int, dtype: torch.dtype) -> None:
-        readout_checks.readout_against_float64(readout.readout, device, dtype, 1 + seed % 3, 500 + 701 * seed, 0)
+        readout_checks.readout_against_float64(readout.readout, device, dtype, 1 + seed % 3, 500 + 701 * seed)
 
     def multiply(seed: int, dtype: torch.dtype) -> None:
-        rows, diverge = 1 + 15 * (seed % 6), seed % 4 == 0
-        readout_checks.head_against_float64(head.head, device, dtype, rows, 300 + seed, 30, 0, diverge)
+        readout_checks.head_against_float64(head.head, device, dtype, 1 + 15 * (seed % 6), 300 + seed, 30)
 
     return {
         "readout": read,
@@ -80,7 +79,7 @@ def worst(device: str, seeds: int) -> dict[tuple[str, str], list[float]]:
             scale = max(1.0, float(want.abs().max()))
             keep(float((got.double().cpu() - want.double().cpu()).abs().max()) / scale)
 
-    def compared(got: Statistics, want: dict[str, Tensor], size: float = 1.0) -> None:
+    def compared(got: Readout, want: dict[str, Tensor], size: float = 1.0) -> None:
         compare(got, want, size)
         apart = {name: (getattr(got, name).cpu() - value).abs() for name, value in want.items()}
         relative = apart["confidence"] / want["confidence"]

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core import noise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.statistics import TINY
-from dllm_sampler.core.values import Query
+from dllm_sampler.core.values import Query, Readout
 from dllm_sampler.guides import Temperature
-from dllm_sampler.kernels.statistics import Statistics, Then
+from dllm_sampler.kernels import partial
+from dllm_sampler.kernels.sampling import Sampling
 from tests import toys
 
 INF = float("inf")
-STATISTICS = ("confidence", "margin", "gap", "entropy", "logsumexp", "current", "divergence")
+STATISTICS = ("confidence", "margin", "gap", "entropy", "logsumexp", "current")
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -29,8 +32,8 @@ def keys_of(rows: int, seed: int = 0) -> Tensor:
     return torch.randint(-(2**62), 2**62, (rows,), generator=seeded(seed))
 
 
-def exact(logits: Tensor, token: Tensor, current: Tensor | None, then: Tensor | None) -> dict[str, Tensor]:
-    """The statistics by their definitions, in float64: of `logits [N, V]`, with the logits `then [N, V]` before."""
+def exact(logits: Tensor, token: Tensor, current: Tensor | None) -> dict[str, Tensor]:
+    """The statistics of `logits [N, V]` by their definitions, in float64; NaN where a logit is +inf."""
     x = logits.double()
     p = x.softmax(-1)
     two = x.topk(2, -1).values if x.shape[1] > 1 else torch.cat([x, torch.full_like(x, -INF)], 1)
@@ -46,40 +49,38 @@ def exact(logits: Tensor, token: Tensor, current: Tensor | None, then: Tensor | 
     }
     if current is not None:
         found["current"] = x.gather(1, current[:, None])[:, 0] - total
-    if then is not None:
-        q = then.double().softmax(-1)
-        found["divergence"] = (p * ((p + TINY) / (q + TINY)).log()).sum(-1)
-    return found
+    void = torch.where(total == INF, torch.nan, 0.0)
+    return {name: value + void for name, value in found.items()}
 
 
-def compare(found: Statistics, expected: dict[str, Tensor], size: float = 1.0) -> None:
+def compare(found: Readout, expected: dict[str, Tensor], size: float = 1.0) -> None:
     """Equal up to float32's rounding: `size` is that of the logits, whose sums and differences it limits."""
     for name, value in expected.items():
         got = getattr(found, name)
         assert got.dtype == torch.float64, name
-        absolute = {"gap": 2e-7 * size, "divergence": 5e-6 + 1e-6 * size, "entropy": 5e-6}.get(name, 1e-6 * size)
+        absolute = {"gap": 2e-7 * size, "entropy": 5e-6}.get(name, 1e-6 * size)
         relative = {"gap": 1e-6}.get(name, 5e-6)
         torch.testing.assert_close(
             got.cpu(), value, rtol=relative, atol=absolute, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
-def poisoned(rows: int, device: str, current: bool, divergence: bool, top: int) -> tuple[Statistics, list[Tensor]]:
-    """Outputs full of NaN (or -7) in the middle of larger buffers, and those buffers."""
-    plain = Statistics.empty(rows, torch.device(device), current, divergence, top)
-    buffers, views = [], {}
-    for field in fields(plain):
-        value = getattr(plain, field.name)
-        if value is None:
-            continue
-        fill = torch.nan if value.is_floating_point() else -7
-        buffers.append(torch.full((rows + 4, *value.shape[1:]), fill, dtype=value.dtype, device=device))
-        views[field.name] = buffers[-1][2:-2]
-    return replace(plain, **views), buffers
+@contextmanager
+def surrounded() -> Iterator[None]:
+    """Kernels write to the middle of larger buffers of NaN (or -7): all of the middle, and nothing around it."""
+    buffers: list[Tensor] = []
+    empty = partial.empty
 
+    def middle(*given: Any) -> Readout:
+        plain = {name: value for name, value in vars(empty(*given)).items() if value is not None}
+        for value in plain.values():
+            fill = torch.nan if value.is_floating_point() else -7
+            buffers.append(torch.full((len(value) + 4,), fill, dtype=value.dtype, device=value.device))
+        inner: dict[str, Any] = {name: buffer[2:-2] for name, buffer in zip(plain, buffers, strict=True)}
+        return Readout(**inner)
 
-def untouched(buffers: list[Tensor]) -> None:
-    """Every inner number is written, none around them is."""
+    with patch.object(partial, "empty", middle):
+        yield
     for buffer in buffers:
         edge, inner = torch.cat([buffer[:2], buffer[-2:]]), buffer[2:-2]
         if buffer.is_floating_point():
@@ -88,21 +89,13 @@ def untouched(buffers: list[Tensor]) -> None:
             assert (edge == -7).all() and (inner != -7).all()
 
 
-def on(device: str, value: Any) -> Any:
-    """Tensors, and triples of them, on the device."""
-    if isinstance(value, Then):
-        return Then(value.rows.to(device), value.logsumexp.to(device), value.index.to(device))
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int, vocab: int, top: int) -> None:
-    """Every statistic, with rows in a wider buffer of NaN; temperature, mask token, KL and list at once."""
+def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int, vocab: int) -> None:
+    """Every statistic, with rows in a wider buffer of NaN; temperature, mask token and a named token at once."""
     generator = seeded(vocab + rows)
     wide = torch.full((rows, vocab + 5), torch.nan).to(dtype)
     wide[:, :vocab] = (torch.randn(rows, vocab, generator=generator) * 5).to(dtype)
     logits = wide[:, :vocab]
-    before = (logits + 0.2 * torch.randn(rows, vocab, generator=generator)).flip(0).to(dtype)
-    index, mask = torch.arange(rows).flip(0), vocab // 2 if vocab > 1 else None
+    mask = vocab // 2 if vocab > 1 else None
     named = torch.randint(vocab, (rows,), generator=generator)
     for temperature, measured in ((0.0, False), (0.7, False), (1.3, True)):
 
@@ -112,27 +105,15 @@ def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: 
                 x[:, mask] = -INF
             return x / scale if scale else x
 
-        now, then = (seen(x, temperature if measured else 0.0) for x in (logits, before))
+        now = seen(logits, temperature if measured else 0.0)
         keys = keys_of(rows)
-        arguments = {"mask_id": mask, "temperature": temperature, "measured": measured, "keys": keys, "top": top}
-        arguments |= {"current": named, "then": Then(before, then.double().logsumexp(-1), index)}
-        out, buffers = poisoned(rows, device, True, True, top)
-        shown = on(device, wide)[:, :vocab]
-        moved = {name: on(device, value) for name, value in arguments.items()}
-        if temperature == 0:
-            moved["keys"] = None
-        found = kernel(shown, **moved, out=out)
-        assert found is out
+        sampling = Sampling(mask, temperature, measured, keys.to(device) if temperature else None, named.to(device))
+        with surrounded():
+            found = kernel(wide.to(device)[:, :vocab], sampling)
         choice = seen(logits, temperature)
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)
-        compare(found, exact(now, token, named, then[index]), size=float(now[now.isfinite()].abs().max()) + 1)
-        if top:
-            assert found.values is not None and found.ids is not None
-            values, ids = now.sort(dim=-1, descending=True, stable=True)
-            assert torch.equal(found.ids.cpu(), ids[:, :top])
-            assert torch.equal(found.values.cpu(), values[:, :top].float())
-        untouched(buffers)
+        compare(found, exact(now, token, named), size=float(now[now.isfinite()].abs().max()) + 1)
 
 
 def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: float) -> None:
@@ -151,13 +132,9 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
         logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, answers, spec, guides, needs, False
     )
     keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
-    found = kernel(
-        logits.flatten(0, 2).to(device),
-        mask_id=spec.mask_id,
-        temperature=temperature,
-        keys=keys.to(device),
-        current=query.ids.flatten().to(device),
-    ).readout(needs)
+    asked = query.ids.flatten().to(device)
+    sampling = Sampling(spec.mask_id, temperature, keys=keys.to(device), current=asked)
+    found = kernel(logits.flatten(0, 2).to(device), sampling)
     found = readout.spread(found, answers)
     assert torch.equal(found.token.cpu(), expected.token)
     for name in (*needs, "confidence"):
@@ -174,11 +151,9 @@ def rows_that_are_not_finite(kernel: Any, device: str, vocab: int) -> None:
     logits[6] = torch.nan
     logits[7, : vocab // 2] = torch.nan
     named, keys = torch.full((8,), 3), keys_of(8)
-    whole = {"current": named, "keys": keys, "then": Then(logits[[0]].repeat(8, 1), torch.zeros(8), torch.arange(8))}
     for temperature in (0.0, 0.5):
-        found = kernel(
-            logits.to(device), temperature=temperature, **{name: on(device, value) for name, value in whole.items()}
-        )
+        sampling = Sampling(temperature=temperature, keys=keys.to(device), current=named.to(device))
+        found = kernel(logits.to(device), sampling)
         for name in STATISTICS:
             expected = [False, True, True, False, True, False, True, True]
             got = getattr(found, name).isnan().tolist()
@@ -201,16 +176,7 @@ def close_to_one(kernel: Any, device: str, exact_entropy: bool) -> None:
         assert abs(float(found.entropy) - expected) < (1e-6 if exact_entropy else 5e-3) * expected
 
 
-def head_against_float64(
-    kernel: Any,
-    device: str,
-    dtype: torch.dtype,
-    rows: int,
-    vocab: int,
-    width: int,
-    top: int,
-    diverge: bool = True,
-) -> None:
+def head_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int, vocab: int, width: int) -> None:
     """Selected rows of a wider buffer; the product rounded as a stored one, so that the statistics can be exact."""
     generator = seeded(rows)
     held = rows + 3
@@ -219,33 +185,15 @@ def head_against_float64(
     wide[:, :width] = torch.randint(-3, 4, (held, width), generator=generator).to(dtype)
     weight = (torch.randint(-4, 5, (vocab, width), generator=generator) / 8).to(dtype)
     hidden = wide[:, :width]
-    before = torch.randint(-3, 4, (held, width), generator=generator).to(dtype)
-    index, past = (torch.randperm(held, generator=generator)[:rows] for _ in range(2))
+    index = torch.randperm(held, generator=generator)[:rows]
     named, keys, mask = torch.randint(vocab, (rows,), generator=generator), keys_of(rows, 1), vocab - 1
     now = (hidden[index].double() @ weight.double().T).to(dtype)
-    then = (before.double() @ weight.double().T).to(dtype)
-    now[:, mask], then[:, mask] = -INF, -INF
+    now[:, mask] = -INF
     for temperature in (0.0, 0.8):
-        out, buffers = poisoned(rows, device, True, diverge, top)
-        found = kernel(
-            on(device, wide)[:, :width],
-            weight.to(device),
-            index=index.to(device),
-            mask_id=mask,
-            temperature=temperature,
-            keys=keys.to(device),
-            current=named.to(device),
-            then=on(device, Then(before, then.double().logsumexp(-1), past)) if diverge else None,
-            top=top,
-            out=out,
-        )
+        with surrounded():
+            sampling = Sampling(mask, temperature, keys=keys.to(device), current=named.to(device))
+            found = kernel(wide.to(device)[:, :width], weight.to(device), sampling, index=index.to(device))
         choice = now / temperature if temperature else now
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)
-        expected = exact(now, token, named, then[past] if diverge else None)
-        compare(found, expected, size=float(now[now.isfinite()].abs().max()) + 1)
-        if top:
-            values, ids = now.sort(dim=-1, descending=True, stable=True)
-            assert torch.equal(found.ids.cpu(), ids[:, :top])
-            assert torch.equal(found.values.cpu(), values[:, :top].float())
-        untouched(buffers)
+        compare(found, exact(now, token, named), size=float(now[now.isfinite()].abs().max()) + 1)

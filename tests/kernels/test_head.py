@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dllm_sampler.kernels import head, readout, reference
+from dllm_sampler.kernels.sampling import Sampling
 from tests.kernels import readout_checks as checks
 from tests.turns import by_turns
 
@@ -21,27 +22,20 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 @KERNELS
 @pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [(1, 5, 3), (7, 300, 70), (18, 130, 20)]))
 def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
-    checks.head_against_float64(kernel, "cpu", dtype, *size, 0)
+    checks.head_against_float64(kernel, "cpu", dtype, *size)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows", "vocab", "width", "diverge"),
+    ("dtype", "rows", "vocab", "width"),
     [
-        (torch.float32, 130, 140, 20, True),  # three tiles in two groups, the last with room for another
-        (torch.bfloat16, 130, 520, 70, False),  # two tiles, three parts
-        pytest.param(torch.bfloat16, 66, 130, 20, True, marks=pytest.mark.slow),
+        (torch.float32, 130, 140, 20),  # three tiles in two groups, the last with room for another
+        (torch.bfloat16, 130, 520, 70),  # two tiles, three parts
+        pytest.param(torch.bfloat16, 66, 130, 20, marks=pytest.mark.slow),
     ],
 )
-def test_many_rows(
-    dtype: torch.dtype, rows: int, vocab: int, width: int, diverge: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_rows(dtype: torch.dtype, rows: int, vocab: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "GROUP", 2)
-    checks.head_against_float64(head.head, "cpu", dtype, rows, vocab, width, 0, diverge)
-
-
-@KERNELS
-def test_lists_the_best(kernel: Any) -> None:
-    checks.head_against_float64(kernel, "cpu", torch.bfloat16, 2, 70, 9, 3)
+    checks.head_against_float64(head.head, "cpu", dtype, rows, vocab, width)
 
 
 def random(rows: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -55,8 +49,8 @@ def test_tokens_are_those_of_a_stored_product(rows: int) -> None:
     hidden, weight = random(rows, 120, 96, torch.bfloat16)
     stored = hidden @ weight.T
     for temperature in (0.0, 1.0):
-        arguments: dict[str, Any] = {"temperature": temperature, "keys": checks.keys_of(rows), "mask_id": 0}
-        fused, apart = head.head(hidden, weight, **arguments), readout.readout(stored, **arguments)
+        sampling = Sampling(0, temperature, keys=checks.keys_of(rows))
+        fused, apart = head.head(hidden, weight, sampling), readout.readout(stored, sampling)
         assert torch.equal(fused.token, apart.token)
         torch.testing.assert_close(fused.confidence, apart.confidence, rtol=0.05, atol=0.01)  # one bfloat16 place
 
@@ -76,14 +70,14 @@ def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype
     hidden = torch.tensor(rows).to(dtype)
     weight = torch.randint(-1, 2, (150, 3), generator=checks.seeded(seed)).to(dtype)
     logits = (hidden.double() @ weight.double().T).to(dtype)
-    arguments: dict[str, Any] = {"temperature": temperature, "measured": measured, "mask_id": 8}
-    arguments |= {"keys": checks.keys_of(len(rows), seed), "current": torch.arange(len(rows))}
-    found, expected = head.head(hidden, weight, **arguments), reference.readout(logits, **arguments)
+    named = torch.arange(len(rows))
+    sampling = Sampling(8, temperature, measured, checks.keys_of(len(rows), seed), named)
+    found, expected = head.head(hidden, weight, sampling), reference.readout(logits, sampling)
     assert torch.equal(found.token, expected.token)
     logits[:, 8] = -checks.INF
     seen = logits / temperature if measured and temperature else logits
     size = float(seen[seen.isfinite()].abs().max()) + 1
-    checks.compare(found, checks.exact(seen, found.token, arguments["current"], None), size)
+    checks.compare(found, checks.exact(seen, found.token, named), size)
 
 
 def test_float32_keeps_all_its_digits() -> None:
@@ -91,17 +85,18 @@ def test_float32_keeps_all_its_digits() -> None:
     logits = hidden.double() @ weight.double().T
     found = head.head(hidden, weight)
     assert torch.equal(found.token, logits.argmax(-1))
-    checks.compare(found, checks.exact(logits, found.token, None, None), size=30)
+    checks.compare(found, checks.exact(logits, found.token, None), size=30)
 
 
 @KERNELS
 @pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (70, torch.bfloat16)])
 def test_rows_that_are_not_finite(kernel: Any, rows: int, dtype: torch.dtype) -> None:
     hidden, weight = random(rows, 300, 8, dtype)
-    alone = kernel(hidden, weight, temperature=0.5, keys=checks.keys_of(rows))
+    sampling = Sampling(temperature=0.5, keys=checks.keys_of(rows))
+    alone = kernel(hidden, weight, sampling)
     bad = torch.arange(rows) % 50 == 1
     hidden[bad, 2] = torch.nan
-    found = kernel(hidden, weight, temperature=0.5, keys=checks.keys_of(rows))
+    found = kernel(hidden, weight, sampling)
     for name in ("confidence", "margin", "gap", "entropy", "logsumexp"):
         got = getattr(found, name)
         assert torch.equal(got.isnan(), bad), name

@@ -19,6 +19,7 @@ from dllm_sampler.engine import readout
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
+from dllm_sampler.kernels.sampling import Sampling
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -187,10 +188,10 @@ def test_the_model_alone_multiplies_its_head_as_the_step_does(side: str, asked: 
             called.append("head")
             return torch.zeros(len(given), 6)
 
-    def kernel(given: Tensor, other: Tensor, *, mask_id: int) -> Any:
-        assert given is hidden and other is weight and mask_id == 5
+    def kernel(given: Tensor, other: Tensor, sampling: Sampling) -> Any:
+        assert given is hidden and other is weight and sampling == Sampling(5)
         called.append("kernel")
-        return SimpleNamespace(readout=lambda *_: readout.Readout(torch.zeros(30), torch.zeros(30)))
+        return readout.Readout(torch.zeros(30), torch.zeros(30))
 
     kernels = TORCH if side == "torch" else SimpleNamespace(name=side, head=kernel)
     model: Any = Model(spec=spec, head_weight=lambda: weight)

@@ -19,6 +19,7 @@ import torch
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH, select
+from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,21 +121,22 @@ def failures() -> list[Exception]:
 def test_a_kernel_that_does_not_launch_is_replaced_for_good(which: int) -> None:
     calls = []
 
-    def fused(value: torch.Tensor, **options: Any) -> torch.Tensor:
+    def fused(value: torch.Tensor, sampling: Sampling = GREEDY) -> torch.Tensor:
         calls.append(value.numel())
         if len(value) == 1:
             raise failures()[which]
         return value
 
-    call = backend.guarded(fused, lambda value, **options: -value)
+    call = backend.guarded(fused, lambda value, sampling=GREEDY: -value)
     one, many = torch.ones(1, 3), torch.ones(2, 3)
     with pytest.warns(RuntimeWarning, match="fused cannot run, torch takes its place: "):
-        assert torch.equal(call(one, top=0), -one)
+        assert torch.equal(call(one, Sampling(3, 0.5)), -one)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(call(one, top=0), -one)
-        assert torch.equal(call(many, top=0), many)  # another kernel
-    assert calls == [3, 6]
+        assert torch.equal(call(one, Sampling(3, 0.7)), -one)  # the same kernel, which is not tried again
+        assert torch.equal(call(one, Sampling(4, 0.5)), -one)  # others
+        assert torch.equal(call(many, Sampling(3, 0.5)), many)
+    assert calls == [3, 3, 6]
 
 
 @pytest.mark.parametrize(
@@ -292,7 +294,7 @@ def test_what_fails_fails_the_report(
     monkeypatch.setattr(report, "compile_all", lambda *_: found)
     assert report.main(["--target", "gfx942"]) == 1
     said = capsys.readouterr().out
-    assert "large on gfx942: needs" in said and "2 compiled: 2 failed, 0 spill to memory, of 1 nobody knows" in said
+    assert "large on gfx942: needs" in said and "2 compiled: 2 failed, 0 spill to memory, 1 not known" in said
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")

@@ -34,7 +34,7 @@ from dllm_sampler.kernels import (
     rope,
     swiglu,
 )  # fmt: skip
-from dllm_sampler.kernels.statistics import Then
+from dllm_sampler.kernels.sampling import Sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
@@ -77,29 +77,24 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         kernel.device_caches.pop(PLACE, None)
 
 
-def readouts(rows: int, **options: Any) -> None:
+def readouts(rows: int) -> None:
+    keys = torch.arange(rows)
     for vocab in (45, 4099):  # a part and two
         logits = torch.randn(rows, vocab, dtype=torch.bfloat16)
         readout.readout(logits)
-        then = Then(logits.clone(), torch.zeros(rows, dtype=torch.float64), torch.arange(rows))
-        named = torch.zeros(rows, dtype=torch.long)
-        keys = torch.arange(rows)
-        readout.readout(logits, temperature=0.7, keys=keys, mask_id=1, current=named, then=then, top=1, measured=True)
+        readout.readout(logits, Sampling(1, 0.7, True, keys, keys))
         hidden, weight = torch.randn(rows, 64), torch.randn(vocab, 64)
         head.head(hidden, weight)
-        then = Then(hidden.clone(), torch.zeros(rows, dtype=torch.float64), torch.arange(rows))
-        asked = {"index": keys, "temperature": 0.7, "keys": keys, "current": named, "then": then}
-        head.head(hidden, weight, mask_id=1, top=3, **asked)
+        head.head(hidden, weight, Sampling(1, 0.7, False, keys, keys), index=keys)
 
 
 def heads(rows: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         hidden, weight = torch.randn(rows, 64, dtype=dtype), torch.randn(4099, 64, dtype=dtype)
         keys = torch.arange(rows)
-        then = Then(hidden.clone(), torch.zeros(rows, dtype=torch.float64), keys)
         head.head(hidden, weight)
-        head.head(hidden, weight, temperature=0.7, keys=keys, current=keys, mask_id=1)
-        head.head(hidden, weight, index=keys, then=then, top=3)
+        head.head(hidden, weight, Sampling(1, 0.7, False, keys, keys))
+        head.head(hidden, weight, index=keys)
 
 
 def attentions(rows: int) -> None:
