@@ -46,13 +46,13 @@ class Sampler:
         tokenizer: None: token prompts only, and no texts.
         noise: where randomness comes from; counter-based by default.
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
-        max_steps: give up after so many steps; None: the scheduler's own bound.
-        poll_every: look for finished rows every so many steps (under a cache that stores keys each step is looked at).
+        max_steps: give up after this many steps; None: the scheduler's own bound.
+        poll_every: steps from one look for finished rows to the next (1 under a cache that stores keys).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
         cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
         compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them, and what a
-            step does beside the model; `"step"`: the latter alone, whatever the model.
+            step does outside the model; `"step"`: the latter alone, whatever the model.
         entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
@@ -178,7 +178,7 @@ class Sampler:
         return self.denoiser.spec.device
 
     def lay_out(self) -> None:
-        """Lay weights that kernels multiply together side by side, in a model that nobody else holds a part of."""
+        """Lay weights that kernels multiply together side by side, in a model that was loaded here."""
         denoiser = getattr(self.denoiser, "denoiser", self.denoiser)  # under guidance
         if isinstance(denoiser, TransformerDenoiser) and self.kernels.layer is not None:
             fused.join(denoiser.transformer)
@@ -230,7 +230,7 @@ class Sampler:
         stop_strings: str | Sequence[str] = (),
         every: int = 1,
     ) -> Iterator[Commits]:
-        """As `generate`, yielding the canvas after every so many steps (each view is a transfer from the device); the
+        """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"every must be a whole number of at least 1, not {every!r}")

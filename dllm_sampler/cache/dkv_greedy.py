@@ -19,7 +19,7 @@ from dllm_sampler.errors import UserError
 
 @dataclass
 class GreedyCache(BaseCache):
-    """Compute the positions that this step commits, those of the previous step, and `window` masks beside each new one.
+    """Compute the positions that this step commits, those of the previous step, and `window` masks around each new one.
 
     Source: dKV-Cache-Greedy, arXiv 2505.15781. Everything else is served as it was last computed, also masks. A step
     costs a number of rows that does not grow with the canvas, but the positions of the step must be known before its
@@ -29,7 +29,7 @@ class GreedyCache(BaseCache):
     Args:
         refresh_every: forwards from one full one to the next; they are counted in each block, which opens with one.
             1 is no cache.
-        window: masks beside each position that is committed.
+        window: masks around each position that is committed.
     """
 
     refresh_every: int = 2
@@ -73,8 +73,8 @@ class GreedyCache(BaseCache):
             own = self.ahead == place  # [B, L+1], none where the row commits fewer
             away = canvas.columns() - own.long().argmax(1, keepdim=True)
             turn = torch.where(away < 0, -2 * away - 1, 2 * away)  # left comes before right
-            beside = select.top(-turn.double(), free, self.window * own.any(1))
-            chosen, free = chosen | beside, free & ~beside
+            near = select.top(-turn.double(), free, self.window * own.any(1))
+            chosen, free = chosen | near, free & ~near
         return chosen | self.due(canvas)[:, None]
 
     def _sure(self, canvas: Canvas) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ class IntervalCache(BaseCache):
 
     Source: dLLM-Cache, arXiv 2506.06295. Each layer keeps keys, values, attention output and feed-forward output of
     every position; where nothing is computed, the stored outputs are added to the stream of the moment. Between two
-    refreshes of the response, a layer computes its values anew (they alone are cheap), compares them with those it
+    refreshes of the response, a layer computes its values again (they alone are cheap), compares them with those it
     keeps, and computes the least similar rows (of those that did not change, the first). The first layer is always
     computed, as in the published code, so the stream begins with the tokens of the moment. Tokens that were replaced or
     taken back come before all others when rows are chosen. Under a logit shift the prompt's last row, which predicts

@@ -22,7 +22,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticPlan(PaddedPlan):
-    """What the layers must know besides. Padded positions are the empty slot L."""
+    """The padded form, and what the layers need to compare. Padded positions are the empty slot L."""
 
     chosen: Tensor  # [B, L+1] bool: the planned positions as a set
     watched: Tensor  # [B, R] columns of the rows that predict the masks

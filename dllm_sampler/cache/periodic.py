@@ -49,7 +49,7 @@ class _Periodic(BaseCache):
 
 @dataclass
 class PeriodicPrefix(_Periodic, PrefixCache):
-    """Fast-dLLM's prefix cache with an extra full forward before every so many narrow ones.
+    """Fast-dLLM's prefix cache with an extra full forward after every few narrow ones.
 
     Source: dInfer, arXiv 2510.08666. A refresh is one more forward, which commits like any other; narrow forwards
     are counted over the whole generation, and a block still opens with a refresh. dInfer makes the narrow forward
@@ -62,7 +62,7 @@ class PeriodicPrefix(_Periodic, PrefixCache):
 
 @dataclass
 class PeriodicDual(_Periodic, DualCache):
-    """Fast-dLLM's dual cache with an extra full forward before every so many narrow ones.
+    """Fast-dLLM's dual cache with an extra full forward after every few narrow ones.
 
     Source: dInfer, arXiv 2510.08666; see `PeriodicPrefix`.
 

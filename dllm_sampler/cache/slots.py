@@ -41,7 +41,7 @@ class Slots:
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has asked for any yet."""
+        """Whether no buffer was made yet."""
         return not {"keys", "values"} & vars(self).keys()
 
     def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:

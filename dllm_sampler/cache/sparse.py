@@ -22,10 +22,10 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePlan(PaddedPlan):
-    """What the layers must know besides."""
+    """The padded form, and what the layers need to choose."""
 
     due: Tensor  # [B] bool: rows that compute and see every column
-    sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep; None: certainly nobody
+    sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep; None: certainly none
     seen: Tensor  # [B, L+1] bool: columns that exist
     fresh: Tensor  # [B, M] bool: computed positions that exist
     block: Tensor  # [B, M] bool: those that are computed in every forward
@@ -89,7 +89,7 @@ class SparseCache(DualCache):
         plan, sizes = super().plan(canvas, wanted), canvas.sizes
         assert isinstance(plan, PaddedPlan)
         back = self.back
-        # Whoever sorts computes the prompt too, so that a forward as narrow as the widest block holds no such row.
+        # A row that sorts computes the prompt too, so a forward as narrow as the widest block holds no such row.
         narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.new_tokens
         seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(

@@ -15,7 +15,7 @@ class Visible:
     """Which keys a forward may see, in a few numbers instead of a mask."""
 
     end: Tensor  # [B] columns from here on are hidden
-    grid: int | None  # block-causal: blocks of so many columns; None: each position sees all
+    grid: int | None  # block-causal: the length of a block in columns; None: each position sees all
 
     @staticmethod
     def of(canvas: Canvas, query: Query) -> Visible:

@@ -71,7 +71,7 @@ def token_noise(keys: Tensor, vocab: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CounterNoise:
-    """Counter-based noise: the same numbers for a row whatever stands beside it in the batch."""
+    """Counter-based noise: the same numbers for a row whatever else is in the batch."""
 
     def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
         """See `Noise.tokens`."""

@@ -118,7 +118,7 @@ class PlugIn:
 class Scheduler(PlugIn):
     """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML.
 
-    What few schedulers can do besides is a protocol of its own: `Planner`, `Paced`, `Tempered`.
+    What only a few schedulers can do is a protocol of its own: `Planner`, `Paced`, `Tempered`.
     """
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def numbers(size: int, device: torch.device) -> Tensor:
     """`[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
-    if torch.compiler.is_compiling():  # nothing, beside what it is part of
+    if torch.compiler.is_compiling():  # free inside a compiled part
         return torch.arange(size, device=device)
     return _numbers(1 << max(0, size - 1).bit_length(), device)[:size]
 

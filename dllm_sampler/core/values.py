@@ -258,7 +258,7 @@ class Query:
         return Query.at(canvas, canvas.window(canvas.width))
 
     def join(self, canvas: Canvas, chosen: Tensor, width: int) -> Query:
-        """This query and the set `chosen [B, L+1] bool` besides, `width` columns in all."""
+        """This query, extended by the set `chosen [B, L+1] bool`, `width` columns in all."""
         asked = torch.zeros_like(chosen).scatter(1, self.positions, self.positions < canvas.length)
         if self.limit is not None:
             chosen = chosen & (canvas.columns() < self.limit[:, None])  # what is hidden has no answer
@@ -293,7 +293,7 @@ class Readout:
     entropy: Tensor | None = None  # [B, K, Q] nats
     logsumexp: Tensor | None = None  # [B, K, Q]
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
-    probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; nobody else's, a scheduler may keep them
+    probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
     raw: Tensor | None = None  # [B, K, Q, V] logits before any guide

@@ -35,7 +35,7 @@ class Drafting(RunAhead):
     """
 
     def branches(self, most: int) -> list[Branch]:
-        """The candidates besides the canvas, the likeliest first, where no row has more than `most` masks."""
+        """The candidates other than the canvas, the likeliest first, where no row has more than `most` masks."""
         raise NotImplementedError
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:

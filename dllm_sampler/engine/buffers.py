@@ -65,7 +65,7 @@ class Buffers:
         Returns:
             the state key: its plain values and its tensors' shapes, on which a recording of the next step depends.
         """
-        moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that nobody has written to
+        moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that are still unwritten
         key: list[Hashable] = []
 
         def visit(path: str, value: Any) -> Any:
@@ -103,7 +103,7 @@ class Buffers:
     def _make(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:
             raise RuntimeError(f"{name} appeared while its step was recorded")
-        # Fields may share memory, so each gets its own; a slot store is nobody else's, and large.
+        # Fields may share memory, so each gets its own; a slot store is shared with nothing, and large.
         buffer = value if isinstance(value, Slots) else value.clone(memory_format=torch.contiguous_format)
         self.storages |= {storage(one) for one in _tensors(buffer)}
         self.held[name] = buffer
@@ -135,7 +135,7 @@ def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
     if isinstance(value, dict):
         return {name: walk(item, visit, f"{path}.{name}") for name, item in value.items()}
     if not isinstance(value, Recorder) and (not is_dataclass(value) or isinstance(value, type)):
-        raise UserError(f"cuda_graph: {path} is a {type(value).__name__}, and nobody knows what it keeps")
+        raise UserError(f"cuda_graph: {path} is a {type(value).__name__}, and a recording cannot know what it keeps")
     twin = copy.copy(value)
     for name, item in vars(value).items():
         object.__setattr__(twin, name, walk(item, visit, f"{path}.{name}"))

@@ -60,7 +60,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
 
 
 def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
-    """What a forward does besides launches on one GPU; None: nothing."""
+    """What a forward does other than launch kernels on one GPU; None: nothing."""
     weights = list(networks.parameters())
     places = sorted({str(weight.device) for weight in weights})
     if len(places) > 1 or places == ["meta"]:

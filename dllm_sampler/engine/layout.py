@@ -27,7 +27,7 @@ def canvas(
     Args:
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
-        multiple: the canvas has a multiple of so many columns; the last ones are no row's.
+        multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """

@@ -32,7 +32,7 @@ class Engine:
         compile: `torch.compile` the parts of a step outside the model and the readout.
     """
 
-    multiple: ClassVar[int] = 1  # canvases have a multiple of so many columns
+    multiple: ClassVar[int] = 1  # the number of columns of a canvas is a multiple of it
 
     def __init__(
         self,
