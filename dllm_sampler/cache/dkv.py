@@ -38,8 +38,8 @@ class DelayedCache(BaseCache):
         refresh_every: forwards from one full one to the next; 1 is no cache. None: the paper's 8, or 4 under a shift.
         mode: `decode`: the above. `prefill`: the prompt is computed once and never again, all else always. `pd`: the
             prompt once, all else as in `decode`.
-        per_block: count forwards from each block's opening, and make the second one full as well (the published LLaDA code);
-            else over the whole generation (its Dream code). None: as published for the model.
+        per_block: count forwards from each block's opening, and make the second one full as well (the published LLaDA
+            code); else over the whole generation (its Dream code). None: as published for the model.
         shift: see above; without a logit shift it has no meaning.
     """
 

@@ -11,7 +11,7 @@ from dllm_sampler.core.protocols import Cache, Context
 
 @dataclass
 class ExactCache(BaseCache):
-    """`block_causal` for block-causal models, unless the scheduler needs every position computed; `none` for all others.
+    """`block_causal` for block-causal models, unless the scheduler needs whole forwards; `none` for all others.
 
     Approximate caches are to be asked for.
     """

@@ -136,7 +136,7 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in engines:
         monkeypatch.setattr(it, "_engine", lambda plugins, samples=1, engine=engine: engine)
         if engine.must:
-            with pytest.raises(UserError, match=r"carry\.1 is a Generator, and nobody knows what it keeps"):
+            with pytest.raises(UserError, match=r"carry\.1 is a Generator, and a recording cannot know what it keeps"):
                 it.generate(toys.PROMPTS[:2], max_new_tokens=12)
             continue
         backend.warn.cache_clear()
