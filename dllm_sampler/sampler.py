@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -32,6 +33,27 @@ from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Commits, Result, summarise
 
 Progress = Callable[[int, int, int], None]
+
+
+class Options(TypedDict, total=False):
+    """What `Sampler.from_pretrained` hands on to the constructor."""
+
+    scheduler: object
+    blocks: object
+    stop: object
+    cache: object
+    guide: object
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    noise: Noise | None
+    compat: bool
+    max_steps: int | None
+    poll_every: int
+    backend: str
+    cuda_graph: bool | str
+    compile: bool | str
+    entropy: bool
 
 
 class Sampler:
@@ -113,21 +135,7 @@ class Sampler:
         *,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device = "auto",
-        scheduler: object = "threshold",
-        blocks: object = "fixed",
-        stop: object = "prefix",
-        cache: object = "exact",
-        guide: object = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        compat: bool = False,
-        max_steps: int | None = None,
-        poll_every: int = 1,
-        backend: str = "auto",
-        cuda_graph: bool | str = False,
-        compile: bool | str = False,
-        entropy: bool = False,
+        **options: Unpack[Options],
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -135,34 +143,21 @@ class Sampler:
             model: also a dict of the model group's settings: `{"name": "llada-8b", "cfg_scale": 1.0}`.
             dtype: a torch dtype or its name; None: the checkpoint's.
             device: `"auto"` takes a GPU where there is one.
+            options: as the constructor's.
 
         Raises:
             UserError: nothing to load there, a damaged or unknown checkpoint, or as the constructor does.
         """
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
-        backends.check(backend)
-        graphs.check(cuda_graph)
+        # Refuse mistakes before a checkpoint is read, which may take minutes.
+        unknown = sorted(options.keys() - Options.__annotations__.keys())
+        if unknown:
+            raise TypeError(f"from_pretrained has no option {', '.join(unknown)}")
+        backends.check(options.get("backend", "auto"))
+        graphs.check(options.get("cuda_graph", False))
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
-        sampler = cls(
-            guided(denoiser, scale),
-            scheduler=scheduler,
-            blocks=blocks,
-            stop=stop,
-            cache=cache,
-            guide=guide,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            tokenizer=tokenizer,
-            compat=compat,
-            max_steps=max_steps,
-            poll_every=poll_every,
-            backend=backend,
-            cuda_graph=cuda_graph,
-            compile=compile,
-            entropy=entropy,
-        )
+        sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)
         sampler.lay_out()
         return sampler
 
