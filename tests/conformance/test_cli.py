@@ -13,7 +13,7 @@ import pytest
 
 from dllm_sampler.eval.conformance import compare
 from dllm_sampler.eval.conformance.__main__ import main
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
 Raw = dict[str, Any]
@@ -138,7 +138,7 @@ ALTERED = [alter_ids, alter_nfe, alter_steps]
 RECORDS = ["llada-vanilla-02", "llada-vanilla-leftpad-03", "fast-dllm-dual-threshold-02", "dream-a-batch"]
 
 
-@pytest.mark.parametrize(("alter", "id"), by_turns(2, {alter.__name__: alter for alter in ALTERED}, RECORDS))
+@pytest.mark.parametrize(("alter", "id"), crossed({alter.__name__: alter for alter in ALTERED}, RECORDS))
 def test_an_altered_record_fails(id: str, alter: Callable[[Raw], None], folder: Path, capsys):
     record = recorded(id)
     alter(record)

@@ -45,8 +45,8 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops.end_of_text import EndOfText
 from tests import scripted, toys
+from tests.sampling import crossed
 from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same, sampler, written
-from tests.turns import by_turns
 from tests.unit.test_schedulers import committed
 from tests.unit.test_schedulers_apd import paired, table
 from tests.unit.test_schedulers_learn2pd import filter_file
@@ -70,7 +70,7 @@ ALL: list[Scheduler] = [
 ]
 
 
-@pytest.mark.parametrize(("scheduler", "kind"), by_turns(3, ALL, ["llada", "dream", "cfg"]))
+@pytest.mark.parametrize(("scheduler", "kind"), crossed(ALL, ["llada", "dream", "cfg"]))
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> None:
     batch = run(scheduler, kind=kind)
     assert batch.complete.all()

@@ -12,13 +12,13 @@ from dllm_sampler.core.masks import block_causal
 from dllm_sampler.kernels import attention as module
 from dllm_sampler.kernels.attention import packed_attention
 from tests.kernels import checks, oracles
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KEYS = ["stored", "fresh", "both"]
 
 
-@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [16, 64, 80, 96, 128]))
+@pytest.mark.parametrize(("dtype", "size"), crossed(DTYPES, [16, 64, 80, 96, 128]))
 def test_widths_and_dtypes(dtype, size):
     checks.attention(*oracles.pack(size, dtype, size=size, splits=1 + size % 3, keys=KEYS[size % 3]))
 
@@ -115,7 +115,7 @@ def test_a_forward_that_computes_every_column_reads_no_slot():
     assert torch.equal(out, bare)
 
 
-@pytest.mark.parametrize(("dtype", "factor"), by_turns(3, DTYPES, [0.0, 1e-4, 30.0]))
+@pytest.mark.parametrize(("dtype", "factor"), crossed(DTYPES, [0.0, 1e-4, 30.0]))
 def test_extreme_scores(dtype, factor):
     (q, k, v, *rest), options = oracles.pack(3, dtype, keys="both")
     checks.attention((q * factor, k, v * 100, *rest), options | {"splits": 2})

@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.kernels import head, readout, reference
 from dllm_sampler.kernels.sampling import Sampling
 from tests.kernels import readout_checks as checks
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 KERNELS = pytest.mark.parametrize("kernel", [head.head, reference.head], ids=["triton", "torch"])
 
@@ -20,7 +20,7 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
 @KERNELS
-@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [(1, 5, 3), (7, 300, 70), (18, 130, 20)]))
+@pytest.mark.parametrize(("dtype", "size"), crossed(DTYPES, [(1, 5, 3), (7, 300, 70), (18, 130, 20)]))
 def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int, int]) -> None:
     checks.head_against_float64(kernel, "cpu", dtype, *size)
 

@@ -16,7 +16,7 @@ from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.sampling import Sampling
 from tests.kernels import readout_checks as checks
 from tests.kernels.readout_checks import INF
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 KERNELS = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @KERNELS
-@pytest.mark.parametrize(("dtype", "size"), by_turns(3, DTYPES, [(3, 1), (1, 2), (2, 600)]))
+@pytest.mark.parametrize(("dtype", "size"), crossed(DTYPES, [(3, 1), (1, 2), (2, 600)]))
 def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int]) -> None:
     rows, vocab = size
     if vocab == 1 and kernel is reference.readout:
@@ -39,7 +39,7 @@ def test_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int])
 
 
 @KERNELS
-@pytest.mark.parametrize(("dtype", "temperature"), by_turns(3, DTYPES, [0.0, 0.6, 2.0]))
+@pytest.mark.parametrize(("dtype", "temperature"), crossed(DTYPES, [0.0, 0.6, 2.0]))
 def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
     checks.like_the_sampler(kernel, "cpu", dtype, temperature)
 

@@ -17,7 +17,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
 
@@ -133,7 +133,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "block"), by_turns(3, CASES, ["llada", "gqa", "dream"], [BLOCK, TOKENS]))
+@pytest.mark.parametrize(("case", "kind", "block"), crossed(CASES, ["llada", "gqa", "dream"], [BLOCK, TOKENS]))
 def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
     result = run(D2Cache(**case), kind, blocks={"name": "fixed", "length": block})
     model, fewer = toys.denoiser(kind), False
@@ -156,7 +156,7 @@ def test_computing_everything_is_no_cache(kind: str, blocks: Any) -> None:
     assert not same(run(D2Cache(masks=3), kind, blocks=blocks), none)
 
 
-@pytest.mark.parametrize(("case", "kind"), by_turns(4, CASES, toys.TOYS))
+@pytest.mark.parametrize(("case", "kind"), crossed(CASES, toys.TOYS))
 def test_a_row_in_a_batch_is_the_row_alone(case: dict[str, Any], kind: str) -> None:
     batch = run(D2Cache(**case), kind)
     for row in range(len(toys.PROMPTS)):

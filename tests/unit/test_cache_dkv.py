@@ -21,7 +21,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models.transformer import Layer
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, LENGTH = 16, 6
 STEPWISE = {"name": "fixed", "steps": None}
@@ -66,7 +66,7 @@ def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     assert same(greedy, plain)
 
 
-@pytest.mark.parametrize(("every", "shift"), by_turns(2, [2, 3, 100], [False, True]))
+@pytest.mark.parametrize(("every", "shift"), crossed([2, 3, 100], [False, True]))
 def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shift: bool) -> None:
     model = toys.transformer()
     with torch.no_grad():

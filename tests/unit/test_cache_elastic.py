@@ -19,7 +19,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Transformer, TransformerConfig
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, BAR, LAYERS = 17, 0.7, 4
 
@@ -158,7 +158,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "shift"), by_turns(2, CASES, [False, True]))
+@pytest.mark.parametrize(("case", "shift"), crossed(CASES, [False, True]))
 def test_it_is_its_paper(case: dict[str, Any], shift: bool) -> None:
     decodes_as(Paper, ElasticCache(**case), case, shift)
 
@@ -312,7 +312,7 @@ def test_the_window_is_inside_shorter_blocks() -> None:
         assert inside[~canvas.done].all()
 
 
-@pytest.mark.parametrize(("case", "kind"), by_turns(3, CASES, ["plain", "shift", "guided"]))
+@pytest.mark.parametrize(("case", "kind"), crossed(CASES, ["plain", "shift", "guided"]))
 def test_a_row_decides_for_itself(case: dict[str, Any], kind: str) -> None:
     model = {"plain": network(), "shift": network(shift=True), "guided": guided(network(), 1.5)}[kind]
     batch = run(ElasticCache(**case), model)

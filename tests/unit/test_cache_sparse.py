@@ -15,7 +15,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
 
@@ -87,7 +87,7 @@ def decode(kind: str, prompt: list[int], keep: float, kernel: int, delay: int) -
 CASES = [(0.5, 3, 1), (0.3, 1, 1), (0.2, 5, 0), (0.0, 3, 1), (0.8, 3, 2)]
 
 
-@pytest.mark.parametrize(("case", "kind"), by_turns(3, CASES, ["llada", "gqa", "dream"]))
+@pytest.mark.parametrize(("case", "kind"), crossed(CASES, ["llada", "gqa", "dream"]))
 def test_it_is_its_paper(case: tuple[float, int, int], kind: str) -> None:
     keep, kernel, delay = case
     result = run(SparseCache(keep=keep, kernel=kernel, delay=delay), kind)

@@ -23,7 +23,7 @@ from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, BLOCK = 18, 6
 Settings = dict[str, Any]
@@ -46,7 +46,7 @@ def random_prompts(seed: int, count: int = 6) -> list[list[int]]:
     return [[random.randrange(toys.EOS) for _ in range(random.randint(1, 9))] for _ in range(count)]
 
 
-@pytest.mark.parametrize(("toy", "base"), by_turns(4, toys.TOYS, list(BASES)))
+@pytest.mark.parametrize(("toy", "base"), crossed(toys.TOYS, list(BASES)))
 def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str) -> None:
     """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m dllm_sampler.eval.drafting` has many more prompts."""
     turn = list(BASES).index(base) + toys.TOYS.index(toy)
@@ -64,7 +64,7 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
     assert torch.equal(speculative.trace.rows, freedave.trace.rows)
 
 
-@pytest.mark.parametrize(("store", "base"), by_turns(2, ["ride", "separate"], list(BASES)))
+@pytest.mark.parametrize(("store", "base"), crossed(["ride", "separate"], list(BASES)))
 def test_block_causal_models_too(store: str, base: str) -> None:
     """The rows of a batch stand at different phases of their blocks: some store while others draft."""
     options: Settings = {"cache": {"name": "block_causal", "store_pass": store}, "prompts": random_prompts(len(base))}
@@ -173,7 +173,7 @@ def test_eager_drafts_cross_the_edge(length: int) -> None:
         assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
 
 
-@pytest.mark.parametrize(("toy", "cache"), by_turns(3, ["llada", "gqa", "cfg"], ["none", "prefix", "dual"]))
+@pytest.mark.parametrize(("toy", "cache"), crossed(["llada", "gqa", "cfg"], ["none", "prefix", "dual"]))
 def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str) -> None:
     """One forward of three hypotheses gives what three forwards of one give; the first one's keys are stored."""
     denoiser = toys.denoiser(toy)

@@ -24,7 +24,7 @@ from dllm_sampler.speculative import autoregressive
 from dllm_sampler.speculative.autoregressive import Reading
 from dllm_sampler.speculative.mixture import mixture
 from tests import scripted, toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS = 17
 LOOK = {"max_lookahead": None, "verifier": toys.verifier()}
@@ -220,7 +220,7 @@ STORED |= {"prefix": "prefix", "dkv": "dkv"}
 BLOCKS = {"full": FullBlock(), "fixed": FixedBlocks(7)}
 
 
-@pytest.mark.parametrize(("kind", "cache", "blocks"), by_turns(3, ["dream", "llada"], STORED, BLOCKS))
+@pytest.mark.parametrize(("kind", "cache", "blocks"), crossed(["dream", "llada"], STORED, BLOCKS))
 def test_a_row_in_a_batch_is_the_row_alone(kind: str, cache: Any, blocks: Any) -> None:
     rule = {"name": "apd", **LOOK, "mixture_weight": 0.9, "max_lookahead": 5}
     plugins: dict[str, Any] = {"kind": kind, "cache": cache, "blocks": blocks, "temperature": 0.6}

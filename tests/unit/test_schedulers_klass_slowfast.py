@@ -24,9 +24,9 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops.prophet import Prophet
 from tests.contract.test_reference import probabilities
+from tests.sampling import crossed
 from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same_answers, sampler, written
 from tests.toys import MASK
-from tests.turns import by_turns
 
 ALL: list[Scheduler] = [
     Klass(threshold=0.2, divergence=0.5, history=1),
@@ -40,7 +40,7 @@ ALL: list[Scheduler] = [
 ]
 
 
-@pytest.mark.parametrize(("scheduler", "kind"), by_turns(3, ALL, ["llada", "dream", "cfg"]))
+@pytest.mark.parametrize(("scheduler", "kind"), crossed(ALL, ["llada", "dream", "cfg"]))
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> None:
     batch = run(scheduler, kind=kind)
     assert batch.complete.all()

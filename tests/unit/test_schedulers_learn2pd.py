@@ -27,9 +27,9 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.end_tokens import TruncateStop
 from tests import toys
+from tests.sampling import crossed
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 from tests.toys import EOS
-from tests.turns import by_turns
 
 
 def filter_file(folder: Path, *layers: tuple[Tensor, Tensor]) -> str:
@@ -77,7 +77,7 @@ NAMES = [
 CACHES = ["none", "prefix", "dual", "periodic_prefix", "periodic_dual"]
 
 
-@pytest.mark.parametrize(("name", "stored"), by_turns(5, NAMES, CACHES))
+@pytest.mark.parametrize(("name", "stored"), crossed(NAMES, CACHES))
 def test_a_batch_is_its_rows_alone(schedulers: dict[str, Scheduler], name: str, stored: str) -> None:
     plugins: dict[str, Any] = {"cache": {"name": stored, "every": 2} if "periodic" in stored else stored}
     plugins["stop"] = {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3} if name != "editing" else "block"
