@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,13 +45,14 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_as_a_module_with_one_system(folder: Path):
+def test_as_a_module_with_one_system(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     other = recorded("dream-a-07") | {"system": "dream/other"}
     write(folder, recorded("fastdream-plain-a-01"), other)
-    command = [sys.executable, "-m", "dllm_sampler.eval.conformance", str(folder)]
-    done = subprocess.run([*command, "--system", "fast-dllm-dream/plain-threshold"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "conformance: 1 passed, 0 failed, 0 unsupported"
+    monkeypatch.setattr(sys, "argv", ["conformance", str(folder), "--system", "fast-dllm-dream/plain-threshold"])
+    with pytest.raises(SystemExit) as ended, pytest.warns(RuntimeWarning, match="found in sys.modules"):
+        runpy.run_module("dllm_sampler.eval.conformance", run_name="__main__")
+    assert ended.value.code == 0
+    assert last_line(capsys) == "conformance: 1 passed, 0 failed, 0 unsupported"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]):

@@ -159,6 +159,7 @@ def alone(words: list[str], folder: Path) -> None:
     sys.exit(command.main(words))
 
 
+@pytest.mark.slow
 def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
     """SIGKILL, again and again, until it gets through: the files of one run that nobody disturbed."""
     processes = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
@@ -297,6 +298,7 @@ def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(loads) == 1
 
 
+@pytest.mark.slow
 def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     output = tmp_path / "a,b=c d"

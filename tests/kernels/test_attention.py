@@ -12,7 +12,7 @@ from dllm_sampler.core.masks import block_causal
 from dllm_sampler.kernels import attention as module
 from dllm_sampler.kernels.attention import packed_attention
 from tests.kernels import checks, oracles
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 KEYS = ["stored", "fresh", "both"]
@@ -29,7 +29,7 @@ def test_heads_share_keys(heads, kv_heads):
 
 
 @given(seed=st.integers(0, 10**6), data=st.data())
-@settings(max_examples=16, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
+@settings(max_examples=5, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
 def test_every_combination(seed, data):
     def pick(*values):
         return data.draw(st.sampled_from(values))
@@ -45,7 +45,10 @@ def test_every_combination(seed, data):
     checks.attention(given, options)
 
 
-@pytest.mark.parametrize("counts", [(15, 1, 16, 0, 17, 0), (64, 5), (0, 0, 31, 1), (2, 0) * 16 + (3,), (0, 1) * 33])
+@pytest.mark.parametrize(
+    "counts",
+    sampled([(0, 0, 31, 1), (15, 1, 16, 0, 17, 0), (64, 5), (2, 0) * 16 + (3,), (0, 1) * 33], lambda counts: ["any"]),
+)
 def test_a_row_of_a_pack_answers_as_it_does_alone(counts):
     """Tiles do not cross rows, and what comes before a row moves nothing."""
     given, options = oracles.pack(1, counts=counts, length=70, keys="both", splits=2, longest=64)

@@ -50,7 +50,8 @@ def test_rows_that_are_not_finite(kernel: Any, vocab: int) -> None:
     checks.rows_that_are_not_finite(kernel, "cpu", vocab)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_as_large_as_they_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     checks.readout_against_float64(readout.readout, "cpu", dtype, 2, 9000)
@@ -65,7 +66,7 @@ def test_close_to_one(kernel: Any) -> None:
 VALUES = st.sampled_from([-INF, -1e4, -30.0, -1.0, 0.0, -0.0, 0.5, 0.5, 3.0, 1e4])  # few: ties everywhere
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.lists(VALUES, min_size=150, max_size=150), min_size=1, max_size=2),
     st.sampled_from([0.0, 0.3, 1.0, 7.0]),

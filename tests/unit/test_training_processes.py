@@ -59,6 +59,7 @@ def worker(rank: int, store: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None:
     spawn(worker, (str(tmp_path / "store"),), nprocs=2)
 
