@@ -118,20 +118,6 @@ def test_a_row_among_many_is_the_row_alone(name: str) -> None:
         assert_same_row(batch, row, sampler.generate([prompts[row]], max_new_tokens=TOKENS, seed=[seeds[row]]))
 
 
-@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
-def test_rows_do_open_blocks_and_end_at_different_times(cache: str) -> None:
-    """What the test above is about, in every row."""
-    spy = toys.Spy(toys.denoiser())
-    options: dict[str, Any] = {"scheduler": RULE, "cache": cache, "blocks": {"name": "fixed", "length": 5}}
-    prompts, sampler = ragged(32), Sampler(spy, **options)
-    batch = sampler.generate(prompts, max_new_tokens=TOKENS)
-    opening = [((canvas.age == 0)[~canvas.done]) for canvas, _, _ in spy.calls]
-    assert sum(bool(one.any() and not one.all()) for one in opening) > 3
-    assert len(set(batch.nfe.tolist())) > 3
-    for row, prompt in enumerate(prompts):
-        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS))
-
-
 # The padded form of attention, and fillers
 
 

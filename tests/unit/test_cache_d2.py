@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
-from dllm_sampler.cache.d2 import D2Cache, between
+from dllm_sampler.cache.d2 import D2Cache
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
@@ -156,38 +156,6 @@ def test_computing_everything_is_no_cache(kind: str, blocks: Any) -> None:
     assert not same(run(D2Cache(masks=3), kind, blocks=blocks), none)
 
 
-@pytest.mark.parametrize(("case", "kind"), crossed(CASES, toys.TOYS))
-def test_a_row_in_a_batch_is_the_row_alone(case: dict[str, Any], kind: str) -> None:
-    batch = run(D2Cache(**case), kind)
-    for row in range(len(toys.PROMPTS)):
-        alone = run(D2Cache(**case), kind, rows=slice(row, row + 1))
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
-
-
-def test_what_a_step_asks_and_computes() -> None:
-    """Only predicted masks are asked, inside the block some are, and what was written is computed."""
-    spy = toys.Spy(toys.denoiser())
-    cache, blocks = D2Cache(masks=3, rollout=0.1, gap=0), {"name": "fixed", "length": BLOCK}
-    Sampler(spy, cache=cache, scheduler=Threshold(BAR), blocks=blocks, stop="none").generate(
-        toys.PROMPTS, max_new_tokens=TOKENS
-    )
-    before, kept = None, False
-    for canvas, query, plan in spy.calls:
-        live = ~canvas.done
-        computed = plan.wanted.computed
-        asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, query.positions < canvas.length)
-        assert torch.equal(asked[live], (computed & canvas.masked)[live])
-        assert canvas.eligible(query.positions).any(1)[live].all()
-        if before is not None:
-            wrote = (canvas.ids != before.ids)[live]
-            assert (computed[live] | ~wrote).all()
-            kept |= bool((canvas.masked & ~computed & canvas.in_block())[live].any())
-        before = canvas
-    assert kept, "a mask of the block was left out"
-
-
 def test_tokens_taken_back_are_computed_again() -> None:
     spy = toys.Spy(toys.denoiser())
     scheduler = {"name": "editing", "threshold": 0.4, "edit": 0.2, "extra": 3}
@@ -200,42 +168,6 @@ def test_tokens_taken_back_are_computed_again() -> None:
         wrote = (canvas.ids != before.ids) & ~canvas.done[:, None]
         assert not (wrote & ~computed).any()
         before = canvas
-
-
-def test_gaps_by_hand() -> None:
-    chosen = torch.tensor([[0, 1, 0, 0, 1, 0, 0, 0, 1, 0]]).bool()
-    for gap, columns in [(0, [1, 4, 8]), (1, [1, 4, 8]), (2, [1, 4, 8]), (3, [1, 2, 3, 4, 8]), (4, list(range(1, 9)))]:
-        assert between(chosen, gap)[0].nonzero()[:, 0].tolist() == columns
-    assert not between(torch.zeros_like(chosen), 4).any()
-
-
-def live(columns: int, **fields: Any) -> D2Cache:
-    canvas = toys.canvas(torch.ones(1, columns, dtype=torch.bool))
-    return D2Cache(**fields).init(canvas, toys.denoiser().spec)
-
-
-def test_rollout_by_hand() -> None:
-    """Two layers over three columns; the second layer computes column 1 alone."""
-    cache = live(3)
-    cache.flow.zero_().diagonal(dim1=1, dim2=2).fill_(1)
-    rows = torch.tensor([[[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.2, 0.4, 0.4]], [[0.5, 0.5, 0.0]] * 3]])  # two heads
-    cache.roll(rows.double(), torch.tensor([[0, 1, 2]]))
-    one = [[0.75, 0.25, 0], [0.125, 0.625, 0.25], [0.175, 0.225, 0.6]]
-    torch.testing.assert_close(cache.flow[0, :-1], torch.tensor(one, dtype=torch.float64))
-    cache.roll(torch.tensor([[[[1.0, 0.0, 0.0]]]]).double(), torch.tensor([[1]]))
-    one[1] = [(0.75 + 0.125) / 2, (0.25 + 0.625) / 2, 0.125]
-    torch.testing.assert_close(cache.flow[0, :-1], torch.tensor(one, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("rollout", "columns"), [(0.0, []), (0.1, [3]), (0.4, [3]), (0.7, [3]), (0.85, [0, 3]), (1.0, [0, 2, 3])]
-)
-def test_the_nucleus_by_hand(rollout: float, columns: list[int]) -> None:
-    """Sums 3, 9, 2, 5 of which the second is chosen already: shares 0.3, -, 0.2, 0.5."""
-    cache = live(4, rollout=rollout)
-    cache.flow[0, :4] = torch.tensor([[1.0, 3, 1, 2], [2.0, 6, 1, 3], [0] * 4, [7.0, 7, 7, 7]])
-    seen, among = torch.tensor([[True, True, True, False, False]]), torch.tensor([[True, False, True, True, False]])
-    assert cache.looked_at(seen, among)[0].nonzero()[:, 0].tolist() == columns
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch import Tensor
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
-from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Transformer, TransformerConfig
 from dllm_sampler.schedulers.threshold import Threshold
@@ -221,27 +220,6 @@ def test_what_a_forward_refreshes(gamma: float) -> None:
     assert gamma != 0.9 or len(spread) > 2
 
 
-def test_a_token_sees_all_of_what_is_stored() -> None:
-    """Attention rows sum to 1 over all keys, the unseen ones get nothing."""
-    layer, seen = network().transformer.layers[0], []
-    assert isinstance(layer, Layer)
-    weights = layer.weights
-
-    def noted(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-        seen.append((weights(q, k, mask), mask))
-        return seen[-1][0]
-
-    layer.weights = noted
-    try:
-        run(ElasticCache(window=4))
-    finally:
-        del layer.weights
-    assert len(seen) > 10
-    for mass, mask in seen:
-        torch.testing.assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]))
-        assert mask is not None and (mass * ~mask == 0).all()
-
-
 def chosen(plan: Plan) -> Tensor:
     assert isinstance(plan, ElasticPlan)
     return plan.chosen
@@ -276,51 +254,12 @@ def test_one_layer_is_exact_whatever_gamma_is(gamma: float, shift: bool) -> None
         assert (result.tokens[row].tolist(), result.trace.generated[row].tolist()) == (tokens, steps)
 
 
-def test_the_first_refreshed_layer_is_fed_from_stored_inputs() -> None:
-    """So its keys are what they were: of two layers nothing changes, of three something does."""
-    never, always = (run(ElasticCache(gamma=gamma, window=4), network(2)) for gamma in (-1.0, 2.0))
-    assert same(never, always)
-    assert (always.trace.rows > never.trace.rows).all()
-    never, always = (run(ElasticCache(gamma=gamma, window=4), network(3)) for gamma in (-1.0, 2.0))
-    assert not same(never, always)
-
-
-def test_what_is_never_computed_stays() -> None:
-    """Without refreshes the entries of rows that no forward computes are the first forward's."""
-    spy = toys.Spy(network())
-    cache = ElasticCache(gamma=-1.0, window=4)
-    sampler = Sampler(spy, scheduler="fixed", cache=cache, blocks="full", stop="none")
-    kept: list[list[Tensor]] = []
-    for number, _ in enumerate(sampler.stream(toys.PROMPTS, max_new_tokens=TOKENS)):
-        live = spy.calls[-1][2].cache
-        assert live.slots is not None
-        kept.append([keys.clone() for keys in live.slots.keys])
-        if number == 4:
-            break
-    touched = torch.stack([chosen(plan) for _, _, plan in spy.calls[1:5]]).any(0)
-    assert touched.any() and not touched[:, :-1].all()
-    for now, then in zip(kept[4], kept[0], strict=True):
-        assert torch.equal(now[:, :-1][~touched[:, :-1]], then[:, :-1][~touched[:, :-1]])
-        assert not torch.equal(now[touched], then[touched])
-
-
 def test_the_window_is_inside_shorter_blocks() -> None:
     spy = toys.Spy(network())
     run(ElasticCache(window=4), watch=spy, blocks={"name": "fixed", "length": 6})
     for canvas, query, _ in spy.calls:
         inside = canvas.eligible(query.positions) | (query.positions == canvas.length)
         assert inside[~canvas.done].all()
-
-
-@pytest.mark.parametrize(("case", "kind"), crossed(CASES, ["plain", "shift", "guided"]))
-def test_a_row_decides_for_itself(case: dict[str, Any], kind: str) -> None:
-    model = {"plain": network(), "shift": network(shift=True), "guided": guided(network(), 1.5)}[kind]
-    batch = run(ElasticCache(**case), model)
-    for row in range(len(toys.PROMPTS)):
-        alone = run(ElasticCache(**case), model, rows=slice(row, row + 1))
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
 
 
 def test_tokens_taken_back_are_computed_again() -> None:
