@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_winner_is_an_experiment_and_a_search_goes_on(
+def test_the_winner_is_an_experiment(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*WORDS, "task.count=2", "dtype=float64"]
@@ -56,22 +56,27 @@ def test_the_winner_is_an_experiment_and_a_search_goes_on(
     assert chosen.options.block_length == 24 == evaluated.options.block_length
     assert chosen.plugins == evaluated.plugins
 
-    # cut off in the middle of its second trial, it goes on to the same trials
-    cut = [*words, "output=two"]
-    assert tuning.main([*cut, "tune.trials=1"]) == 0
-    tuning.Tuner(*tuning.tuning(cut), tuning.Console(quiet=True)).study().ask()
-    assert tuning.main(cut) == 0
-    one, two = (
-        [trial.user_attrs["words"] for trial in study.get_trials() if trial.value is not None]
-        for study in (tuning.Tuner(*tuning.tuning(given), tuning.Console(quiet=True)).study() for given in (words, cut))
-    )
-    assert one == two and len(one) == 2
-
     # the same command does nothing again, and ends up in the same file
     asked: list[int] = []
     monkeypatch.setattr(tuning.Tuner, "trial", lambda *given: asked.append(1))
     assert tuning.main(words) == 0
     assert not asked and file.read_text() == first
+
+
+@pytest.mark.slow
+def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
+    def study(words: list[str]) -> Any:
+        return tuning.Tuner(*tuning.tuning(words), tuning.Console(quiet=True)).study()
+
+    whole, cut = ([*WORDS, "task.count=2", f"output={output}"] for output in ("one", "two"))
+    assert tuning.main(whole) == tuning.main([*cut, "tune.trials=1"]) == 0
+    study(cut).ask()  # a process that was ended in the middle of a trial
+    assert tuning.main(cut) == 0
+    one, two = (
+        [trial.user_attrs["words"] for trial in study(words).get_trials() if trial.value is not None]
+        for words in (whole, cut)
+    )
+    assert one == two and len(one) == 2
 
 
 @pytest.mark.parametrize(

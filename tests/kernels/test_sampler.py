@@ -132,7 +132,7 @@ def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], call
     assert set(calls) >= LAYER and not {"head", "readout"} & set(calls)
 
 
-@pytest.mark.parametrize("temperature", sampled([0.8, None], lambda temperature: ["any"]))
+@pytest.mark.parametrize("temperature", sampled([0.8, None]))
 def test_predictions_are_compared_without_probabilities(temperature: float | None, calls: Counter[str]) -> None:
     """A bound that parts of the block come below, so that a wrong divergence is another history."""
     rule = {"name": "klass", "threshold": 0.2, "divergence": 0.3, "history": 1}

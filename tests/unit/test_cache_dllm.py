@@ -17,6 +17,7 @@ from dllm_sampler.eval.conformance.builder import Measured
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.models.transformer import SwiGLU
 from tests import toys
+from tests.sampling import crossed
 
 TOKENS = 16
 LAYERS = 2
@@ -92,8 +93,7 @@ def test_without_a_share_nothing_is_computed_in_between() -> None:
     assert differ(result, run(IntervalCache(5, 3, 0.25), prompts=[prompt], **steps(10)))
 
 
-@pytest.mark.parametrize("kind", ["gqa", "llada"])
-@pytest.mark.parametrize("every", [3, 8])
+@pytest.mark.parametrize(("kind", "every"), crossed(["gqa", "llada"], [3, 8]))
 def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
     """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
     rule = PublishedFixedSteps(40, "entropy")
