@@ -20,16 +20,7 @@ pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="an installed package 
 FEW = ["--prompts", "2", "--tasks", "copy", "shuffle", "--max-new-tokens", "16", "--block-length", "16"]
 
 
-RUN = {
-    "fixed",
-    "fixed steps=1",
-    "threshold",
-    "klass",
-    "wino",
-    "threshold blocks=adablock",
-    "fixed stop=prophet",
-    ORACLE,
-}
+RUN = {"fixed", "fixed steps=1", "threshold", "klass", "wino", "threshold blocks=adablock", ORACLE}
 
 
 @pytest.fixture(scope="module", autouse=True)

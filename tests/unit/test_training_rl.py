@@ -290,16 +290,8 @@ def test_a_sampler_that_cannot_be_scored_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = [
-        "steps=1",
-        "prompts=1",
-        "group=2",
-        "updates=1",
-        "held_out=1",
-        "new_tokens=8",
-        "device=cpu",
-        f"output={tmp_path / 'run'}",
-    ]
+    few = ["steps=1", "prompts=1", "group=2", "updates=1", "held_out=1", "new_tokens=8", "device=cpu"]
+    few.append(f"output={tmp_path / 'run'}")
     assert cli.main(["train=cjgrpo", *(f"train.{one}" for one in few)]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'run'}\n"
