@@ -33,11 +33,7 @@ def spied(kind: str, **plugins: Any) -> tuple[toys.Spy, Sampler]:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    sure=st.lists(st.floats(0, 1), min_size=1, max_size=8),
-    small=st.floats(0, 5),
-    more=st.floats(0, 5),
-)
+@given(sure=st.lists(st.floats(0, 1), min_size=1, max_size=8), small=st.floats(0, 5), more=st.floats(0, 5))
 def test_2_a_larger_factor_never_commits_fewer(sure: list[float], small: float, more: float) -> None:
     canvas = toys.canvas(torch.ones(1, len(sure), dtype=torch.bool))
     query = Query.masks(canvas)

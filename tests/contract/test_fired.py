@@ -176,11 +176,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"scheduler": {"name": "slowfast", "threshold": 0.7, "slow": 0}, "blocks": "full"},
         answers_differ,
     ),
-    "scheduler.wino": (
-        {"scheduler": WINO | {"back": 0.9}},
-        {"scheduler": WINO | {"back": 0.0}},
-        takes_back,
-    ),
+    "scheduler.wino": ({"scheduler": WINO | {"back": 0.9}}, {"scheduler": WINO | {"back": 0.0}}, takes_back),
     "scheduler.random_order": ({"scheduler": "random_order"}, STEPWISE, other_order),
     "cache.dkv": ({"cache": "dkv", **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.dkv_greedy": (
@@ -214,11 +210,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         answers_differ,
     ),
     "blocks.ascending": ({"blocks": {"name": "ascending", "count": 3}}, {"blocks": "full"}, answers_differ),
-    "stop.end_of_text": (
-        {"stop": {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3}},
-        {},
-        cuts_the_context,
-    ),
+    "stop.end_of_text": ({"stop": {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3}}, {}, cuts_the_context),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
     "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
     "cache.block_causal": (

@@ -49,10 +49,7 @@ class Counted(toys.Spy):
         def judges(module: nn.Module, given: tuple[Tensor]) -> None:
             self.judged.append(given[0].shape[:-1].numel())
 
-        return [
-            network.embed.register_forward_pre_hook(embeds),
-            network.lm_head.register_forward_pre_hook(judges),
-        ]
+        return [network.embed.register_forward_pre_hook(embeds), network.lm_head.register_forward_pre_hook(judges)]
 
 
 PAID: list[dict[str, Any]] = [

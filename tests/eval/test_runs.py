@@ -254,11 +254,7 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_sentences_before_anything_runs(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    sentence: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     if any("launch" in word for word in words):
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")

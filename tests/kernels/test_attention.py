@@ -46,8 +46,7 @@ def test_every_combination(seed, data):
 
 
 @pytest.mark.parametrize(
-    "counts",
-    sampled([(0, 0, 31, 1), (15, 1, 16, 0, 17, 0), (64, 5), (2, 0) * 16 + (3,), (0, 1) * 33]),
+    "counts", sampled([(0, 0, 31, 1), (15, 1, 16, 0, 17, 0), (64, 5), (2, 0) * 16 + (3,), (0, 1) * 33])
 )
 def test_a_row_of_a_pack_answers_as_it_does_alone(counts):
     """Tiles do not cross rows, and what comes before a row moves nothing."""

@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,32 +122,6 @@ def test_mistakes_are_one_sentence(
     assert said in error and error.startswith("error: ") and error.count("\n") == 1
 
 
-@pytest.fixture
-def smoke() -> Any:
-    bench = import_module("decode_step")
-    return bench.Bench(bench.arguments(["--smoke"]))
-
-
-def test_what_a_decoding_step_times(smoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which time goes where, and what the table makes of it."""
-    bench = import_module("decode_step")
-
-    def now(run: Any) -> float:
-        run()
-        return 3.0 if isinstance(run, partial) else {"ours": 2.0, "plain": 5.0}.get(run.__name__, 4.0)
-
-    monkeypatch.setattr(smoke, "now", now)
-    with torch.no_grad():
-        window, refresh = smoke.steps("torch", 1, 8)
-    assert (window.seconds, window.model) == ([4.0] * 7, [3.0] * 7)
-    assert (refresh.seconds, refresh.model) == ([4.0], [3.0])
-    window.floor = 1.0
-    assert bench.cells(window)[6:10] == ["1000.000", "4.00", "25.0%", ""]
-    row = smoke.generate("torch")
-    assert (row.seconds, row.plain) == ([2.0], [5.0])
-    assert bench.cells(row)[4:10] == ["2000.000", "2000.000 to 2000.000", "", "", "", "2.50 (2.50 to 2.50)"]
-
-
 def test_what_a_kernel_is_timed_by() -> None:
     bench = import_module("kernels")
     case = bench.Case("one", lambda it: 0.5 if it is TORCH else 0.125, 8)
@@ -164,20 +136,6 @@ def test_what_a_kernel_is_timed_by() -> None:
 
     row = bench.noted(bench.Case("one", falls, 1), SimpleNamespace(), lambda timed: 1.0, 2, 1)
     assert row.reference == [1.0, 1.0] and not row.kernel and "too large" in row.note
-
-
-def test_what_a_step_is_timed_by() -> None:
-    bench = import_module("step_overhead")
-    it = bench.subject("smoke")
-
-    def clock(run: Callable[[], Any]) -> float:
-        run()
-        return {"ours": 3.0, "plain": 5.0, "advance": 2.0, "driven": 1.0}[run.__name__]
-
-    assert bench.speed(it, 1, "none", 8, clock) == (3.0, 5.0)
-    assert bench.overhead(it, 1, "dual", 8, clock) == (16.0, 8.0)
-    rows = [bench.Row("m", "random", 1, "none", kind, [4.0], [2.0]) for kind in ("overhead", "speed")]
-    assert [row.ratios for row in rows] == [[2.0], [0.5]]
 
 
 PUBLISHED = """

@@ -15,7 +15,7 @@ from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Layer, Transformer, TransformerConfig
+from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.sampling import crossed
@@ -24,20 +24,8 @@ TOKENS, BAR, LAYERS = 17, 0.7, 4
 
 
 @once
-def network(layers: int = LAYERS, shift: bool = False, kv_heads: int = 2) -> TransformerDenoiser:
-    config = TransformerConfig(
-        vocab_size=toys.VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=kv_heads,
-        head_dim=8,
-        max_positions=64,
-    )
-    model = Transformer(config).to(torch.float64)
-    model.init_weights(std=0.8, embedding_std=1.0, generator=torch.Generator().manual_seed(2))
-    return TransformerDenoiser(model, toys.MASK, toys.EOS, shift=shift)
+def network(layers: int = LAYERS, shift: bool = False) -> TransformerDenoiser:
+    return toys.wrapped(toys.transformer(kv_heads=2, layers=layers), shift)
 
 
 def run(

@@ -12,6 +12,7 @@ from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.sparse import SparseCache, best, importance
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
+from tests.scripted import same
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
 
@@ -19,11 +20,6 @@ TOKENS, BLOCK, BAR = 17, 6, 0.7
 def run(cache: Any, kind: str = "llada", rows: slice = slice(None), **plugins: Any) -> Result:
     sampler = toys.sampler(kind, cache=cache, **{"scheduler": Threshold(BAR), **plugins})
     return sampler.generate(toys.PROMPTS[rows], max_new_tokens=TOKENS, seed=toys.SEEDS[rows])
-
-
-def same(one: Result, other: Result) -> bool:
-    names = ("ids", "step_map", "nfe", "rows")
-    return all(torch.equal(getattr(one.trace, name), getattr(other.trace, name)) for name in names)
 
 
 @dataclass

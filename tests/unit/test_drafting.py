@@ -86,8 +86,7 @@ def test_one_branch_is_the_scheduler_inside() -> None:
 
 
 @pytest.mark.parametrize(
-    "guide",
-    sampled([{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}]),
+    "guide", sampled([{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}])
 )
 def test_sampling_is_exact_too(guide: Settings) -> None:
     for base in ({"name": "fixed"}, {"name": "threshold", "threshold": 0.6}, {"name": "fixed", "score": "random"}):

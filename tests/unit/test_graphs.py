@@ -28,10 +28,7 @@ from tests.taped import Taped, taped
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [
-        ({}, "the model is on cpu"),
-        ({"cuda_graph": "yes"}, "cuda_graph must be true, false or auto, not 'yes'"),
-    ],
+    [({}, "the model is on cpu"), ({"cuda_graph": "yes"}, "cuda_graph must be true, false or auto, not 'yes'")],
 )
 def test_what_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):

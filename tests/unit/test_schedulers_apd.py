@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError
+from dllm_sampler import Query, Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.core.packing import Answers
@@ -93,23 +93,6 @@ def test_the_verifier_reads_the_draft() -> None:
     judge = Expects(lambda ids, position: torch.nn.functional.one_hot((ids + 1) % 7, 8).double() * 9)
     rule = ParallelDecoding(verifier=judge, mixture_weight=0.0)
     assert scripted.play(denoiser, rule, 7) == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-def test_what_the_rule_did_not_vouch_for() -> None:
-    """The first token of a round is marked as forced where the target is another one."""
-    denoiser, judge = paired(table([{1: 0.9}, {2: 0.9}]), table([{3: 0.9}, {2: 0.9}]))
-    edits: list[Edit] = []
-
-    class Spy(ParallelDecoding):
-        def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
-            edit, carry = super().tell(canvas, query, readout, carry)
-            edits.append(edit)
-            return edit, carry
-
-    for weight, forced in ((0.0, True), (1.0, False)):
-        edits.clear()
-        assert scripted.play(denoiser, Spy(verifier=judge, mixture_weight=weight), 2) == [[0, 1]]
-        assert edits[0].forced is not None and edits[0].forced.tolist() == [[forced, False]]
 
 
 # The six invariants
@@ -220,17 +203,6 @@ def computed(scheduler: Any, cache: Any, kind: str = "llada") -> list[list[int]]
 def test_the_window_lies_behind_the_mask_that_was_first(kind: str, window: int, lefts: list[int]) -> None:
     columns = computed(LeftToRight(tokens_per_step=2), TrailingCache(window), kind)
     assert columns == [list(range(left, 11)) for left in (0, *lefts)]
-
-
-def test_the_horizon_shortens_forwards() -> None:
-    rule = LeftToRight(max_lookahead=3, tokens_per_step=2)
-    ends = [5 + 3, 7 + 3, 9 + 2]
-    assert computed(rule, "none")[1:] == [list(range(end)) for end in ends]
-    assert computed(rule, TrailingCache(2))[1:] == [list(range(end - 6, end)) for end in ends[:-1]] + [
-        list(range(6, 11))
-    ]
-    result = run({"name": "leftright", "max_lookahead": 3})
-    assert not torch.equal(result.tokens, run("leftright").tokens)
 
 
 def test_a_wide_window_is_no_cache() -> None:
