@@ -136,26 +136,6 @@ def test_views_and_wider_slots():
     checks.close(out, want, torch.float16)
 
 
-def test_answers_as_the_cache_layer_does():
-    """The default layer of `Cache` stores, then attends over all slots."""
-    q, columns = torch.randn(3, 4, 16), torch.tensor([3, 4, 9])
-    stored: Any = tuple(torch.randn(1, 21, 2, 16) for _ in range(2))
-    seen = (torch.arange(21) >= 2) & (torch.arange(21) < 17)
-    keys, values = (s.transpose(1, 2) for s in stored)
-    grouped = torch.nn.functional.scaled_dot_product_attention
-    want = grouped(q.transpose(0, 1)[None], keys, values, attn_mask=seen[None], enable_gqa=True)[0].transpose(0, 1)
-    bounds = torch.tensor([0, 3])
-    ends: dict[str, Any] = {"begin": torch.tensor([2]), "limit": torch.tensor([17])}
-    out = packed_attention(q, None, None, stored, bounds, columns, **ends)
-    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
-    k, v = (s[0, columns] for s in stored)  # the same where the entries bring their own keys
-    overwritten = torch.zeros(1, 21, dtype=torch.bool).index_fill(1, columns, True)
-    for s in stored:
-        s[:, columns] = torch.nan
-    out = packed_attention(q, k, v, stored, bounds, columns, **ends, overwritten=overwritten)
-    torch.testing.assert_close(out, want, rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize(("programs", "tiles", "want"), [(1, 100, 2), (1, 3, 1), (2, 100, 1), (50, 8, 1)])
 def test_no_more_parts_than_fill_the_device(programs, tiles, want):
     assert module._splits(programs, tiles, torch.device("cpu")) == want

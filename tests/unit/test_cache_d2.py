@@ -182,9 +182,3 @@ def test_tokens_taken_back_are_computed_again() -> None:
 def test_bad_fields(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         D2Cache(**fields)
-
-
-@pytest.mark.parametrize("scheduler", ["origin", "rcr", "remdm"])
-def test_who_must_hear_of_every_mask_is_refused(scheduler: str) -> None:
-    with pytest.raises(UserError, match=r"needs a prediction at every position .*=D2Cache chooses.*: use cache=dual"):
-        run("d2", scheduler=scheduler)

@@ -114,29 +114,6 @@ def test_3_what_is_computed_between_refreshes(kind: str) -> None:
     assert narrow > 10
 
 
-@pytest.mark.parametrize("mode", ["decode", "pd", "prefill"])
-@pytest.mark.parametrize("shift", ["un", "un_right"])
-def test_3_under_a_logit_shift_no_mask_misses_its_row(shift: Any, mode: Any) -> None:
-    for called, live in no_mask_misses_its_row(DelayedCache(3, mode, shift=shift)):
-        assert shift == "un" or not (live.kept & called.masked).any()
-
-
-def no_mask_misses_its_row(cache: DelayedCache) -> Iterator[tuple[Canvas, DelayedCache]]:
-    """Checks that each step on a model with a logit shift computes the rows that its masks need; yields what it saw."""
-    narrow = 0
-    for _, spy, state in steps(cache, "dream", scheduler={"name": "fixed", "steps": 9}):
-        called, query, plan = spy.calls[-1]
-        at = toys.computed(plan)
-        needed = (called.masked & ~called.done[:, None]).roll(-1, 1)
-        assert not (needed & ~at & called.seen()).any()
-        asked = (called.masked & called.in_block()).sum(1) * ~called.done
-        assert torch.equal((query.positions < called.length).sum(1) * ~called.done, asked)
-        narrow += int((at & called.seen()).sum()) < int(called.seen().sum())
-        assert isinstance(state.cache, DelayedCache)
-        yield called, state.cache
-    assert narrow > 4
-
-
 def test_5_greedy_with_a_window_over_the_canvas_computes_every_mask() -> None:
     plugins = {"scheduler": {"name": "random_order", "steps": 10}, "blocks": "full"}
     for every in (2, 3, 5):

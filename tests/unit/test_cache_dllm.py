@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Result, UserError
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.conformance.builder import Measured
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.models.transformer import SwiGLU
 from tests import toys
@@ -135,33 +134,6 @@ def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
         touched = ~before.masked & (after.masked | (after.ids != before.ids)) & ~after.done[:, None]
         before = after
     assert seen > 0
-
-
-class TestGuidance:
-    """The branch without prompt is made in every so many forwards, and in the first five."""
-
-    @staticmethod
-    def result(cache: Any) -> tuple[Result, list[int]]:
-        model = Measured(toys.denoiser("cfg"))
-        plugins: dict[str, Any] = {
-            "scheduler": {"name": "fixed", "steps": 10},
-            "blocks": {"name": "fixed", "length": 8},
-        }
-        sampler = Sampler(model, cache=cache, stop="none", **plugins)
-        return sampler.generate(toys.PROMPTS[1], max_new_tokens=TOKENS), model.lengths
-
-    def test_it_is_left_out_between(self) -> None:
-        plain, _ = self.result("none")
-        always, _ = self.result(IntervalCache(1, 1, guidance_every=1))
-        some, spent = self.result(IntervalCache(1, 1, guidance_every=3))
-        assert_same(always, plain)
-        assert spent == [23 * (2 if number < 5 or number % 3 == 0 else 1) for number in range(10)]
-        assert some.nfe.tolist() == [10]
-        first = plain.trace.generated < 5  # the sixth forward is the first to reuse
-        assert torch.equal(some.trace.generated < 5, first)
-        both = torch.cat([torch.zeros(1, 7, dtype=torch.bool), first], 1)
-        torch.testing.assert_close(some.trace.logprob[both], plain.trace.logprob[both])
-        assert differ(some, plain)
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dllm_sampler import Canvas, ModelSpec, Query, Result, Sampler, UserError
-from dllm_sampler.core import packing
-from dllm_sampler.core.noise import CounterNoise, ReplayNoise
-from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.values import Spent
-from dllm_sampler.drafting.pace import Pace
-from dllm_sampler.engine import layout
-from dllm_sampler.engine.loop import Engine
+from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.eval.drafting import same_path
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.pace import Pace
@@ -107,46 +100,6 @@ def test_more_branches_save_more_forwards() -> None:
     assert int(run(swaps, prompts=prompts).nfe.sum()) < forwards[-1]
 
 
-@dataclass(frozen=True)
-class Scripted:
-    """Logits by position; `fickle`: also by how many masks the row still has, so that no guess holds."""
-
-    fickle: bool
-
-    @property
-    def spec(self) -> ModelSpec:
-        return replace(toys.denoiser().spec, cacheable=False)
-
-    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        masks = (query.ids == toys.MASK).sum(2, keepdim=True) * self.fickle
-        own = query.positions[:, None]
-        best = (own * 7 + masks) % toys.EOS  # [B, K, Q]
-        hidden = torch.nn.functional.one_hot(best, toys.VOCAB).double() * (1 + (own * 13 % 11)[..., None] / 10)
-        return plan.answers.pick(hidden), Spent((~canvas.done).long(), plan.computed)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return hidden.clone()
-
-
-def scripted(fickle: bool, **scheduler: Any) -> Result:
-    sampler = Sampler(Scripted(fickle), scheduler=scheduler, blocks={"name": "fixed", "length": BLOCK}, stop="none")
-    return sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
-
-
-@pytest.mark.parametrize("draft", [1, 2, 3, 4, 7])
-def test_constant_and_fickle_predictions(draft: int) -> None:
-    """FreeDave's invariants 5 and 6: every draft is right, or none."""
-    constant, fickle = (scripted(odd, name="freedave", draft=draft) for odd in (False, True))
-    assert (fickle.nfe == TOKENS).all()
-    # A block's first forward commits one position, each other one `draft`.
-    assert (constant.nfe == TOKENS // BLOCK * (1 + -(-(BLOCK - 1) // draft))).all()
-    assert torch.equal(constant.tokens, scripted(False, name="fixed").tokens)
-    eager = scripted(False, name="freedave", draft=draft, eager=True)
-    assert torch.equal(eager.tokens, constant.tokens)
-    assert (eager.nfe <= constant.nfe).all()
-    assert draft == 1 or (eager.nfe < constant.nfe).all()
-
-
 @pytest.mark.parametrize("length", [2, 4, 18])
 def test_eager_drafts_cross_the_edge(length: int) -> None:
     for base, toy in (("fixed", "llada"), ("threshold", "dream")):
@@ -156,34 +109,6 @@ def test_eager_drafts_cross_the_edge(length: int) -> None:
         waits, eager = (run(draft, toy, **options) for draft in drafts)
         assert same_path(alone, eager).all()
         assert eager.nfe.sum() < waits.nfe.sum() or length == TOKENS
-
-
-@pytest.mark.parametrize(("toy", "cache"), crossed(["llada", "gqa", "cfg"], ["none", "prefix", "dual"]))
-def test_a_candidate_sees_itself_and_what_is_stored(toy: str, cache: str) -> None:
-    """One forward of three hypotheses gives what three forwards of one give; the first one's keys are stored."""
-    denoiser = toys.denoiser(toy)
-    forwards: dict[bool, list[Tensor]] = {}
-    for together in (True, False):
-        spy = toys.Spy(denoiser)
-        made = Engine(spy, toys.sampler(toy, scheduler="fixed", cache=cache).plugins, 1)
-        start = layout.canvas(toys.PROMPTS, 12, toys.SEEDS, spy.spec, made.plugins.blocks, CounterNoise(), False)
-        state = made.begin(start)
-        for step in range(1, 4):
-            made.step(state)
-            made.poll(state, step)
-        assert state.wanted is not None
-        query, live = packing.trimmed(state.wanted, state.canvas.sizes).query, state.cache  # most is in the slots
-        ids = torch.stack([query.ids[:, 0], *(torch.full_like(query.ids[:, 0], token) for token in (3, 8))], 1)
-        found = []
-        for chosen in [ids] if together else [ids[:, k : k + 1] for k in (2, 1, 0)]:
-            asked = replace(query, ids=chosen)
-            canvas, plan = toys.planned(state.canvas, asked, spy.spec, live)
-            found += reversed(plan.answers.spread(denoiser(canvas, asked, plan)[0]).unbind(1))
-        forwards[together] = [*reversed(found), *(live.slots.keys if live.slots else [])]
-    real, length = query.positions < start.length, start.length
-    for number, (one, other) in enumerate(zip(forwards[True], forwards[False], strict=True)):
-        keep = real[..., None] if number < 3 else torch.arange(one.shape[1])[:, None, None] < length
-        torch.testing.assert_close(one * keep, other * keep)
 
 
 REFUSED: dict[str, tuple[Settings, str]] = {
