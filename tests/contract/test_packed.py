@@ -20,7 +20,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row
-from tests.sampling import sample
+from tests.sampling import sample, sampled
 
 TOKENS = 14
 RULE = {"name": "threshold", "threshold": 0.6}
@@ -103,12 +103,17 @@ def ragged(count: int) -> list[list[int]]:
     return [[random.randrange(toys.EOT) for _ in range(random.randint(1, 20))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", config.names("scheduler"))
+def drawn(name: str) -> tuple[cases.Settings, cases.Settings]:
+    """A scheduler, and one of the caches that serve it."""
+    setting = next(one for one in cases.settings("scheduler") if one["name"] == name)
+    return setting, next(sample(cases.legal_caches(setting), lambda one: one.values(), seed=name))
+
+
+@pytest.mark.parametrize("name", sampled(config.names("scheduler"), lambda name: [drawn(name)[1]["name"]]))
 def test_a_row_among_many_is_the_row_alone(name: str) -> None:
     """Tokens, forwards, step map and positions computed, of rows that open blocks and end at different times."""
-    setting = next(one for one in cases.settings("scheduler") if one["name"] == name)
+    setting, cache = drawn(name)
     prompts, seeds = ragged(32), [3 * row for row in range(32)]
-    cache = next(sample(cases.legal_caches(setting), lambda one: one.values(), seed=name))
     sampler = toys.sampler(scheduler=setting, cache=cache, stop="prefix", temperature=0.5)
     batch = sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
     for row in (5, 22):

@@ -29,7 +29,7 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-@pytest.mark.parametrize("law", sampled(LISTS, lambda law: [law[0]]))
+@pytest.mark.parametrize("law", sampled(LISTS, lambda law: [law] if law[1] <= 4 else []))
 def test_enumeration(law: tuple[str, int]) -> None:
     name, n = law
     cells, valid = TABLES[name][str(n)], closed_form.outcomes(LAWS[name](n))

@@ -78,8 +78,9 @@ def test_blocks_are_counted_from_the_first_token(phase):
     torch.testing.assert_close(out, want.transpose(0, 1))
 
 
-@pytest.mark.parametrize(("keys", "splits", "grid"), [("both", 1, 4), ("both", 3, None), ("fresh", 2, None)])
-def test_a_draft_among_others_answers_as_it_does_alone(keys, splits, grid):
+@pytest.mark.parametrize("case", sampled([("both", 1, 4), ("both", 3, None), ("fresh", 2, None)]))
+def test_a_draft_among_others_answers_as_it_does_alone(case):
+    keys, splits, grid = case
     given, options = oracles.pack(1, counts=(4, 0, 3), candidates=3, keys=keys, grid=grid, splits=splits)
     q, k, v, slots, _, columns = given
     together = checks.attention(given, options)

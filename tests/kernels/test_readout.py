@@ -16,7 +16,7 @@ from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.sampling import Sampling
 from tests.kernels import readout_checks as checks
 from tests.kernels.readout_checks import INF
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 
 KERNELS = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,7 +45,7 @@ def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: floa
 
 
 @KERNELS
-@pytest.mark.parametrize("vocab", [50, 512, 600])  # two whole parts, and two and a piece
+@pytest.mark.parametrize("vocab", sampled([50, 512, 600]))  # two whole parts, and two and a piece
 def test_rows_that_are_not_finite(kernel: Any, vocab: int) -> None:
     checks.rows_that_are_not_finite(kernel, "cpu", vocab)
 

@@ -33,7 +33,7 @@ def run(scheduler: Settings, toy: str = "llada", prompts: list[list[int]] = toys
     return sampler.generate(prompts, max_new_tokens=TOKENS, seed=list(range(len(prompts))))
 
 
-def random_prompts(seed: int, count: int = 6) -> list[list[int]]:
+def random_prompts(seed: int, count: int = 4) -> list[list[int]]:
     random = Random(seed)
     return [[random.randrange(toys.EOS) for _ in range(random.randint(1, 9))] for _ in range(count)]
 
