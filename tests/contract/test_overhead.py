@@ -31,11 +31,11 @@ DEARER = {
 
 # Operations of a step besides the model and the readout, by scheduler, cache, stop; whoever lowers one lowers it here.
 STEPS = {
-    ("threshold", "none", "prefix"): 116,
-    ("threshold", "dual", "prefix"): 122,
-    ("fixed", "dual", "prefix"): 136,
-    ("fixed", "dual", "none"): 128,
-    ("klass", "dual", "prefix"): 178,
+    ("threshold", "none", "prefix"): 114,
+    ("threshold", "dual", "prefix"): 120,
+    ("fixed", "dual", "prefix"): 134,
+    ("fixed", "dual", "none"): 124,
+    ("klass", "dual", "prefix"): 176,
 }
 
 

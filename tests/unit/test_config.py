@@ -11,7 +11,6 @@ import pytest
 from hydra.utils import get_class
 
 from dllm_sampler import blocks, cache, config, guides, schedulers, stops
-from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Scheduler, Stop
 from dllm_sampler.errors import UserError

@@ -11,9 +11,9 @@ import torch
 
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.drafting.pace import Pace
 from dllm_sampler.eval.drafting import same_path
 from dllm_sampler.schedulers.freedave import FreeDave
-from dllm_sampler.schedulers.pace import Pace
 from tests import toys
 from tests.sampling import crossed, sampled
 
