@@ -12,7 +12,6 @@ import torch
 
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
-from dllm_sampler.kernels.sampling import Sampling
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
