@@ -13,13 +13,11 @@ from dllm_sampler import Canvas, Denoiser, ModelSpec, Query, Result, Sampler
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.core.protocols import Plan, Scheduler
 from dllm_sampler.core.values import Spent
-from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 
 PROMPTS = toys.PROMPTS[:4]
 TOKENS, BLOCK = 18, 6
 INF = float("inf")
-NEVER = Prophet(None, early=INF, mid=INF, late=INF)  # asks for every mask, never fires
 Says = Callable[[Canvas], Tensor]
 Steps = list[list[int]]
 

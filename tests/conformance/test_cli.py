@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 
 from dllm_sampler.eval.conformance import compare
 from dllm_sampler.eval.conformance.__main__ import main
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
 Raw = dict[str, Any]
@@ -45,13 +45,14 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.splitlines()[-1]
 
 
-def test_as_a_module_with_one_system(folder: Path):
+def test_as_a_module_with_one_system(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     other = recorded("dream-a-07") | {"system": "dream/other"}
     write(folder, recorded("fastdream-plain-a-01"), other)
-    command = [sys.executable, "-m", "dllm_sampler.eval.conformance", str(folder)]
-    done = subprocess.run([*command, "--system", "fast-dllm-dream/plain-threshold"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "conformance: 1 passed, 0 failed, 0 unsupported"
+    monkeypatch.setattr(sys, "argv", ["conformance", str(folder), "--system", "fast-dllm-dream/plain-threshold"])
+    with pytest.raises(SystemExit) as ended, pytest.warns(RuntimeWarning, match="found in sys.modules"):
+        runpy.run_module("dllm_sampler.eval.conformance", run_name="__main__")
+    assert ended.value.code == 0
+    assert last_line(capsys) == "conformance: 1 passed, 0 failed, 0 unsupported"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]):
@@ -138,7 +139,7 @@ ALTERED = [alter_ids, alter_nfe, alter_steps]
 RECORDS = ["llada-vanilla-02", "llada-vanilla-leftpad-03", "fast-dllm-dual-threshold-02", "dream-a-batch"]
 
 
-@pytest.mark.parametrize(("alter", "id"), by_turns(2, {alter.__name__: alter for alter in ALTERED}, RECORDS))
+@pytest.mark.parametrize(("alter", "id"), crossed({alter.__name__: alter for alter in ALTERED}, RECORDS))
 def test_an_altered_record_fails(id: str, alter: Callable[[Raw], None], folder: Path, capsys):
     record = recorded(id)
     alter(record)

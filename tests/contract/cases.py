@@ -7,18 +7,14 @@ gives a plug-in more to do; every entry there is one more setting under which th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import pytest
-
 from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
-from dllm_sampler.core.protocols import Foresees
 from tests import toys
+from tests.sampling import Draw, sampled
 
 Settings = dict[str, Any]
 TOKENS = 17
@@ -68,24 +64,15 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
-    "scheduler.klass": [
-        {"threshold": 0.3, "divergence": 1.0},
-        {"steps": 8, "history": 1, "take": "steadiest"},
-    ],
+    "scheduler.klass": [{"threshold": 0.3, "divergence": 1.0}, {"steps": 8, "history": 1, "take": "steadiest"}],
     "scheduler.leftright": [{"tokens_per_step": 2}, {"tokens_per_step": 3, "max_lookahead": 5}],
     "scheduler.learn2pd": [{"filter": toys.FILTER, "threshold": 0.5}],
     "scheduler.localleap": [{"threshold": 0.7, "relaxed": 0.3, "radius": 2}],
     "scheduler.pc": [{}, {"steps": 7, "decay": 0.0}],
     "scheduler.rcr": [{}, {"steps": 7}],
     "scheduler.remdm": [{}, {"steps": 9, "revisions": 2, "tokens": 2}],
-    "scheduler.slowfast": [
-        {"threshold": 0.7},
-        {"threshold": 0.6, "glimpse": 0.2, "slow": 2, "truncate": False},
-    ],
-    "scheduler.wino": [
-        {"threshold": 0.4, "back": 0.5, "least": 2},
-        {"threshold": 0.2, "back": 0.9},
-    ],
+    "scheduler.slowfast": [{"threshold": 0.7}, {"threshold": 0.6, "glimpse": 0.2, "slow": 2, "truncate": False}],
+    "scheduler.wino": [{"threshold": 0.4, "back": 0.5, "least": 2}, {"threshold": 0.2, "back": 0.9}],
     "scheduler.dynamic": [{"threshold": 0.6}, {"threshold": 0.7, "steps": 3}, {"score": "position", "steps": 4}],
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],
     "blocks.ascending": [{"count": 3}],
@@ -125,14 +112,7 @@ def settings(group: str) -> list[Settings]:
 
 def one_each(group: str) -> list[Any]:
     """Every plug-in of a group under every one of its settings; slow are all but one of each."""
-    every, names = settings(group), config.names(group)
-    sizes = {name: sum(one["name"] == name for one in every) for name in names}
-    left = {name: number % sizes[name] for number, name in enumerate(names)}  # not the first one of all
-    found = []
-    for one in every:
-        found.append(pytest.param(one, id=label(one), marks=() if left[one["name"]] == 0 else pytest.mark.slow))
-        left[one["name"]] -= 1
-    return found
+    return sampled(settings(group), lambda one: [one["name"]], label)
 
 
 @dataclass(frozen=True)
@@ -202,79 +182,42 @@ def legal_caches(scheduler: Settings) -> list[Settings]:
     return [cache for cache in settings("cache") if legal(scheduler=scheduler, cache=cache)]
 
 
-def causal_cases() -> Iterator[Case]:
-    """Every scheduler on the block-causal toy, whose blocks are fixed ones."""
-    turns = {group: _turns(f"causal {group}", settings(group)) for group in ("stop", "guide")}
-    caches = _turns("causal cache", [cache for cache in settings("cache") if cache["name"] == "block_causal"])
-    lengths = [one for one in settings("blocks") if one["name"] == "fixed"]
-    blocks = _turns("causal blocks", lengths)
-    for scheduler in settings("scheduler"):
-        cache = next(caches)
-        if not any(legal(kind="causal", scheduler=scheduler, cache=cache, blocks=one) for one in lengths):
-            cache = {"name": "none"}
-        if any(legal(kind="causal", scheduler=scheduler, cache=cache, blocks=one) for one in lengths):
-            length = _first("blocks", blocks, kind="causal", scheduler=scheduler, cache=cache)
-            stop = _first("stop", turns["stop"], kind="causal", scheduler=scheduler, cache=cache, blocks=length)
-            yield Case("causal", scheduler, cache, length, stop, next(turns["guide"]))
+def fits(kind: str, group: str, plugins: dict[str, Any], one: Settings) -> bool:
+    """Whether a plug-in may be added to these on a toy; the block-causal one takes another cache only if it must."""
+    if kind == "causal" and group == "cache" and one["name"] == "none":
+        return not legal(kind=kind, **plugins, cache="block_causal")
+    return legal(kind=kind, **plugins, **{group: one})
 
 
 def cases() -> list[Case]:
-    """Every scheduler under two caches (one where no more is legal); all the rest takes turns, so that each meets many.
-
-    A cache that most schedulers cannot use meets every one that can.
+    """Every scheduler under two caches, and on the block-causal toy; all other plug-ins are drawn, so that each is met.
 
     Every pair of plug-ins, and more, runs in test_product.
     """
-    toy = _turns("toy", [{"toy": toy} for toy in toys.TOYS])
-    turns = {group: _turns(group, settings(group)) for group in ("blocks", "stop", "guide", "cache")}
-    return [
-        Case(
-            scheduler=scheduler,
-            cache=cache,
-            blocks=_first("blocks", turns["blocks"], scheduler=scheduler),
-            stop=_first("stop", turns["stop"], scheduler=scheduler),
-            guide=next(turns["guide"]),
-            **next(toy),
-        )
-        for scheduler in settings("scheduler")
-        for cache in _some(turns["cache"], legal_caches(scheduler))
-    ] + list(causal_cases())
-
-
-def _some(turn: Iterator[Settings], among: list[Settings]) -> list[Settings]:
-    """The next two different ones that are `among` these, after those that want a scheduler with a plan."""
-    found = [one for one in among if isinstance(config.build("cache", one), Foresees)]
-    among = [one for one in among if one not in found]
-    size = len(found) + min(2, len(among))
-    while len(found) < size:
-        one = next(turn)
-        if one in among and one not in found:
-            found.append(one)
-    return found
-
-
-def _first(group: str, turn: Iterator[Settings], **plugins: Any) -> Settings:
-    """The next one that is legal with these plug-ins; a turn never ends, so one that none fits is cut off."""
-    return next(one for one in islice(turn, 200) if legal(**{group: one}, **plugins))
-
-
-def _turns(group: str, choices: list[Settings]) -> Iterator[Any]:
-    """The choices over and over, each round in another order."""
-    random = Random(group)
-    while True:
-        yield from random.sample(choices, len(choices))
+    draws = {group: Draw(settings(group), group) for group in ("cache", "blocks", "stop", "guide")}
+    causal = {
+        "cache": Draw([one for one in settings("cache") if one["name"] in ("block_causal", "none")], "causal cache"),
+        "blocks": Draw([one for one in settings("blocks") if one["name"] == "fixed"], "causal blocks"),
+    }
+    toy, found = Draw(toys.TOYS, "toy"), dict[str, Case]()
+    for scheduler in settings("scheduler"):
+        for kind, drawing in ((toy(), draws), (toy(), draws), ("causal", draws | causal)):
+            plugins: dict[str, Settings] = {"scheduler": scheduler}
+            for group, draw in drawing.items():
+                plugins[group] = draw(functools.partial(fits, kind, group, plugins))
+            case = Case(kind, **plugins)
+            found[case.id] = case
+    return list(found.values())
 
 
 CASES = cases()
 
 
-def thinned(chosen: Iterable[Case]) -> list[Any]:
-    """The cases; slow are those of which the toy and every plug-in were met before."""
-    met: set[tuple[str, str]] = set()
-    found = []
-    for case in chosen:
-        plugins = {group: one["name"] for group, one in case.plugins.items()}
-        own = {("toy", case.toy), *plugins.items()}
-        found.append(pytest.param(case, id=case.id, marks=() if own - met else pytest.mark.slow))
-        met |= own
-    return found
+def thinned(chosen: Iterable[Case], *groups: str) -> list[Any]:
+    """The cases; slow are all but a sample that meets each toy and plug-in (of these groups, or of all)."""
+
+    def meets(case: Case) -> list[tuple[str, str]]:
+        named = [(group, one["name"]) for group, one in case.plugins.items() if group in groups or not groups]
+        return [("toy", case.toy), *named]
+
+    return sampled(list(chosen), meets, lambda case: case.id)

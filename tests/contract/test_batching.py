@@ -31,15 +31,6 @@ def test_a_row_in_a_batch_is_the_row_alone(case: Case) -> None:
         assert_same_row(batch, row, case.generate([row]))
 
 
-@pytest.mark.parametrize("case", thinned(CASES)[::4])
-def test_neighbours_and_order_do_not_matter(case: Case) -> None:
-    batch, other = case.stream()[-1].result, case.generate([3, 1])
-    assert batch is not None
-    for place, row in enumerate([3, 1]):
-        assert torch.equal(batch.tokens[row], other.tokens[place])
-        assert torch.equal(batch.trace.generated[row], other.trace.generated[place])
-
-
 def test_an_infinite_gap_says_nothing() -> None:
     """A distribution truncated to one token has one, also at positions that only fill up a wider batch."""
     measures = {"name": "top_p", "p": 0.7, "measured": True}
@@ -52,7 +43,7 @@ def test_an_infinite_gap_says_nothing() -> None:
         assert_same_row(batch, row, case.generate([row]))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     toy=st.sampled_from(toys.TOYS),
     plugins=st.fixed_dictionaries(

@@ -1,6 +1,7 @@
 """Block-causal models: blocks on an absolute grid, and a cache that changes nothing but the rows computed."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row
+from tests.sampling import sampled
 
 TOKENS, BLOCK = 14, 6
 # shorter than a block, on its border, past it; ending one before and one after a border
@@ -79,26 +81,19 @@ def test_the_mask_is_what_the_notes_of_every_family_say() -> None:
 LOOK_BEHIND = {"prophet", "end_of_text"}  # stops that look at masks behind the block, which a cache does not predict
 
 
-def with_stops() -> list[Any]:
-    """Every scheduler with every stop; slow are all but one of those of each that work together, which take turns."""
-    stops = [stop for stop in config.names("stop") if stop not in LOOK_BEHIND]
-    found = []
-    for turn, name in enumerate(config.names("scheduler")):
-        pairs = [(one, stop) for one in cases.settings("scheduler") if one["name"] == name for stop in stops]
-        fit = [pair for pair in pairs if legal(*pair)]
-        chosen = (fit or pairs)[turn % len(fit or pairs)]
-        found += [pytest.param(*pair, marks=() if pair is chosen else pytest.mark.slow) for pair in pairs]
-    return found
-
-
 def legal(scheduler: cases.Settings, stop: str) -> bool:
     return cases.legal(kind="causal", scheduler=scheduler, cache="block_causal", stop=stop)
 
 
+PAIRS = [pair for pair in product(cases.settings("scheduler"), config.names("stop")) if pair[1] not in LOOK_BEHIND]
+
+
 @pytest.mark.parametrize(
-    ("scheduler", "stop"), with_stops(), ids=lambda one: one if isinstance(one, str) else cases.label(one)
+    "pair",
+    sampled(PAIRS, lambda pair: (pair[0]["name"], pair[1]), name=lambda pair: f"{cases.label(pair[0])}-{pair[1]}"),
 )
-def test_the_cache_is_exact(scheduler: dict[str, Any], stop: str) -> None:
+def test_the_cache_is_exact(pair: tuple[cases.Settings, str]) -> None:
+    scheduler, stop = pair
     if not cases.legal(kind="causal", scheduler=scheduler, cache="block_causal"):
         with pytest.raises(UserError, match="use "):
             sampler(scheduler=scheduler, cache="block_causal")
@@ -130,7 +125,7 @@ def test_passes_that_only_store_change_no_token(scheduler: dict[str, Any]) -> No
         assert [s for s in apart.trace.steps(row) if s] == [s for s in ride.trace.steps(row) if s]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     cache=st.sampled_from([one for one in cases.settings("cache") if one["name"] in ("none", "block_causal")]),
     scheduler=st.sampled_from(cases.settings("scheduler")),

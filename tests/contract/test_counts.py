@@ -17,7 +17,7 @@ from dllm_sampler.schedulers.slowfast import SlowFast
 from tests import toys
 from tests.contract import cases
 from tests.contract.cases import Settings
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS = 17
 WIDTH = {"elastic": "window", "d2": "masks"}  # the field that says how many masks are predicted
@@ -127,7 +127,7 @@ def test_the_shares_without_a_cache_are_the_schedule(blocks: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "cache", "blocks", "toy"), by_turns(12, list(FIXED), CACHES, list(BLOCKS), ["llada", "dream"])
+    ("scheduler", "cache", "blocks", "toy"), crossed(list(FIXED), CACHES, list(BLOCKS), ["llada", "dream"])
 )
 def test_shares_that_fit_are_those_without_a_cache(scheduler: str, cache: Settings, blocks: str, toy: str) -> None:
     wanted, result = plain(scheduler, blocks, toy), run(FIXED[scheduler], cache, BLOCKS[blocks], toy)
@@ -155,7 +155,7 @@ def asked(canvas: Canvas, query: Query) -> Tensor:
     return canvas.eligible(query.positions).sum(1)
 
 
-@pytest.mark.parametrize(("steps", "cache", "blocks"), by_turns(3, [1, 4, 5], CACHES, BLOCKS))
+@pytest.mark.parametrize(("steps", "cache", "blocks"), crossed([1, 4, 5], CACHES, BLOCKS))
 def test_a_share_that_does_not_fit_is_cut(steps: int, cache: Settings, blocks: Settings) -> None:
     """To what is predicted; from a block's last step on all that is predicted is committed."""
     plan = planned(steps, blocks.get("length", TOKENS))

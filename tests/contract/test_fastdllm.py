@@ -1,9 +1,9 @@
 """Fast-dLLM (arXiv 2505.22618): the invariants of its caches, against the network driven by hand.
 
-Invariants 1 and 2 (both rules at their ends) are in test_reference.py, 7 (token names) in test_guarantees.py.
+Invariants 1 and 2 (both rules at their ends) are in test_reference.py, 4 (block-causal models) in test_block_causal.py,
+7 (token names) in test_guarantees.py.
 """
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,16 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from dllm_sampler import Canvas, ModelSpec, Query, Readout, Sampler
+from dllm_sampler import Query, Readout, Sampler
 from dllm_sampler.cache.none import once
-from dllm_sampler.core.packing import Pack
-from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.values import Edit, Spent
+from dllm_sampler.core.values import Edit
 from dllm_sampler.models.cfg import GuidedDenoiser
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.models.transformer import Layer, Rope
 from dllm_sampler.schedulers.factor import Factor
 from tests import toys
 
@@ -36,11 +33,7 @@ def spied(kind: str, **plugins: Any) -> tuple[toys.Spy, Sampler]:
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    sure=st.lists(st.floats(0, 1), min_size=1, max_size=8),
-    small=st.floats(0, 5),
-    more=st.floats(0, 5),
-)
+@given(sure=st.lists(st.floats(0, 1), min_size=1, max_size=8), small=st.floats(0, 5), more=st.floats(0, 5))
 def test_2_a_larger_factor_never_commits_fewer(sure: list[float], small: float, more: float) -> None:
     canvas = toys.canvas(torch.ones(1, len(sure), dtype=torch.bool))
     query = Query.masks(canvas)
@@ -49,111 +42,6 @@ def test_2_a_larger_factor_never_commits_fewer(sure: list[float], small: float, 
     )
     edits: list[Edit] = [Factor(factor).tell(canvas, query, readout, None)[0] for factor in (small, small + more)]
     assert not (edits[0].commit & ~edits[1].commit).any()
-
-
-class FrozenPrompt:
-    """Keys and values of the prompt as the first forward computed them; the network is otherwise run in full."""
-
-    def __init__(self, prompt: int):
-        self.prompt, self.kept = prompt, {}
-
-    def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-        q, k, v = layer.qkv(hidden, rope)
-        old = self.kept.setdefault(index, (k[:, :, : self.prompt], v[:, :, : self.prompt]))
-        k, v = (torch.cat([was, now[:, :, self.prompt :]], 2) for was, now in zip(old, (k, v), strict=True))
-        hidden = hidden + layer.attend(q, k, v)
-        return hidden + layer.mlp(hidden)
-
-
-def freezing_the_prompt(model: Transformer, prompt: list[int]) -> tuple[list[int], list[int]]:
-    drive, start = FrozenPrompt(len(prompt)), len(prompt)
-    ids, step_map, step = [*prompt, *[toys.MASK] * TOKENS], [-1] * TOKENS, 0
-    while -1 in step_map:
-        with torch.no_grad():
-            logits = model.head(model(torch.tensor([ids]), drive=drive))[0, start:]
-        logits[:, toys.MASK] = -torch.inf
-        sure, token = logits.softmax(-1).max(-1)
-        left = [i for i in range(TOKENS) if step_map[i] < 0]
-        best = max(left, key=lambda i: float(sure[i]))
-        for i in left:
-            if i == best or sure[i] >= RULE["threshold"]:
-                ids[start + i], step_map[i] = int(token[i]), step
-        step += 1
-    return ids[start:], step_map
-
-
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("kind", ["llada", "gqa"])
-def test_3_with_one_block_only_the_prompt_is_frozen(kind: str, cache: str) -> None:
-    sampler = toys.sampler(kind, scheduler=RULE, cache=cache, blocks="full")
-    result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    model = toys.denoiser(kind)
-    assert isinstance(model, TransformerDenoiser)
-    for row, prompt in enumerate(toys.PROMPTS):
-        tokens, step_map = freezing_the_prompt(model.transformer, prompt)
-        assert result.tokens[row].tolist() == tokens
-        assert result.trace.generated[row].tolist() == step_map
-    uncached = toys.sampler(kind, scheduler=RULE, blocks="full").generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    assert not torch.equal(uncached.trace.generated, result.trace.generated), "freezing changed nothing here"
-
-
-@dataclass(frozen=True)
-class CausalAttention:
-    """An entry sees its own block and earlier ones; the prompt is one block."""
-
-    canvas: Canvas
-    pack: Pack
-
-    def groups(self, columns: Tensor, row: int) -> Tensor:
-        first = self.canvas.first[row]
-        return torch.where(columns < first, -1, (columns - first) // BLOCK)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: tuple[Tensor, Tensor] | None) -> Tensor:
-        out = torch.zeros_like(q)
-        for row, end in enumerate(self.canvas.end.tolist()):
-            own = ((self.pack.row == row) & (self.pack.column < self.canvas.length)).nonzero()[:, 0]
-            columns, keys, values = self.pack.column[own], k[:, :, own], v[:, :, own]
-            if stored is not None:
-                columns = torch.arange(end)
-                keys, values = (one[row, :end].transpose(0, 1)[None] for one in stored)
-            sees = self.groups(columns, row) <= self.groups(self.pack.column[own], row)[:, None]
-            out[:, :, own] = scaled_dot_product_attention(q[:, :, own], keys, values, sees)
-        return out
-
-
-@dataclass(frozen=True)
-class BlockCausal:
-    """A denoiser whose attention is block-causal."""
-
-    inner: TransformerDenoiser = field(default_factory=lambda: toys.wrapped(toys.transformer()))
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.inner.spec
-
-    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        assert plan.pack is not None
-        return self.inner(canvas, query, replace(plan, attention=CausalAttention(canvas, plan.pack)))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.inner.head(hidden)
-
-
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_4_a_block_causal_model_loses_nothing_to_a_cache(cache: str) -> None:
-    plugins = {"scheduler": RULE, "blocks": {"name": "fixed", "length": BLOCK}, "stop": "none"}
-    exact = Sampler(BlockCausal(), **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    cached = Sampler(BlockCausal(), cache=cache, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    assert torch.equal(cached.tokens, exact.tokens)
-    assert torch.equal(cached.trace.generated, exact.trace.generated)
-    torch.testing.assert_close(cached.trace.logprob, exact.trace.logprob)
-    assert (cached.trace.rows < exact.trace.rows).all()
-    # Without the causal mask the same cache does change answers: the test can fail.
-    both = [
-        toys.sampler("llada", cache=name, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS)
-        for name in ("none", cache)
-    ]
-    assert not torch.equal(both[0].trace.generated, both[1].trace.generated)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])

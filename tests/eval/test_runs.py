@@ -159,6 +159,7 @@ def alone(words: list[str], folder: Path) -> None:
     sys.exit(command.main(words))
 
 
+@pytest.mark.slow
 def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
     """SIGKILL, again and again, until it gets through: the files of one run that nobody disturbed."""
     processes = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
@@ -253,11 +254,7 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_sentences_before_anything_runs(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    sentence: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
 ) -> None:
     if any("launch" in word for word in words):
         pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
@@ -297,6 +294,7 @@ def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(loads) == 1
 
 
+@pytest.mark.slow
 def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     output = tmp_path / "a,b=c d"

@@ -63,22 +63,20 @@ def test_the_winner_is_an_experiment(
     assert not asked and file.read_text() == first
 
 
+@pytest.mark.slow
 def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
-    def words(output: str, trials: int) -> list[str]:
-        return [*WORDS, "task.count=2", f"output={output}", f"tune.trials={trials}"]
+    def study(words: list[str]) -> Any:
+        return tuning.Tuner(*tuning.tuning(words), tuning.Console(quiet=True)).study()
 
-    assert tuning.main(words("one", 2)) == 0
-    assert tuning.main(words("two", 1)) == 0
-    given = tuning.Tuner(*tuning.tuning(words("two", 1)), tuning.Console(quiet=True))
-    given.study().ask()  # a process that was ended in the middle of a trial
-    assert tuning.main(words("two", 2)) == 0
+    whole, cut = ([*WORDS, "task.count=2", f"output={output}"] for output in ("one", "two"))
+    assert tuning.main(whole) == tuning.main([*cut, "tune.trials=1"]) == 0
+    study(cut).ask()  # a process that was ended in the middle of a trial
+    assert tuning.main(cut) == 0
     one, two = (
-        tuning.Tuner(*tuning.tuning(words(output, 2)), tuning.Console(quiet=True)).study() for output in ("one", "two")
+        [trial.user_attrs["words"] for trial in study(words).get_trials() if trial.value is not None]
+        for words in (whole, cut)
     )
-    found = [
-        [trial.user_attrs["words"] for trial in study.get_trials() if trial.value is not None] for study in (one, two)
-    ]
-    assert found[0] == found[1] and len(found[0]) == 2
+    assert one == two and len(one) == 2
 
 
 @pytest.mark.parametrize(

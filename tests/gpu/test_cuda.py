@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from dllm_sampler import Result
-from dllm_sampler.engine.loop import Engine
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def generate(case: Case, device: str) -> Result:
@@ -36,18 +30,9 @@ def test_cuda_answers_as_the_cpu_does(case: Case) -> None:
     assert torch.equal(here.trace.step_map, there.trace.step_map)
 
 
+@pytest.mark.usefixtures("_strict")
 @pytest.mark.parametrize(
     "case", [one for one in CASES if not one.sampler.plugins.cache.syncs], ids=lambda case: case.id
 )
-def test_a_step_never_synchronises(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Engine.step
-
-    def strict(self: Engine, state: Any) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step(self, state)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Engine, "step", strict)
+def test_a_step_never_synchronises(case: Case) -> None:
     generate(case, "cuda")

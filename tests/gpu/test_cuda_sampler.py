@@ -10,17 +10,12 @@ pytest.importorskip("triton")
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.config import names
+from dllm_sampler.engine import capture
 from dllm_sampler.engine.buffers import Step
-from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from tests import toys
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -113,18 +108,9 @@ def test_half_precision_ends(dtype: torch.dtype) -> None:
     assert bool(it.generate(toys.PROMPTS, max_new_tokens=24).complete.all())
 
 
+@pytest.mark.usefixtures("_strict")
 @pytest.mark.parametrize("cache", ["none", "dual", "block_causal"])
-def test_a_step_on_kernels_never_synchronises(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Engine.step
-
-    def strict(self: Engine, state: Any) -> None:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step(self, state)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    monkeypatch.setattr(Engine, "step", strict)
+def test_a_step_on_kernels_never_synchronises(cache: str) -> None:
     it = Sampler(denoiser("causal" if cache == "block_causal" else "gqa", torch.bfloat16), cache=cache, temperature=1.0)
     assert it.kernels.name == "triton"
     it.generate(toys.PROMPTS, max_new_tokens=16)
@@ -148,3 +134,25 @@ def test_a_recording_does_not_outlive_its_weights() -> None:
     plain = Sampler(it, cache="dual", blocks={"name": "fixed", "length": 8})
     found, expected = (one.generate(toys.PROMPTS, max_new_tokens=16) for one in (sampler, plain))
     assert torch.equal(found.tokens, expected.tokens)
+
+
+def test_recordings_come_and_go() -> None:
+    """Each is gone before the next is made, and one that fails leaves the stream and the next one alone."""
+    x, before = torch.zeros(4, device="cuda"), torch.cuda.current_stream()
+
+    def adds() -> None:
+        x.add_(torch.ones_like(x))
+
+    def reads() -> None:
+        x.sum().item()
+
+    for number in range(1, 4):
+        replay = capture.cuda(adds)
+        replay()
+        del replay
+        assert x.tolist() == [number] * 4
+    with pytest.raises(RuntimeError):
+        capture.cuda(reads)
+    assert torch.cuda.current_stream() == before
+    capture.cuda(adds)()
+    assert x.tolist() == [4] * 4

@@ -7,11 +7,7 @@ pytest.importorskip("triton")
 
 from tests.kernels import checks, oracles
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -1,6 +1,6 @@
 """Kernels run in Triton's interpreter, which must be chosen before triton is imported, for a whole process.
 
-So `test_interpreted.py` runs the other files of this folder, each in a process of its own, and nothing leaks into the
+So `test_interpreted.py` runs the other files of this folder in a process of their own, and nothing leaks into the
 tests elsewhere. To run one by hand: `TRITON_INTERPRET=1 pytest -n0 tests/kernels/test_readout.py`.
 """
 

@@ -25,7 +25,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     seed=st.integers(0, 10**6), rows=st.sampled_from([1, 3, 16, 17, 40, 70]), outputs=st.sampled_from([1, 16, 45, 160]),
     inputs=st.sampled_from([1, 32, 100, 300]), dtype=st.sampled_from(DTYPES), bias=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_as_in_float64(seed, rows, outputs, inputs, dtype, bias):
     checks.linear(seed, rows, outputs, inputs, dtype, bias)
 

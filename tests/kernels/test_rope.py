@@ -19,7 +19,7 @@ from tests.kernels import checks
     sizes=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 64), (10, 6)]),
     bias=st.booleans(), norm=st.booleans(), slots=st.booleans(), fresh=st.booleans(), shaped=st.booleans(),
 )  # fmt: skip
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_as_in_float64(seed, dtype, heads, sizes, **given):
     checks.rope(seed, dtype, *heads, *sizes, **given)
 

@@ -19,6 +19,7 @@ from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from tests import toys
+from tests.sampling import sampled
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 11, 3], [16]]
@@ -79,39 +80,35 @@ def both(it: Any, prompts: list[list[int]] = PROMPTS, tokens: int = 6, **plugins
     torch.testing.assert_close(ours.trace.logprob, theirs.trace.logprob, rtol=1e-3, atol=1e-4)
 
 
-def slow(*values: Any) -> Any:
-    """A cell of the long sweep."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 LAYER = {"attention", "norm", "qkv_rope", "swiglu"}
 
 
-@pytest.mark.parametrize(
-    ("kind", "cache", "temperature"),
-    [
-        ("llada", "dual", 0.8),
-        slow("gqa", "prefix", None),
-        ("dream", "dual", None),
-        slow("qwen3", "dkv", None),
-        ("causal", "block_causal", 0.8),
-        slow("llada", "none", None),
-        slow("dream", "none", None),
-        slow("dream", "prefix", 0.8),
-        slow("qwen3", "vicinity", None),
-        slow("causal", "none", None),
-    ],
-)
-def test_same_tokens(kind: str, cache: str, temperature: float | None, calls: Counter[str]) -> None:
-    both(denoiser(kind), cache=cache, temperature=temperature)
-    assert LAYER | {"head"} <= set(calls)
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("llada", {"cache": "dual", "temperature": 0.8}),
+    ("gqa", {"cache": "prefix"}),
+    ("dream", {"cache": "dual"}),
+    ("qwen3", {"cache": "dkv"}),
+    ("causal", {"cache": "block_causal", "temperature": 0.8}),
+    ("llada", {"cache": "none"}),
+    ("dream", {"cache": "none"}),
+    ("dream", {"cache": "prefix", "temperature": 0.8}),
+    ("qwen3", {"cache": "vicinity"}),
+    ("causal", {"cache": "none"}),
+    *(
+        (kind, {"cache": cache, "tokens": 4, "scheduler": {"name": "freedave", "draft": 2}})
+        for kind, cache in (("gqa", "dual"), ("gqa", "none"), ("causal", "block_causal"), ("causal", "none"))
+    ),
+    *(
+        ("qwen3", {"cache": "dual", "tokens": 2, "guide": {"name": "temperature", "measured": True}, "scheduler": rule})
+        for rule in ({"name": "fixed", "score": "entropy"}, {"name": "fixed", "score": "margin"}, {"name": "fixed"})
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "cache"), [("gqa", "dual"), slow("gqa", "none"), slow("causal", "block_causal"), slow("causal", "none")]
-)
-def test_drafts(kind: str, cache: str, calls: Counter[str]) -> None:
-    both(denoiser(kind), cache=cache, scheduler={"name": "freedave", "draft": 2}, tokens=4)
+@pytest.mark.parametrize("run", sampled(RUNS, lambda run: [run[0]]))
+def test_same_tokens(run: tuple[str, dict[str, Any]], calls: Counter[str]) -> None:
+    kind, options = run
+    both(denoiser(kind), **options)
     assert LAYER | {"head"} <= set(calls)
 
 
@@ -120,22 +117,21 @@ def test_guidance_reads_stored_logits(calls: Counter[str]) -> None:
     assert LAYER | {"readout"} <= set(calls) and "head" not in calls
 
 
-@pytest.mark.parametrize(
-    "plugins",
-    [
-        {"top_p": 0.9, "temperature": 1.0},
-        {"scheduler": "credit"},
-        {"scheduler": "klass", "guide": {"name": "temperature", "measured": True}},
-        {"guide": ["temperature", "end_tokens"]},
-    ],
-    ids=["top_p", "probabilities", "tempered", "end_tokens"],
-)
+OTHERS: list[dict[str, Any]] = [
+    {"top_p": 0.9, "temperature": 1.0},
+    {"scheduler": "credit"},
+    {"scheduler": "klass", "guide": {"name": "temperature", "measured": True}},
+    {"guide": ["temperature", "end_tokens"]},
+]
+
+
+@pytest.mark.parametrize("plugins", sampled(OTHERS))
 def test_what_kernels_do_not_know_is_read_by_torch(plugins: dict[str, Any], calls: Counter[str]) -> None:
     both(denoiser("dream"), tokens=3, **plugins)
     assert set(calls) >= LAYER and not {"head", "readout"} & set(calls)
 
 
-@pytest.mark.parametrize("temperature", [0.8, slow(None)])
+@pytest.mark.parametrize("temperature", sampled([0.8, None]))
 def test_predictions_are_compared_without_probabilities(temperature: float | None, calls: Counter[str]) -> None:
     """A bound that parts of the block come below, so that a wrong divergence is another history."""
     rule = {"name": "klass", "threshold": 0.2, "divergence": 0.3, "history": 1}
@@ -165,7 +161,7 @@ def test_distributions_of_a_model_under_autocast(calls: Counter[str]) -> None:
     assert "readout" in calls
 
 
-@pytest.mark.parametrize("cache", ["d2", "dllm", "elastic", "sparse"])
+@pytest.mark.parametrize("cache", sampled(["d2", "dllm", "elastic", "sparse"]))
 def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter[str]) -> None:
     both(denoiser("gqa"), cache=cache)
     assert not LAYER & set(calls) and "head" in calls
@@ -174,15 +170,6 @@ def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter
 def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
     both(denoiser("gqa"), scheduler="wino", cache="none")
     assert not LAYER & set(calls)
-
-
-@pytest.mark.parametrize("needs", ["entropy", slow("margin"), slow("fixed")])
-def test_schedulers_that_want_more(needs: str, calls: Counter[str]) -> None:
-    scheduler = {"name": "fixed", "score": needs} if needs != "fixed" else "fixed"
-    both(
-        denoiser("qwen3"), tokens=2, scheduler=scheduler, cache="dual", guide={"name": "temperature", "measured": True}
-    )
-    assert "head" in calls
 
 
 def test_weights_side_by_side(calls: Counter[str]) -> None:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
-from dllm_sampler.cache.d2 import D2Cache, between
+from dllm_sampler.cache.d2 import D2Cache
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
 
@@ -133,7 +133,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "block"), by_turns(3, CASES, ["llada", "gqa", "dream"], [BLOCK, TOKENS]))
+@pytest.mark.parametrize(("case", "kind", "block"), crossed(CASES, ["llada", "gqa", "dream"], [BLOCK, TOKENS]))
 def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
     result = run(D2Cache(**case), kind, blocks={"name": "fixed", "length": block})
     model, fewer = toys.denoiser(kind), False
@@ -156,38 +156,6 @@ def test_computing_everything_is_no_cache(kind: str, blocks: Any) -> None:
     assert not same(run(D2Cache(masks=3), kind, blocks=blocks), none)
 
 
-@pytest.mark.parametrize(("case", "kind"), by_turns(4, CASES, toys.TOYS))
-def test_a_row_in_a_batch_is_the_row_alone(case: dict[str, Any], kind: str) -> None:
-    batch = run(D2Cache(**case), kind)
-    for row in range(len(toys.PROMPTS)):
-        alone = run(D2Cache(**case), kind, rows=slice(row, row + 1))
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
-
-
-def test_what_a_step_asks_and_computes() -> None:
-    """Only predicted masks are asked, inside the block some are, and what was written is computed."""
-    spy = toys.Spy(toys.denoiser())
-    cache, blocks = D2Cache(masks=3, rollout=0.1, gap=0), {"name": "fixed", "length": BLOCK}
-    Sampler(spy, cache=cache, scheduler=Threshold(BAR), blocks=blocks, stop="none").generate(
-        toys.PROMPTS, max_new_tokens=TOKENS
-    )
-    before, kept = None, False
-    for canvas, query, plan in spy.calls:
-        live = ~canvas.done
-        computed = plan.wanted.computed
-        asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, query.positions < canvas.length)
-        assert torch.equal(asked[live], (computed & canvas.masked)[live])
-        assert canvas.eligible(query.positions).any(1)[live].all()
-        if before is not None:
-            wrote = (canvas.ids != before.ids)[live]
-            assert (computed[live] | ~wrote).all()
-            kept |= bool((canvas.masked & ~computed & canvas.in_block())[live].any())
-        before = canvas
-    assert kept, "a mask of the block was left out"
-
-
 def test_tokens_taken_back_are_computed_again() -> None:
     spy = toys.Spy(toys.denoiser())
     scheduler = {"name": "editing", "threshold": 0.4, "edit": 0.2, "extra": 3}
@@ -202,42 +170,6 @@ def test_tokens_taken_back_are_computed_again() -> None:
         before = canvas
 
 
-def test_gaps_by_hand() -> None:
-    chosen = torch.tensor([[0, 1, 0, 0, 1, 0, 0, 0, 1, 0]]).bool()
-    for gap, columns in [(0, [1, 4, 8]), (1, [1, 4, 8]), (2, [1, 4, 8]), (3, [1, 2, 3, 4, 8]), (4, list(range(1, 9)))]:
-        assert between(chosen, gap)[0].nonzero()[:, 0].tolist() == columns
-    assert not between(torch.zeros_like(chosen), 4).any()
-
-
-def live(columns: int, **fields: Any) -> D2Cache:
-    canvas = toys.canvas(torch.ones(1, columns, dtype=torch.bool))
-    return D2Cache(**fields).init(canvas, toys.denoiser().spec)
-
-
-def test_rollout_by_hand() -> None:
-    """Two layers over three columns; the second layer computes column 1 alone."""
-    cache = live(3)
-    cache.flow.zero_().diagonal(dim1=1, dim2=2).fill_(1)
-    rows = torch.tensor([[[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.2, 0.4, 0.4]], [[0.5, 0.5, 0.0]] * 3]])  # two heads
-    cache.roll(rows.double(), torch.tensor([[0, 1, 2]]))
-    one = [[0.75, 0.25, 0], [0.125, 0.625, 0.25], [0.175, 0.225, 0.6]]
-    torch.testing.assert_close(cache.flow[0, :-1], torch.tensor(one, dtype=torch.float64))
-    cache.roll(torch.tensor([[[[1.0, 0.0, 0.0]]]]).double(), torch.tensor([[1]]))
-    one[1] = [(0.75 + 0.125) / 2, (0.25 + 0.625) / 2, 0.125]
-    torch.testing.assert_close(cache.flow[0, :-1], torch.tensor(one, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("rollout", "columns"), [(0.0, []), (0.1, [3]), (0.4, [3]), (0.7, [3]), (0.85, [0, 3]), (1.0, [0, 2, 3])]
-)
-def test_the_nucleus_by_hand(rollout: float, columns: list[int]) -> None:
-    """Sums 3, 9, 2, 5 of which the second is chosen already: shares 0.3, -, 0.2, 0.5."""
-    cache = live(4, rollout=rollout)
-    cache.flow[0, :4] = torch.tensor([[1.0, 3, 1, 2], [2.0, 6, 1, 3], [0] * 4, [7.0, 7, 7, 7]])
-    seen, among = torch.tensor([[True, True, True, False, False]]), torch.tensor([[True, False, True, True, False]])
-    assert cache.looked_at(seen, among)[0].nonzero()[:, 0].tolist() == columns
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -250,9 +182,3 @@ def test_the_nucleus_by_hand(rollout: float, columns: list[int]) -> None:
 def test_bad_fields(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         D2Cache(**fields)
-
-
-@pytest.mark.parametrize("scheduler", ["origin", "rcr", "remdm"])
-def test_who_must_hear_of_every_mask_is_refused(scheduler: str) -> None:
-    with pytest.raises(UserError, match=r"needs a prediction at every position .*=D2Cache chooses.*: use cache=dual"):
-        run("d2", scheduler=scheduler)

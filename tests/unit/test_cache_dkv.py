@@ -21,7 +21,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models.transformer import Layer
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, LENGTH = 16, 6
 STEPWISE = {"name": "fixed", "steps": None}
@@ -66,7 +66,7 @@ def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     assert same(greedy, plain)
 
 
-@pytest.mark.parametrize(("every", "shift"), by_turns(2, [2, 3, 100], [False, True]))
+@pytest.mark.parametrize(("every", "shift"), crossed([2, 3, 100], [False, True]))
 def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shift: bool) -> None:
     model = toys.transformer()
     with torch.no_grad():
@@ -114,115 +114,12 @@ def test_3_what_is_computed_between_refreshes(kind: str) -> None:
     assert narrow > 10
 
 
-@pytest.mark.parametrize("mode", ["decode", "pd", "prefill"])
-@pytest.mark.parametrize("shift", ["un", "un_right"])
-def test_3_under_a_logit_shift_no_mask_misses_its_row(shift: Any, mode: Any) -> None:
-    for called, live in no_mask_misses_its_row(DelayedCache(3, mode, shift=shift)):
-        assert shift == "un" or not (live.kept & called.masked).any()
-
-
-def no_mask_misses_its_row(cache: DelayedCache) -> Iterator[tuple[Canvas, DelayedCache]]:
-    """Checks that each step on a model with a logit shift computes the rows that its masks need; yields what it saw."""
-    narrow = 0
-    for _, spy, state in steps(cache, "dream", scheduler={"name": "fixed", "steps": 9}):
-        called, query, plan = spy.calls[-1]
-        at = toys.computed(plan)
-        needed = (called.masked & ~called.done[:, None]).roll(-1, 1)
-        assert not (needed & ~at & called.seen()).any()
-        asked = (called.masked & called.in_block()).sum(1) * ~called.done
-        assert torch.equal((query.positions < called.length).sum(1) * ~called.done, asked)
-        narrow += int((at & called.seen()).sum()) < int(called.seen().sum())
-        assert isinstance(state.cache, DelayedCache)
-        yield called, state.cache
-    assert narrow > 4
-
-
-@pytest.mark.parametrize("kind", toys.TOYS)
-def test_4_after_a_refresh_the_slots_are_those_of_a_fresh_forward(kind: str) -> None:
-    refreshed = 0
-    for _, spy, state in steps(DelayedCache(3, per_block=True), kind):
-        called, query, plan = spy.calls[-1]
-        if not called.sizes.whole:
-            continue
-        other = DualCache().init(called, spy.spec)
-        assert torch.equal(plan.computed, called.end * ~called.done)
-        spy.inner(called, query, other.plan(called, toys.wanted(called, query, spy.spec)))
-        for one, two in ((state.cache, other), (state.cache.twin, other.twin)):
-            if one is not None:
-                assert one.slots is not None and two is not None and two.slots is not None
-                for name in ("keys", "values"):
-                    for a, b in zip(getattr(one.slots, name), getattr(two.slots, name), strict=True):
-                        assert torch.equal(a[~called.done, :-1], b[~called.done, :-1])
-        refreshed += 1
-    assert refreshed > 3
-
-
 def test_5_greedy_with_a_window_over_the_canvas_computes_every_mask() -> None:
     plugins = {"scheduler": {"name": "random_order", "steps": 10}, "blocks": "full"}
     for every in (2, 3, 5):
         decode = run(DelayedCache(every, per_block=False), **plugins)
         assert same(run(GreedyCache(every, TOKENS), **plugins), decode)
         assert not same(run(GreedyCache(every, 1), **plugins), decode)
-
-
-def test_5_greedy_computes_the_coming_the_last_and_a_window() -> None:
-    plugins = {"scheduler": {"name": "random_order", "steps": 8}, "blocks": "full"}
-    written, narrow = None, 0
-    for after, spy, _ in steps(GreedyCache(3, 2), **plugins):
-        called, query, plan = spy.calls[-1]
-        if int(called.age[0]) % 3:
-            at = toys.computed(plan)
-            asked = asked_by(called, query)
-            assert written is not None
-            assert not ((asked | written) & ~at).any()
-            assert not (at & ~called.masked & ~written).any()
-            masks = (called.masked & ~asked).sum(1)
-            assert torch.equal(at.sum(1), (asked | written).sum(1) + torch.minimum(2 * asked.sum(1), masks))
-            narrow += 1
-        written = called.masked & ~after.masked
-    assert narrow > 4
-
-
-def test_the_window_goes_outwards_left_first_and_skips_text() -> None:
-    masked = torch.tensor([[True, True, False, True, True, False, True, True, True, False]])
-    canvas = toys.canvas(masked, age=torch.ones(1, dtype=torch.long))
-    cache = GreedyCache(100, 3).init(canvas, toys.denoiser().spec)
-    ahead = torch.zeros_like(canvas.ids)
-    ahead[0, 4], ahead[0, 7] = 1, 2
-    cache.expect(ahead, 2)
-    at = cache.computes(canvas)[0].nonzero()[:, 0].tolist()
-    # Around 4: 3 (one to the left), 6 (two to the right), 1 (three to the left); around 7: 8, then 0 is all there is.
-    assert at == [0, 1, 3, 4, 6, 7, 8]
-    ahead[0, 7] = 0
-    assert cache.computes(canvas)[0].nonzero()[:, 0].tolist() == [1, 3, 4, 6]
-
-
-def test_6_without_a_prompt_prefill_is_no_cache() -> None:
-    single = [[5], [11], [3]]  # the row that predicts the first token is no part of what is frozen
-    prefill, plain = (run(cache, "dream", single) for cache in (DelayedCache(None, "prefill"), "none"))
-    assert same(prefill, plain)
-    spy = toys.Spy(toys.denoiser())
-    results = []
-    for cache in ("none", DelayedCache(None, "prefill")):
-        sampler = Sampler(spy, scheduler=PARALLEL, cache=cache, blocks="full", stop="none")
-        *_, state = Engine(spy, sampler.plugins, 1).run(toys.canvas(torch.ones(2, 9, dtype=torch.bool)), 9)
-        results.append((state.canvas.ids, state.canvas.computed))
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
-
-
-@pytest.mark.parametrize(("kind", "back"), [("llada", 0), ("dream", 1)])
-def test_prefill_and_pd_never_compute_the_prompt_again(kind: str, back: int) -> None:
-    for mode in ("prefill", "pd"):
-        first = True
-        for _, spy, _ in steps(DelayedCache(2, mode), kind):  # pyright: ignore[reportArgumentType]
-            called, _, plan = spy.calls[-1]
-            prompt = called.seen() & (called.columns() < called.first[:, None] - back)
-            at = toys.computed(plan)
-            assert not (at & prompt).any() or first
-            if mode == "prefill" and not first:
-                every = called.end - called.first + back
-                assert torch.equal(plan.computed, (every * ~called.done).clamp(max=TOKENS + back))
-            first = False
 
 
 REVISING: dict[str, dict[str, Any]] = {
@@ -266,12 +163,6 @@ def test_a_stop_hears_only_of_what_was_computed(scheduler: Any) -> None:
             assert not (asked & ~toys.computed(plan)).any()
             watched += int((asked & ~called.in_block()).sum())
     assert watched > 0
-
-
-def test_published_defaults_depend_on_the_model() -> None:
-    canvas = toys.canvas(torch.ones(1, 4, dtype=torch.bool), step=torch.tensor([4]), age=torch.tensor([4]))
-    llada, dream = (DelayedCache().init(canvas, toys.denoiser(kind).spec) for kind in ("llada", "dream"))
-    assert not llada.due(canvas) and dream.due(canvas)
 
 
 class TestLife:

@@ -8,16 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Result, UserError
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.values import Query
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.conformance.builder import Measured
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.models.transformer import SwiGLU
 from tests import toys
+from tests.sampling import crossed
 
 TOKENS = 16
 LAYERS = 2
@@ -93,18 +92,7 @@ def test_without_a_share_nothing_is_computed_in_between() -> None:
     assert differ(result, run(IntervalCache(5, 3, 0.25), prompts=[prompt], **steps(10)))
 
 
-def test_a_share_of_the_response_is_computed_in_between() -> None:
-    prompt = toys.PROMPTS[1]
-    with fed() as rows:
-        result = run(
-            IntervalCache(100, 7, 0.3), prompts=[prompt], scheduler={"name": "fixed", "steps": 6}, blocks="full"
-        )
-    assert rows == [23, 23, *[23, int(16 * 0.3)] * 5]
-    assert int(result.trace.rows[0]) == 23 + 5 * 14
-
-
-@pytest.mark.parametrize("kind", ["gqa", "llada"])
-@pytest.mark.parametrize("every", [3, 8])
+@pytest.mark.parametrize(("kind", "every"), crossed(["gqa", "llada"], [3, 8]))
 def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
     """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
     rule = PublishedFixedSteps(40, "entropy")
@@ -115,39 +103,6 @@ def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
         alone = it.generate(prompt, max_new_tokens=18, seed=toys.SEEDS[row]).trace
         assert torch.equal(alone.generated[0], batch.generated[row])
         assert torch.allclose(alone.logprob[0, -18:], batch.logprob[row, -18:], rtol=0, atol=1e-12)
-
-
-def test_the_least_similar_rows_are_chosen_and_all_values_kept() -> None:
-    canvas = toys.canvas(torch.ones(1, 8, dtype=torch.bool), first=torch.tensor([2]), new_tokens=6)
-    spec = toys.denoiser().spec
-    cache = IntervalCache(100, 100, 0.5).init(canvas, spec)
-    cache.fresh = False, False
-    assert cache.slots is not None
-    old = torch.randn(1, 8, spec.num_kv_heads, spec.head_dim, dtype=torch.float64)
-    turned = torch.tensor([0.0, 2.0, 0.1, 1.0, 0.0, 3.0])  # of the response, in radians
-    axes = old.flatten(2)[0, 2:]
-    other = torch.randn_like(axes)
-    other = other - (other * axes).sum(1, keepdim=True) / (axes * axes).sum(1, keepdim=True) * axes
-    other = other / other.norm(dim=1, keepdim=True) * axes.norm(dim=1, keepdim=True)
-    new = (turned.cos()[:, None] * axes + turned.sin()[:, None] * other).view(1, 6, spec.num_kv_heads, -1)
-    cache.slots.values[1][:, :-1] = old
-
-    class Parts:
-        def values(self, hidden: Tensor) -> Tensor:
-            return new.transpose(1, 2)
-
-    wanted = toys.wanted(canvas, Query.masks(canvas), spec)
-    plan = cache.plan(canvas, wanted)
-    chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
-    assert chosen is not None and chosen.tolist() == [[3, 5, 7]]
-    assert torch.equal(cache.slots.values[1][:, 2:8], new)
-    assert torch.equal(cache.slots.values[1][:, :2], old[:, :2])
-    # A token that was replaced comes first, however alike its values are.
-    cache.slots.values[1][:, :-1] = old
-    cache.urgent[0, 6] = True
-    plan = cache.plan(canvas, wanted)
-    chosen = cache._due(1, Parts(), torch.zeros(1, 8, 4), plan)  # pyright: ignore[reportArgumentType, reportPrivateUsage]
-    assert chosen is not None and chosen.tolist() == [[3, 6, 7]]
 
 
 @pytest.mark.parametrize("scheduler", ["rcr", {"name": "hierarchical", "low": 0.2, "threshold": 0.8, "remask": 0.4}])
@@ -179,42 +134,6 @@ def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
         touched = ~before.masked & (after.masked | (after.ids != before.ids)) & ~after.done[:, None]
         before = after
     assert seen > 0
-
-
-class TestGuidance:
-    """The branch without prompt is made in every so many forwards, and in the first five."""
-
-    @staticmethod
-    def result(cache: Any) -> tuple[Result, list[int]]:
-        model = Measured(toys.denoiser("cfg"))
-        plugins: dict[str, Any] = {
-            "scheduler": {"name": "fixed", "steps": 10},
-            "blocks": {"name": "fixed", "length": 8},
-        }
-        sampler = Sampler(model, cache=cache, stop="none", **plugins)
-        return sampler.generate(toys.PROMPTS[1], max_new_tokens=TOKENS), model.lengths
-
-    def test_it_is_left_out_between(self) -> None:
-        plain, _ = self.result("none")
-        always, _ = self.result(IntervalCache(1, 1, guidance_every=1))
-        some, spent = self.result(IntervalCache(1, 1, guidance_every=3))
-        assert_same(always, plain)
-        assert spent == [23 * (2 if number < 5 or number % 3 == 0 else 1) for number in range(10)]
-        assert some.nfe.tolist() == [10]
-        first = plain.trace.generated < 5  # the sixth forward is the first to reuse
-        assert torch.equal(some.trace.generated < 5, first)
-        both = torch.cat([torch.zeros(1, 7, dtype=torch.bool), first], 1)
-        torch.testing.assert_close(some.trace.logprob[both], plain.trace.logprob[both])
-        assert differ(some, plain)
-
-    def test_batches(self) -> None:
-        for cache in (IntervalCache(4, 2, 0.25, 3), IntervalCache(100, 7, 0.0, 2)):
-            batch = run(cache, "cfg")
-            for row, prompt in enumerate(toys.PROMPTS):
-                alone = run(cache, "cfg", [prompt])
-                assert torch.equal(batch.tokens[row], alone.tokens[0])
-                assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-                assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
 
 
 @pytest.mark.parametrize(

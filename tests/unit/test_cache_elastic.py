@@ -14,31 +14,18 @@ from torch import Tensor
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
-from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Layer, Transformer, TransformerConfig
+from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS, BAR, LAYERS = 17, 0.7, 4
 
 
 @once
-def network(layers: int = LAYERS, shift: bool = False, kv_heads: int = 2) -> TransformerDenoiser:
-    config = TransformerConfig(
-        vocab_size=toys.VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=kv_heads,
-        head_dim=8,
-        max_positions=64,
-    )
-    model = Transformer(config).to(torch.float64)
-    model.init_weights(std=0.8, embedding_std=1.0, generator=torch.Generator().manual_seed(2))
-    return TransformerDenoiser(model, toys.MASK, toys.EOS, shift=shift)
+def network(layers: int = LAYERS, shift: bool = False) -> TransformerDenoiser:
+    return toys.wrapped(toys.transformer(kv_heads=2, layers=layers), shift)
 
 
 def run(
@@ -158,7 +145,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "shift"), by_turns(2, CASES, [False, True]))
+@pytest.mark.parametrize(("case", "shift"), crossed(CASES, [False, True]))
 def test_it_is_its_paper(case: dict[str, Any], shift: bool) -> None:
     decodes_as(Paper, ElasticCache(**case), case, shift)
 
@@ -221,27 +208,6 @@ def test_what_a_forward_refreshes(gamma: float) -> None:
     assert gamma != 0.9 or len(spread) > 2
 
 
-def test_a_token_sees_all_of_what_is_stored() -> None:
-    """Attention rows sum to 1 over all keys, the unseen ones get nothing."""
-    layer, seen = network().transformer.layers[0], []
-    assert isinstance(layer, Layer)
-    weights = layer.weights
-
-    def noted(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-        seen.append((weights(q, k, mask), mask))
-        return seen[-1][0]
-
-    layer.weights = noted
-    try:
-        run(ElasticCache(window=4))
-    finally:
-        del layer.weights
-    assert len(seen) > 10
-    for mass, mask in seen:
-        torch.testing.assert_close(mass.sum(-1), torch.ones_like(mass[..., 0]))
-        assert mask is not None and (mass * ~mask == 0).all()
-
-
 def chosen(plan: Plan) -> Tensor:
     assert isinstance(plan, ElasticPlan)
     return plan.chosen
@@ -276,51 +242,12 @@ def test_one_layer_is_exact_whatever_gamma_is(gamma: float, shift: bool) -> None
         assert (result.tokens[row].tolist(), result.trace.generated[row].tolist()) == (tokens, steps)
 
 
-def test_the_first_refreshed_layer_is_fed_from_stored_inputs() -> None:
-    """So its keys are what they were: of two layers nothing changes, of three something does."""
-    never, always = (run(ElasticCache(gamma=gamma, window=4), network(2)) for gamma in (-1.0, 2.0))
-    assert same(never, always)
-    assert (always.trace.rows > never.trace.rows).all()
-    never, always = (run(ElasticCache(gamma=gamma, window=4), network(3)) for gamma in (-1.0, 2.0))
-    assert not same(never, always)
-
-
-def test_what_is_never_computed_stays() -> None:
-    """Without refreshes the entries of rows that no forward computes are the first forward's."""
-    spy = toys.Spy(network())
-    cache = ElasticCache(gamma=-1.0, window=4)
-    sampler = Sampler(spy, scheduler="fixed", cache=cache, blocks="full", stop="none")
-    kept: list[list[Tensor]] = []
-    for number, _ in enumerate(sampler.stream(toys.PROMPTS, max_new_tokens=TOKENS)):
-        live = spy.calls[-1][2].cache
-        assert live.slots is not None
-        kept.append([keys.clone() for keys in live.slots.keys])
-        if number == 4:
-            break
-    touched = torch.stack([chosen(plan) for _, _, plan in spy.calls[1:5]]).any(0)
-    assert touched.any() and not touched[:, :-1].all()
-    for now, then in zip(kept[4], kept[0], strict=True):
-        assert torch.equal(now[:, :-1][~touched[:, :-1]], then[:, :-1][~touched[:, :-1]])
-        assert not torch.equal(now[touched], then[touched])
-
-
 def test_the_window_is_inside_shorter_blocks() -> None:
     spy = toys.Spy(network())
     run(ElasticCache(window=4), watch=spy, blocks={"name": "fixed", "length": 6})
     for canvas, query, _ in spy.calls:
         inside = canvas.eligible(query.positions) | (query.positions == canvas.length)
         assert inside[~canvas.done].all()
-
-
-@pytest.mark.parametrize(("case", "kind"), by_turns(3, CASES, ["plain", "shift", "guided"]))
-def test_a_row_decides_for_itself(case: dict[str, Any], kind: str) -> None:
-    model = {"plain": network(), "shift": network(shift=True), "guided": guided(network(), 1.5)}[kind]
-    batch = run(ElasticCache(**case), model)
-    for row in range(len(toys.PROMPTS)):
-        alone = run(ElasticCache(**case), model, rows=slice(row, row + 1))
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.nfe[row] == alone.nfe[0] and batch.trace.rows[row] == alone.trace.rows[0]
 
 
 def test_tokens_taken_back_are_computed_again() -> None:
@@ -368,9 +295,9 @@ def test_bad_fields(fields: dict[str, Any], says: str) -> None:
         ElasticCache(**fields)
 
 
+@pytest.mark.parametrize(("cache", "name"), [("elastic", "ElasticCache"), ("d2", "D2Cache")])
 @pytest.mark.parametrize("scheduler", ["origin", "rcr", "remdm"])
-def test_who_must_hear_of_every_mask_is_refused(scheduler: str) -> None:
-    with pytest.raises(
-        UserError, match=r"needs a prediction at every position .*=ElasticCache chooses.*: use cache=dual"
-    ):
-        run("elastic", scheduler=scheduler)
+def test_who_must_hear_of_every_mask_is_refused(scheduler: str, cache: str, name: str) -> None:
+    sentence = rf"needs a prediction at every position .*={name} chooses.*: use cache=dual"
+    with pytest.raises(UserError, match=sentence):
+        run(cache, scheduler=scheduler)

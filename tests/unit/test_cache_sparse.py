@@ -1,21 +1,18 @@
-"""Sparse-dLLM: against a decoder written again from the paper, its ends, and what it holds in memory."""
+"""Sparse-dLLM: its ends, its rule by hand, and what it holds in memory; recorded runs are in tests/conformance."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler import Canvas, Result, Sampler, UserError
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.sparse import SparseCache, best, importance
-from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.turns import by_turns
+from tests.scripted import same
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
 
@@ -23,78 +20,6 @@ TOKENS, BLOCK, BAR = 17, 6, 0.7
 def run(cache: Any, kind: str = "llada", rows: slice = slice(None), **plugins: Any) -> Result:
     sampler = toys.sampler(kind, cache=cache, **{"scheduler": Threshold(BAR), **plugins})
     return sampler.generate(toys.PROMPTS[rows], max_new_tokens=TOKENS, seed=toys.SEEDS[rows])
-
-
-def same(one: Result, other: Result) -> bool:
-    names = ("ids", "step_map", "nfe", "rows")
-    return all(torch.equal(getattr(one.trace, name), getattr(other.trace, name)) for name in names)
-
-
-def forward(
-    model: TransformerDenoiser, ids: list[int], at: Tensor, kept: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
-    """`[M, V]` logits of the columns `at [M]`, which see `kept` and themselves; and q, k, v of each layer."""
-    network, heads = model.transformer, []
-    hidden = network.embed(torch.tensor(ids)[at])[None]
-    rope = network.rope(at[None], hidden.dtype)
-    for index, layer in enumerate(network.layers):
-        assert isinstance(layer, Layer)
-        q, k, v = layer.qkv(hidden, rope)
-        heads.append((q, k, v))
-        if kept:
-            k, v = torch.cat([k, kept[index][0]], 2), torch.cat([v, kept[index][1]], 2)
-        hidden = hidden + layer.attend(q, k, v)
-        hidden = hidden + layer.mlp(hidden)
-    return network.head(network.norm(hidden))[0], heads
-
-
-def filtered(q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, keep: float, kernel: int) -> tuple[Tensor, Tensor]:
-    """The rule as its authors put it: the block cut out, scores pooled, the best by `topk`."""
-    k_rest = torch.cat([k[:, :, :start], k[:, :, stop:]], 2)
-    v_rest = torch.cat([v[:, :, :start], v[:, :, stop:]], 2)
-    query = q[:, :, start:stop].mean(2, keepdim=True)
-    score = (query @ k_rest.repeat_interleave(q.shape[1] // k.shape[1], 1).mT)[:, :, 0].mean(1)
-    score = F.max_pool1d(score[:, None], kernel, 1, kernel // 2)[0, 0]
-    order = sorted(range(len(score)), key=lambda i: (-float(score[i]), i))[: int(len(score) * keep)]
-    return k_rest[:, :, order], v_rest[:, :, order]
-
-
-def decode(kind: str, prompt: list[int], keep: float, kernel: int, delay: int) -> tuple[list[int], list[int]]:
-    """Tokens and step map of a threshold decoder under the sparse cache."""
-    model = toys.denoiser(kind)
-    assert isinstance(model, TransformerDenoiser)
-    length, step, steps = len(prompt) + TOKENS, 0, [-1] * TOKENS
-    back = int(model.shift)
-    ids = [*prompt, *[toys.MASK] * TOKENS]
-    for start in range(len(prompt), length, BLOCK):
-        stop, age, kept = min(start + BLOCK, length), 0, []
-        while masks := [i for i in range(start, stop) if ids[i] == toys.MASK]:
-            columns = torch.arange(length) if age <= delay else torch.arange(start - back, stop)
-            with torch.no_grad():
-                logits, heads = forward(model, ids, columns, kept if age > delay else [])
-            if age == delay:
-                kept = [filtered(*layer, start - back, stop, keep, kernel) for layer in heads]
-            logits[:, toys.MASK] = -torch.inf
-            p = {i: logits[i - back - int(columns[0])].softmax(-1) for i in masks}
-            surest = max(masks, key=lambda i: (float(p[i].max()), -i))
-            for i in masks:
-                if i == surest or p[i].max() >= BAR:
-                    ids[i], steps[i - len(prompt)] = int(p[i].argmax()), step
-            step, age = step + 1, age + 1
-    return ids[len(prompt) :], steps
-
-
-CASES = [(0.5, 3, 1), (0.3, 1, 1), (0.2, 5, 0), (0.0, 3, 1), (0.8, 3, 2)]
-
-
-@pytest.mark.parametrize(("case", "kind"), by_turns(3, CASES, ["llada", "gqa", "dream"]))
-def test_it_is_its_paper(case: tuple[float, int, int], kind: str) -> None:
-    keep, kernel, delay = case
-    result = run(SparseCache(keep=keep, kernel=kernel, delay=delay), kind)
-    for row, prompt in enumerate(toys.PROMPTS):
-        tokens, steps = decode(kind, prompt, keep, kernel, delay)
-        assert result.tokens[row].tolist() == tokens
-        assert result.trace.generated[row].tolist() == steps
 
 
 @dataclass

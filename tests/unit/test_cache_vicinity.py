@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-import torch
 
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.vicinity import VicinityCache
 from tests import toys
+from tests.scripted import same
 
 TOKENS, BLOCK = 17, 6
 
@@ -15,11 +15,6 @@ TOKENS, BLOCK = 17, 6
 def run(cache: Any, kind: str = "llada") -> Result:
     sampler = toys.sampler(kind, scheduler={"name": "threshold", "threshold": 0.7}, cache=cache)
     return sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
-
-
-def same(one: Result, other: Result) -> bool:
-    names = ("ids", "step_map", "nfe", "rows")
-    return all(torch.equal(getattr(one.trace, name), getattr(other.trace, name)) for name in names)
 
 
 @pytest.mark.parametrize("kind", toys.TOYS)

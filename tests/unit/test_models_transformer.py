@@ -72,12 +72,6 @@ def test_hidden_keys_are_not_seen_and_rotary_positions_are_relative():
     torch.testing.assert_close(model(ids, positions=torch.arange(9)[None] + 100), model(ids))
 
 
-def test_order_of_positions_does_not_matter():
-    model = network()
-    ids, order = torch.randint(0, 40, (1, 9)), torch.randperm(9)
-    torch.testing.assert_close(model(ids[:, order], positions=order[None]), model(ids)[:, order])
-
-
 def test_soft_embeddings_stand_in_for_tokens():
     model = network()
     ids, other = torch.randint(0, 40, (2, 2, 6))
@@ -96,16 +90,6 @@ def test_angles_stay_precise_in_every_dtype():
         torch.testing.assert_close(rope.sin.double(), exact.sin, atol=5e-4, rtol=0)
         heads = torch.randn(1, 4, 3, 8).to(dtype)
         assert rope.rotate(heads).dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_stays_near(dtype):
-    model, ids = network(), torch.randint(0, 40, (2, 12))
-    exact = model(ids)
-    logits = model.to(dtype)(ids)
-    assert logits.dtype == dtype
-    error = (logits.double() - exact).abs().max() / exact.abs().max()
-    assert error < {torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
 
 
 def test_every_weight_gets_a_gradient():

@@ -17,8 +17,8 @@ from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
+from tests.sampling import crossed
 from tests.scripted import Script
-from tests.turns import by_turns
 
 TOKENS = 17
 
@@ -36,7 +36,7 @@ CACHES = ("none", "dual", "periodic_prefix")
 STOPS = ("none", "prefix", "block", "truncate", "end_of_text")
 
 
-@pytest.mark.parametrize(("toy", "cache", "blocks", "stop"), by_turns(5, toys.TOYS, CACHES, BLOCKS, STOPS))
+@pytest.mark.parametrize(("toy", "cache", "blocks", "stop"), crossed(toys.TOYS, CACHES, BLOCKS, STOPS))
 def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any, stop: str) -> None:
     plugins = {"blocks": blocks, "stop": stop, "cache": cache}
     reference, oracle = decode(toys.denoiser(toy), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)

@@ -185,12 +185,6 @@ class TestLiveModule:
         assert not torch.equal(first.tokens, second.tokens)
         assert torch.equal(second.tokens, fresh.tokens)
 
-    def test_autocast(self) -> None:
-        sampler = Sampler(toys.wrapped(toys.transformer(dtype=torch.float32)), cache="dual")
-        with torch.autocast("cpu", torch.bfloat16):
-            result = sampler.generate(toys.PROMPTS, max_new_tokens=9)
-        assert result.complete.all()
-
 
 @dataclass
 class Breaking(toys.Spy):

@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dllm_sampler import Edit, Query, Readout, Scheduler, UserError
 from dllm_sampler.schedulers.budget import timestep, timestep_odds, timestep_share, uniform_share
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.localleap import LocalLeap
 from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
@@ -52,42 +49,6 @@ def told(scheduler: Scheduler, sure: list[list[float]], carry: Any = None, age: 
     canvas = replace(canvas, age=canvas.age + age)
     readout = Readout(torch.zeros_like(confidence, dtype=torch.long)[:, None], confidence[:, None])
     return scheduler.tell(canvas, Query.masks(canvas), readout, carry or scheduler.init(canvas))
-
-
-def committed(scheduler: Scheduler, *sure: list[float]) -> list[list[int]]:
-    edit, _ = told(scheduler, list(sure))
-    return [row.nonzero()[:, 0].tolist() for row in edit.commit]
-
-
-def test_threshold():
-    rows = [[0.5, 0.9, 0.91, 0.2], [0.3, 0.1, 0.3, 0.2], [1.0, 1.0, 0.0, 1.0]]
-    assert committed(Threshold(0.9), *rows) == [[1, 2], [0], [0, 1, 3]]
-    assert committed(Threshold(1.5), *rows) == [[2], [0], [0]]
-    assert committed(Threshold(0), *rows) == [[0, 1, 2, 3]] * 3
-
-
-def test_localleap():
-    row = [0.6, 0.8, 0.95, 0.2, 0.8, 0.97]
-    assert committed(LocalLeap(0.9, 0.75, 1), row) == [[1, 2, 4, 5]]
-    assert committed(LocalLeap(0.9, 0.75, 0), row) == committed(Threshold(0.9), row)
-    # Stricter near an anchor than elsewhere: it says nothing.
-    assert committed(LocalLeap(0.9, 0.96, 1), row) == [[2, 5]]
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    st.lists(st.sampled_from([0.0, 0.1, 0.5, 2 / 3, 0.75, 0.8, 0.9, 0.99, 1.0]), min_size=1, max_size=8),
-    st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 4.0]),
-)
-def test_factor_against_a_scan(sure, factor):
-    ranked = sorted(range(len(sure)), key=lambda i: (-sure[i], i))
-    count = 0
-    for n, i in enumerate(ranked, 1):  # stop at the first rank that fails
-        if sure[i] < 1 - factor / (n + 1):
-            break
-        count = n
-    count = max(count, 1)
-    assert committed(Factor(factor), sure) == [sorted(ranked[:count])]
 
 
 def test_budgeted_threshold():

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError
+from dllm_sampler import Query, Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.core.packing import Answers
@@ -24,7 +24,6 @@ from dllm_sampler.speculative import autoregressive
 from dllm_sampler.speculative.autoregressive import Reading
 from dllm_sampler.speculative.mixture import mixture
 from tests import scripted, toys
-from tests.turns import by_turns
 
 TOKENS = 17
 LOOK = {"max_lookahead": None, "verifier": toys.verifier()}
@@ -96,23 +95,6 @@ def test_the_verifier_reads_the_draft() -> None:
     assert scripted.play(denoiser, rule, 7) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_what_the_rule_did_not_vouch_for() -> None:
-    """The first token of a round is marked as forced where the target is another one."""
-    denoiser, judge = paired(table([{1: 0.9}, {2: 0.9}]), table([{3: 0.9}, {2: 0.9}]))
-    edits: list[Edit] = []
-
-    class Spy(ParallelDecoding):
-        def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
-            edit, carry = super().tell(canvas, query, readout, carry)
-            edits.append(edit)
-            return edit, carry
-
-    for weight, forced in ((0.0, True), (1.0, False)):
-        edits.clear()
-        assert scripted.play(denoiser, Spy(verifier=judge, mixture_weight=weight), 2) == [[0, 1]]
-        assert edits[0].forced is not None and edits[0].forced.tolist() == [[forced, False]]
-
-
 # The six invariants
 
 
@@ -176,18 +158,6 @@ def test_coupling() -> None:
     assert agree == sorted(agree) and agree[-1] == 1.0 and agree[0] < 0.9
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.6])
-def test_every_token_is_the_models_own(weight: float) -> None:
-    spy = toys.Spy(toys.denoiser("dream"))
-    rule = ParallelDecoding(**LOOK, mixture_weight=weight)
-    result = Sampler(spy, scheduler=rule, blocks=FullBlock(), stop="none").generate([toys.PROMPTS[1]], max_new_tokens=9)
-    best = [logits[0, 0].argmax(-1) for logits in spy.logits]
-    at = [query.positions[0] - len(toys.PROMPTS[1]) for _, query, _ in spy.calls]
-    for step, committed in enumerate(result.trace.steps(0)):
-        for position in committed:
-            assert best[step][at[step] == position].tolist() == [int(result.tokens[0, position])]
-
-
 @pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(6)])
 def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a ragged batch whose rows advance at different speeds."""
@@ -215,23 +185,6 @@ def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytes
 # Rows of a batch, the window, the horizon
 
 
-STORED: dict[str, Any] = {"trailing 0": TrailingCache(0), "trailing 3": TrailingCache(3), "none": "none"}
-STORED |= {"prefix": "prefix", "dkv": "dkv"}
-BLOCKS = {"full": FullBlock(), "fixed": FixedBlocks(7)}
-
-
-@pytest.mark.parametrize(("kind", "cache", "blocks"), by_turns(3, ["dream", "llada"], STORED, BLOCKS))
-def test_a_row_in_a_batch_is_the_row_alone(kind: str, cache: Any, blocks: Any) -> None:
-    rule = {"name": "apd", **LOOK, "mixture_weight": 0.9, "max_lookahead": 5}
-    plugins: dict[str, Any] = {"kind": kind, "cache": cache, "blocks": blocks, "temperature": 0.6}
-    batch = run(rule, **plugins)
-    for row, prompt in enumerate(toys.PROMPTS):
-        alone = run(rule, [prompt], seed=[toys.SEEDS[row]], **plugins)
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.trace.rows[row] == alone.trace.rows[0]
-
-
 def computed(scheduler: Any, cache: Any, kind: str = "llada") -> list[list[int]]:
     """Columns that each forward of a prompt of three and eight tokens computes."""
     spy = toys.Spy(toys.denoiser(kind))
@@ -252,22 +205,6 @@ def test_the_window_lies_behind_the_mask_that_was_first(kind: str, window: int, 
     assert columns == [list(range(left, 11)) for left in (0, *lefts)]
 
 
-def test_a_shift_needs_the_row_before_the_mask() -> None:
-    assert [step[0] for step in computed(LeftToRight(), TrailingCache(0), "dream")] == [0, *range(3, 10)]
-    assert [step[0] for step in computed(LeftToRight(), TrailingCache(0))] == [0, *range(4, 11)]
-
-
-def test_the_horizon_shortens_forwards() -> None:
-    rule = LeftToRight(max_lookahead=3, tokens_per_step=2)
-    ends = [5 + 3, 7 + 3, 9 + 2]
-    assert computed(rule, "none")[1:] == [list(range(end)) for end in ends]
-    assert computed(rule, TrailingCache(2))[1:] == [list(range(end - 6, end)) for end in ends[:-1]] + [
-        list(range(6, 11))
-    ]
-    result = run({"name": "leftright", "max_lookahead": 3})
-    assert not torch.equal(result.tokens, run("leftright").tokens)
-
-
 def test_a_wide_window_is_no_cache() -> None:
     for rule in ({"name": "apd", **LOOK, "max_lookahead": 6}, {"name": "threshold", "threshold": 0.6}, "rcr"):
         one, two = run(rule, cache=TrailingCache(99)), run(rule)
@@ -282,22 +219,6 @@ def test_left_to_right_by_hand() -> None:
 
 
 # The verifier
-
-
-def test_only_words_that_the_verifier_knows() -> None:
-    """Its vocabulary is cut shorter; the toy likes some of the tokens that it lacks."""
-    rule = {"name": "apd", "max_lookahead": None, "mixture_weight": 1.0}
-    small, whole = (run({**rule, "verifier": toys.verifier(vocab=size)}, temperature=2.0) for size in (35, 40))
-    assert (whole.tokens >= 35).any() and not (small.tokens >= 35).any()
-    large = run({**rule, "verifier": toys.verifier(vocab=64), "mixture_weight": 0.5}, temperature=2.0)
-    assert (large.tokens < toys.MASK).all()
-
-
-def test_mixture_keeps_what_is_impossible() -> None:
-    own, other = torch.tensor([1.0, -torch.inf, 0.0, 5.0]), torch.tensor([0.0, 9.0, 2.0])
-    for weight, wanted in ((0.0, [0, 2.0]), (1.0, [1.0, 0]), (0.25, [0.25, 1.5])):
-        assert mixture(own, other, weight).tolist() == [wanted[0], -torch.inf, wanted[1], -torch.inf]
-    assert mixture(own.bfloat16(), other, 1.0).dtype == torch.bfloat16
 
 
 def test_from_a_folder(tmp_path: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dllm_sampler import Canvas, CounterNoise, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
@@ -34,34 +32,6 @@ from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, 
 from tests.toys import MASK
 
 # Certainty prior
-
-
-def test_density_by_hand() -> None:
-    seen: list[Tensor] = []
-
-    class Spy(CertaintyPrior):
-        def density(self, canvas: Canvas, positions: Tensor) -> Tensor:
-            seen.append(super().density(canvas, positions))
-            return seen[-1]
-
-    play(constant([0.5, 0.5, 0.5, 0.9]), Spy(sigma=0.5), 4)
-    near, far = float(torch.tensor(-2.0).exp()), float(torch.tensor(-8.0).exp())
-    total = 1 + 2 * near + 2 * far  # what is three positions away weighs 1.5e-8
-    assert seen[0][0].tolist() == pytest.approx([(near + far) / total, far / total, 0, 0], abs=1e-7)
-    # Position 0 (0.5 * 0.106) before position 3 (0.9 * 0): committed neighbours decide.
-    order = play(constant([0.5, 0.5, 0.5, 0.9]), CertaintyPrior(sigma=0.5), 4)
-    assert order[0] == [0]
-
-
-def test_density_right_of_the_end_is_as_the_last_position() -> None:
-    spec = constant([0.5] * 4).spec
-    canvas = layout.canvas([[0]], 4, [0], spec, FullBlock(), CounterNoise(), False)
-    at = torch.tensor([[4]])
-    canvas = canvas.apply(at, Edit(torch.ones_like(at), at > 0))
-    weight = {offset: math.exp(-(offset**2) / 4.5) for offset in range(-12, 12)}
-    there = [*range(-6, -2), *range(1, 6)]  # four columns on either side of the generation, and the one that stands
-    want = sum(weight[offset] for offset in there) / sum(weight.values())
-    assert float(CertaintyPrior(sigma=1.5).density(canvas, torch.tensor([[3]]))) == pytest.approx(want, rel=1e-14)
 
 
 @pytest.mark.parametrize("sigma", [0.4, 3.0, 50.0])
@@ -94,14 +64,6 @@ def test_a_bell_stays_where_it_is() -> None:
     assert bell(10.0, 1, torch.device("cpu")) is first
 
 
-def test_certainty_goes_from_left_to_right() -> None:
-    assert play(constant([0.5] * 12, [1] * 12), CertaintyPrior(), 12) == [[i] for i in range(12)]
-    outward = constant([0.5] * 12 + [0.8] * 4, [1] * 16)
-    assert play(outward, FixedSteps(), 16)[0] == [12]
-    assert play(outward, CertaintyPrior(sigma=2.0), 16)[0] == [0]
-    assert not same(run(CertaintyPrior(sigma=2.0)), run(FixedSteps()))
-
-
 # CCD
 
 
@@ -129,30 +91,6 @@ def test_ccd_commits_its_share() -> None:
     trace = two.generate(PROMPTS, max_new_tokens=16).trace
     assert all(len(step) == 2 for row in range(len(PROMPTS)) for step in trace.steps(row))
     assert not same(result, baseline)
-
-
-def test_ccd_verifies_what_it_commits() -> None:
-    """Several at once only with the candidate of the step before, and only what was next in line there."""
-    log: list[tuple[Canvas, Query, Readout, Edit, Any]] = []
-
-    class Spy(Coherent):
-        def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
-            edit, new = super().tell(canvas, query, readout, carry)
-            log.append((canvas, query, readout, edit, new))
-            return edit, new
-
-    fired = 0
-    for prompt in PROMPTS:
-        log.clear()
-        result = run(Spy(warmup=3), [prompt], blocks=FullBlock())
-        assert int(result.nfe[0]) <= TOKENS
-        for (_, _, _, _, stored), (_, query, readout, edit, _) in pairwise(log):
-            chosen = query.positions[0][edit.commit[0]]
-            if len(chosen) > 1:
-                fired += 1
-                assert stored[0][0, chosen].all()
-                assert torch.equal(stored[1][0, chosen], readout.token[0, 0][edit.commit[0]])
-    assert fired > 0
 
 
 def test_ccd_on_a_model_that_never_changes_its_mind() -> None:

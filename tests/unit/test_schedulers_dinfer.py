@@ -14,8 +14,7 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.threshold import Threshold
-from tests import toys
-from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
+from tests.scripted import TOKENS, Script, constant, play, run, same
 
 # dInfer
 
@@ -45,22 +44,6 @@ def test_hierarchy_at_its_ends() -> None:
     assert (run(Hierarchical(0.0)).nfe < TOKENS).all()
 
 
-def test_hierarchy_halves_easy_blocks() -> None:
-    """All equally sure, the middle a little more: 31 masks in five steps."""
-    order = {}
-
-    def halve(low: int, high: int, depth: int) -> None:
-        if low < high:
-            middle = (low + high) // 2
-            order[middle] = 0.99 - 0.01 * depth
-            halve(low, middle, depth + 1)
-            halve(middle + 1, high, depth + 1)
-
-    halve(0, 31, 0)
-    steps = play(constant([order[i] for i in range(31)]), Hierarchical(), 31)
-    assert [len(step) for step in steps] == [1, 2, 4, 8, 16]
-
-
 def test_hierarchy_remasks_by_hand() -> None:
     """Position 0 loses its certainty once position 2 stands; it is chosen anew when all else is there."""
     table = constant([0.9, 0.3, 0.8, 0.35])
@@ -76,45 +59,6 @@ def test_hierarchy_remasks_by_hand() -> None:
     # One is doubtful, so that two must be chosen: the surest are 3 and 1, and 0 returns to noise.
     assert masks[1] == [True, False, False, False]
     assert masks[2] == [False] * 4
-
-
-def test_hierarchy_remasking_fires_and_ends() -> None:
-    remasked = 0
-    sampler = Sampler(
-        toys.denoiser(), scheduler=Hierarchical(0.2, 0.6, remask=0.5), blocks=FixedBlocks(BLOCK), stop="none"
-    )
-    for prompt in PROMPTS:
-        before = torch.ones(TOKENS, dtype=torch.bool)
-        for commits in sampler.stream([prompt], max_new_tokens=TOKENS):
-            remasked += int((commits.masked[0] & ~before).sum())
-            assert commits.masked[0].sum() < before.sum()
-            before = commits.masked[0]
-        assert not before.any()
-    assert remasked > 0
-
-
-def test_credit_by_hand() -> None:
-    """Against the published matrix, written out, on random logits."""
-    alpha, gamma, decay, threshold = 1.0, 0.5, 0.6, 0.8
-    draw = torch.Generator().manual_seed(0)
-    table = torch.randn(40, 1, 10, 8, generator=draw, dtype=torch.float64) * 1.5
-    table[..., 7] = -torch.inf  # never the mask token
-    steps = play(Script(lambda canvas: table[int(canvas.step[0])]), Credit(threshold, 1e-5, alpha, gamma, decay, 8), 8)
-
-    matrix, masked, wanted = torch.zeros(8, 8, dtype=torch.float64), torch.ones(8, dtype=torch.bool), []
-    while masked.any():
-        logits = table[len(wanted), 0, 1:9]
-        matrix *= decay
-        top, token = logits.softmax(-1).max(-1)
-        matrix[torch.arange(8)[masked], token[masked]] += top[masked] ** gamma
-        sure, _ = (logits + alpha * (matrix + 1).log()).softmax(-1).max(-1)
-        sure = sure.masked_fill(~masked, -1)
-        chosen = masked & (sure >= min(threshold, float(sure.max()) - 1e-5))
-        wanted.append(chosen.nonzero()[:, 0].tolist())
-        masked &= ~chosen
-    assert steps == wanted
-    plain = play(Script(lambda canvas: table[int(canvas.step[0])]), DInferThreshold(threshold), 8)
-    assert steps != plain  # credit decided something
 
 
 def test_credit_without_weight_is_the_threshold() -> None:
@@ -138,24 +82,3 @@ def test_periodic_cache_at_its_ends(periodic: type, plain: str) -> None:
     assert not same(run(scheduler, cache=periodic(every=2)), run(scheduler, cache=plain))
     with pytest.raises(UserError, match=r"cache\.every"):
         periodic(every=0)
-
-
-def test_periodic_cache_by_hand() -> None:
-    """One per step in blocks of six, a refresh before every second narrow forward, each an extra forward."""
-    prompt, wide, narrow = PROMPTS[1], 7 + 12, 6
-    sampler = Sampler(
-        toys.denoiser(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=2)
-    )
-    widths: list[int] = []
-    for commits in sampler.stream([prompt], max_new_tokens=12):
-        assert commits.result is None or int(commits.result.trace.nfe[0]) == 12
-        widths.append(commits.step)
-    result = sampler.generate([prompt], max_new_tokens=12)
-    # Per block: W n n W n n; narrow forwards 0 to 3, then 4 to 7.
-    assert int(result.trace.rows[0]) == 4 * wide + 8 * narrow
-    # An odd number of narrow forwards: the count goes on in the next block, W n n n n | W n W ...
-    result = Sampler(
-        toys.denoiser(), scheduler=Threshold(2.0), blocks=FixedBlocks(6), stop="none", cache=PeriodicDual(every=5)
-    ).generate([prompt], max_new_tokens=12)
-    # W n n n n n | W W n n n n is what a reset or a refresh of its own would give; the opening one serves for both.
-    assert int(result.trace.rows[0]) == 2 * wide + 10 * narrow

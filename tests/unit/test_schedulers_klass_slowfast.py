@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
-from dllm_sampler.core.protocols import Carry, Scheduler, Stop
+from dllm_sampler.core.protocols import Scheduler, Stop
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -23,50 +22,8 @@ from dllm_sampler.schedulers.slowfast import SlowFast
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops.prophet import Prophet
-from tests.contract.test_reference import probabilities
-from tests.scripted import BLOCK, INF, NEVER, PROMPTS, TOKENS, history, run, same_answers, sampler, written
+from tests.scripted import INF, PROMPTS, TOKENS, history, run, same_answers, sampler, written
 from tests.toys import MASK
-from tests.turns import by_turns
-
-ALL: list[Scheduler] = [
-    Klass(threshold=0.2, divergence=0.5, history=1),
-    Klass(9, threshold=0.2, divergence=0.5, take="steadiest"),
-    Wino(0.3, least=2, most=4),
-    SlowFast(0.6, slow=3),
-    RunningConfidence(9),
-    Remdm(9, revisions=2, tokens=2),
-    Dilated(),
-    Dilated(3, 0.6),
-]
-
-
-@pytest.mark.parametrize(("scheduler", "kind"), by_turns(3, ALL, ["llada", "dream", "cfg"]))
-def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> None:
-    batch = run(scheduler, kind=kind)
-    assert batch.complete.all()
-    for row, prompt in enumerate(PROMPTS):
-        alone = run(scheduler, [prompt], kind)
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.nfe[row] == alone.nfe[0]
-        assert batch.trace.rows[row] == alone.trace.rows[0]
-
-
-@pytest.mark.parametrize("scheduler", ALL, ids=repr)
-def test_a_wider_query_changes_nothing(scheduler: Scheduler) -> None:
-    assert same_answers(run(scheduler, stop=NEVER), run(scheduler))
-
-
-@pytest.mark.parametrize("scheduler", [Wino(0.3, least=2, most=4), RunningConfidence(9), Remdm(9, 2, 2)], ids=repr)
-def test_stopping_waits_for_what_may_be_taken_back(scheduler: Scheduler) -> None:
-    """An end token ends a row with its block; nothing before it is other than without the stop."""
-    full, cut, fired = run(scheduler), run(scheduler, stop="prefix"), 0
-    for row in range(len(PROMPTS)):
-        length = int(cut.lengths[row])
-        assert cut.lengths[row] == full.lengths[row]
-        assert torch.equal(cut.tokens[row, :length], full.tokens[row, :length])
-        fired += int(cut.nfe[row] < full.nfe[row])
-    assert fired > 0
 
 
 def test_filling_every_mask_takes_nothing_back() -> None:
@@ -79,14 +36,6 @@ def test_filling_every_mask_takes_nothing_back() -> None:
             assert result.complete.all()
             assert (result.tokens != MASK).all()
             assert (result.trace.generated >= 0).all()
-
-
-@pytest.mark.parametrize("cls", [Klass, Wino, SlowFast, RunningConfidence, Remdm, Dilated])
-def test_one_position_and_short_last_blocks(cls: type[Scheduler]) -> None:
-    for tokens, length in ((1, 6), (7, 3), (5, 1)):
-        result = sampler(cls(), blocks=FixedBlocks(length)).generate(PROMPTS, max_new_tokens=tokens)
-        assert result.complete.all()
-        assert (result.trace.generated >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -130,41 +79,6 @@ def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler
 
 
 class TestKlass:
-    @staticmethod
-    def reference(prompt: list[int], bar: float, bound: float, length: int, take: str) -> tuple[list[int], list[int]]:
-        """The spec in plain Python."""
-        ids, step_map, step = [*prompt, *[MASK] * TOKENS], [-1] * TOKENS, 0
-        for start in range(0, TOKENS, BLOCK):
-            before: Tensor | None = None
-            moves: dict[int, list[float]] = {i: [] for i in range(start, start + BLOCK)}
-            while masks := [i for i in range(start, start + BLOCK) if step_map[i] < 0]:
-                p = probabilities("llada", tuple(ids), len(prompt))[len(prompt) :]
-                sure = {i: float(p[i].max()) for i in masks}
-                if before is not None:
-                    for i in moves:
-                        moves[i].append(float((p[i] * ((p[i] + 1e-12).log() - (before[i] + 1e-12).log())).sum()))
-                ready = [i for i in masks if sure[i] > bar and len(moves[i]) >= length]
-                ready = [i for i in ready if all(m < bound for m in moves[i][-length:])]
-                if take == "surest":
-                    ready = sorted(ready, key=lambda i: -sure[i])[:1]
-                if take == "steadiest":
-                    ready = sorted(ready, key=lambda i: moves[i][-1])[:1]
-                for i in ready or [max(masks, key=lambda i: sure[i])]:
-                    ids[len(prompt) + i], step_map[i] = int(p[i].argmax()), step
-                before, step = p, step + 1
-        return ids[len(prompt) :], step_map
-
-    @pytest.mark.parametrize("take", ["all", "surest", "steadiest"])
-    @pytest.mark.parametrize(("bar", "bound", "length"), [(0.2, 0.5, 1), (0.2, 1.0, 2), (0.0, INF, 2), (0.4, INF, 1)])
-    def test_is_its_spec(self, bar: float, bound: float, length: int, take: Any) -> None:
-        result = run(Klass(threshold=bar, divergence=bound, history=length, take=take))
-        for row, prompt in enumerate(PROMPTS):
-            tokens, step_map = self.reference(prompt, bar, bound, length, take)
-            assert result.tokens[row].tolist() == tokens
-            assert result.trace.generated[row].tolist() == step_map
-        if take == "all" and bar == 0:
-            assert (result.nfe < TOKENS).all(), "nothing was ready"
-
     @pytest.mark.parametrize("steps", [None, 9, 4])
     def test_without_divergence_it_is_the_fixed_schedule(self, steps: int | None) -> None:
         assert same_answers(run(Klass(steps, divergence=0.0, threshold=0.0)), run(FixedSteps(steps)))
@@ -207,20 +121,6 @@ class Halving(Stop):
         return replace(edit, end=torch.where(canvas.step == 1, half, canvas.end))
 
 
-@dataclass(frozen=True)
-class Watched(SlowFast):
-    """Keeps the left border and the masks before it, after each forward."""
-
-    seen: list[tuple[int, int]] = field(default_factory=list)
-
-    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        edit, carry = super().tell(canvas, query, readout, carry)
-        after = canvas.apply(query.positions, edit)
-        left = int(carry[0])
-        self.seen.append((left, int(after.masked[:, :left].sum())))
-        return edit, carry
-
-
 class TestSlowFast:
     SURE = ([0.5, 0.95, 0.16, 0.35, 0.2, 0.1, 0.25, 0.1],)
 
@@ -249,21 +149,3 @@ class TestSlowFast:
     def test_without_a_slow_phase_it_is_the_threshold(self, bar: float) -> None:
         assert same_answers(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
         assert same_answers(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
-
-    @pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(BLOCK)])
-    def test_borders_move_on_and_leave_no_mask_behind(self, blocks: Any) -> None:
-        windows = set()
-        for prompt in PROMPTS:
-            watched = Watched(0.7, glimpse=0.9, slow=2)
-            history(watched, prompt, blocks=blocks)
-            lefts = [left for left, _ in watched.seen]
-            assert lefts == sorted(lefts)
-            assert all(masks == 0 for _, masks in watched.seen)
-            windows |= {(tuple(prompt), left) for left in lefts}
-        assert len(windows) > 2 * len(PROMPTS)
-
-    def test_hidden_columns_are_not_computed(self) -> None:
-        exact, cut = (run(SlowFast(1.01, slow=2, truncate=value), blocks="full") for value in (False, True))
-        length = torch.tensor([len(prompt) + TOKENS for prompt in PROMPTS])
-        assert torch.equal(exact.trace.rows, exact.nfe * length)
-        assert (cut.trace.rows < cut.nfe * length).any()

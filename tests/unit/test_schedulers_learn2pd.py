@@ -12,16 +12,8 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
-from dllm_sampler.core.protocols import Scheduler
-from dllm_sampler.schedulers.ccd import Coherent
-from dllm_sampler.schedulers.ccd_marginal import CoherentMarginal
-from dllm_sampler.schedulers.certainty import CertaintyPrior
-from dllm_sampler.schedulers.credit import Credit
-from dllm_sampler.schedulers.dinfer import DInferThreshold
-from dllm_sampler.schedulers.editing import TokenEditing
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_of_text import EndOfText
@@ -29,7 +21,6 @@ from dllm_sampler.stops.end_tokens import TruncateStop
 from tests import toys
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 from tests.toys import EOS
-from tests.turns import by_turns
 
 
 def filter_file(folder: Path, *layers: tuple[Tensor, Tensor]) -> str:
@@ -49,48 +40,6 @@ def random_filter(tmp_path: Path) -> str:
     draw = torch.Generator().manual_seed(3)
     mix = torch.eye(BLOCK) + 0.1 * torch.randn(BLOCK, BLOCK, generator=draw)
     return filter_file(tmp_path, (mix, torch.zeros(BLOCK)), (20 * torch.eye(BLOCK), torch.full((BLOCK,), -10.0)))
-
-
-@pytest.fixture
-def schedulers(random_filter: str) -> dict[str, Scheduler]:
-    return {
-        "learn2pd": LearnedFilter(random_filter, 0.6),
-        "learn2pd-steps": LearnedFilter(random_filter, 0.6, steps=9),
-        "dinfer": DInferThreshold(0.6),
-        "hierarchical": Hierarchical(0.3, 0.8),
-        "remask": Hierarchical(0.2, 0.6, remask=0.5),
-        "credit": Credit(0.7),
-        "credit-1": Credit(0.7, memory=1),
-        "certainty": CertaintyPrior(sigma=3.0),
-        "ccd": Coherent(warmup=2),
-        "ccd-fixed": Coherent(dynamic=False, steps=9, warmup=2),
-        "marginal": CoherentMarginal(epsilon=1.5),
-        "marginal-fixed": CoherentMarginal(dynamic=False, depth=2),
-        "editing": TokenEditing(0.6, 0.3),
-    }
-
-
-NAMES = [
-    *("learn2pd", "learn2pd-steps", "dinfer", "hierarchical", "remask", "credit", "credit-1", "certainty"),
-    *("ccd", "ccd-fixed", "marginal", "marginal-fixed", "editing"),
-]
-CACHES = ["none", "prefix", "dual", "periodic_prefix", "periodic_dual"]
-
-
-@pytest.mark.parametrize(("name", "stored"), by_turns(5, NAMES, CACHES))
-def test_a_batch_is_its_rows_alone(schedulers: dict[str, Scheduler], name: str, stored: str) -> None:
-    plugins: dict[str, Any] = {"cache": {"name": stored, "every": 2} if "periodic" in stored else stored}
-    plugins["stop"] = {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3} if name != "editing" else "block"
-    batch = run(schedulers[name], **plugins)
-    assert batch.complete.all()
-    for row, prompt in enumerate(PROMPTS):
-        alone = run(schedulers[name], [prompt], **plugins)
-        pad = len(PROMPTS[1]) - len(prompt)
-        assert torch.equal(batch.trace.ids[row, pad:], alone.trace.ids[0])
-        assert torch.equal(batch.trace.step_map[row, pad:], alone.trace.step_map[0])
-        assert batch.trace.nfe[row] == alone.trace.nfe[0]
-        assert batch.trace.rows[row] == alone.trace.rows[0]
-        assert batch.trace.end[row] - pad == alone.trace.end[0]
 
 
 # Learn2PD

@@ -39,20 +39,6 @@ class TestWino:
         assert script.history(replace(scheduler, least=1, most=2))[0][0] == [0, 1]
         assert script.history(replace(scheduler, share=0.2, least=1))[0][0] == [0]
 
-    @pytest.mark.parametrize("kind", ["llada", "dream", "cfg"])
-    def test_takes_back_less_than_it_commits(self, kind: str) -> None:
-        fired = 0
-        for prompt in PROMPTS:
-            opened, taken = history(Wino(0.2, least=2, most=6), prompt, kind)
-            assert all(len(back) < max(len(new), 1) for new, back in zip(opened, taken, strict=True))
-            assert len(opened) <= TOKENS
-            last = max(place for new in opened for place in new) // BLOCK
-            for block in range(last + 1):
-                part = [n for n in opened if n[0] // BLOCK == block]
-                assert len(part) <= BLOCK
-            fired += sum(map(len, taken))
-        assert fired > 0
-
     def test_never_taking_back_it_is_a_capped_threshold(self) -> None:
         wide = run(Wino(0.3, 0.0, least=TOKENS, most=TOKENS))
         assert same_answers(wide, run(Threshold(0.3)))
@@ -117,22 +103,6 @@ class TestRunningConfidence:
     def test_where_nothing_gets_surer_it_is_the_fixed_schedule(self, steps: int) -> None:
         script = written([[0.3, 0.9, 0.5, 0.7, 0.2, 0.6, 0.4, 0.8]])
         assert script.history(RunningConfidence(steps)) == script.history(FixedSteps(steps))
-
-    @pytest.mark.parametrize("steps", [9, 12, 18])
-    def test_counts_and_revisions(self, steps: int) -> None:
-        share, fired = steps * BLOCK // TOKENS, 0
-        for prompt in PROMPTS:
-            opened, taken = history(RunningConfidence(steps), prompt)
-            assert len(opened) == steps
-            for block in range(TOKENS // BLOCK):
-                part = slice(block * share, (block + 1) * share)
-                stands = 0
-                for step, (new, back) in enumerate(zip(opened[part], taken[part], strict=True)):
-                    stands += len(new) - len(back)
-                    assert stands == -(-BLOCK * (step + 1) // share)
-                    assert all(place // BLOCK == block for place in new + back)
-            fired += sum(map(len, taken))
-        assert fired > 0 or share == 4
 
 
 class TestRemdm:

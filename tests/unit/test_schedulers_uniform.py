@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError
-from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Denoiser, Plan
 from dllm_sampler.core.values import Spent
@@ -83,21 +82,6 @@ def test_noise_is_drawn_anew_and_nothing_else_is(scheduler: Any) -> None:
         stayed += int((before.ids == after.ids)[noise].sum())
         changed += int((before.ids != after.ids)[noise].sum())
     assert 0 < stayed < 0.1 * changed  # one in 40 by chance
-
-
-def test_the_noise_is_uniform_and_does_not_repeat() -> None:
-    canvas = replace(toys.canvas(torch.ones(8, 100, dtype=torch.bool)), row_seed=torch.arange(8))
-    positions = canvas.window(100)
-    draws = torch.stack(
-        [CounterNoise().ids(replace(canvas, step=canvas.step + step), positions, 7) for step in range(50)]
-    )
-    assert draws.min() == 0
-    assert draws.max() == 6
-    counts = torch.bincount(draws.flatten(), minlength=7) / draws.numel()
-    assert (counts - 1 / 7).abs().max() < 0.01  # 40000 draws: five standard deviations
-    assert (draws[0] == draws[1]).float().mean() < 0.2
-    huge = CounterNoise().ids(canvas, positions, 262_144)
-    assert 0 <= int(huge.min()) < int(huge.max()) < 262_144
 
 
 def accepted(bound: float, entropies: list[float], **settings: Any) -> list[list[int]]:

@@ -12,6 +12,7 @@ import torch
 from dllm_sampler import UserError, config
 from dllm_sampler.training.distill import DistillTrainer, Rows, certainty_loss, collate, split
 from tests import toys
+from tests.sampling import sampled
 
 MASK = toys.MASK
 
@@ -85,6 +86,7 @@ def test_no_entropy_gradient_where_nothing_is_right() -> None:
     assert logits.grad.any() and logits.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_training_makes_sure() -> None:
     """On masks nobody was trained on: the entropy term makes surer than cross-entropy alone, and does not cost it."""
     before, plain, sure = toy_run(60, 0, 0.0), toy_run(60, 60, 0.0), toy_run(60, 60, 2.0)
@@ -129,7 +131,7 @@ def trainer(output: Path, **changes: Any) -> DistillTrainer:
     return DistillTrainer(**{**settings, **small, **fixed, "teacher": teacher, "block_length": 4, **changes})
 
 
-@pytest.mark.parametrize("changes", [{}, {"masking": "random", "tail": False, "schedule": "cosine"}])
+@pytest.mark.parametrize("changes", sampled([{}, {"masking": "random", "tail": False, "schedule": "cosine"}]))
 def test_goes_on_to_the_same_losses(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(tmp_path / "whole", **changes).run()
     step = DistillTrainer.step

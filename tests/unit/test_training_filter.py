@@ -220,6 +220,7 @@ def test_refusals(prompts: Path, tmp_path: Path, checkpoint: Path) -> None:
         trainer(tmp_path / "f", checkpoint, prompts).run()
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tasks of mini in a few seconds; right answers are counted, too."""
     few = ["count=28", "steps=50", "batch=14", "against=[0.9]", "device=cpu", f"output={tmp_path / 'f.safetensors'}"]

@@ -1,4 +1,4 @@
-"""Rollouts and trainers in two processes: DDP and FSDP2 over gloo."""
+"""Rollouts and trainers under DDP and FSDP2 over gloo, in one process and in two."""
 
 from __future__ import annotations
 
@@ -35,32 +35,38 @@ def sampled_and_scored(module: Any, prompts: list[list[int]]) -> tuple[Tensor, T
     return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
-def worker(rank: int, store: str) -> None:
-    """One of two: its own prompts, so that the gradients are the means of two."""
+def worker(rank: int, store: str, processes: int) -> None:
+    """One process, with its own prompts, so that the gradients are the means over processes."""
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     try:
         prompts = toys.PROMPTS[2 * rank : 2 * rank + 2]
         ids, logprob, own = sampled_and_scored(toys.transformer(), prompts)
         mean = own.clone()
         torch.distributed.all_reduce(mean)
         sharded = toys.transformer()
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (processes,))
         for layer in sharded.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         for module in (nn.parallel.DistributedDataParallel(toys.transformer()), sharded):
             found = sampled_and_scored(module, prompts)
-            for one, other in zip((ids, logprob, mean / 2), found, strict=True):
+            for one, other in zip((ids, logprob, mean / processes), found, strict=True):
                 torch.testing.assert_close(other, one, atol=1e-10, rtol=1e-10)
     finally:
         torch.distributed.destroy_process_group()
 
 
+def test_wrapped_modules_sample_and_score_as_they_are(tmp_path: Path) -> None:
+    """Under DDP and FSDP2: the plain module's answers, its log-probabilities, and the gradients of these."""
+    worker(0, str(tmp_path / "store"), 1)
+
+
+@pytest.mark.slow
 def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None:
-    spawn(worker, (str(tmp_path / "store"),), nprocs=2)
+    spawn(worker, (str(tmp_path / "store"), 2), nprocs=2)
 
 
 @pytest.mark.slow

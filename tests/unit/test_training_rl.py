@@ -20,6 +20,7 @@ from dllm_sampler.training import cli, rewards
 from dllm_sampler.training.rl import Goal, PolicyTrainer
 from dllm_sampler.training.trajectory import Trajectories, trajectories
 from tests import toys
+from tests.sampling import sampled
 
 # Rewards --------------------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in read]
 
 
-@pytest.mark.parametrize("name", ["cjgrpo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", sampled(["cjgrpo", "grpo"]))
 def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the third step, with the reference moved on and a line of a lost step in the log."""
     changes = {"steps": 3, "beta": 0.04, "reference_every": 1, "learning_rate": 1e-3, "transitions": 2}
@@ -289,7 +290,8 @@ def test_a_sampler_that_cannot_be_scored_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = ["steps=1", "prompts=1", "group=2", "updates=1", "held_out=1", "device=cpu", f"output={tmp_path / 'run'}"]
+    few = ["steps=1", "prompts=1", "group=2", "updates=1", "held_out=1", "new_tokens=8", "device=cpu"]
+    few.append(f"output={tmp_path / 'run'}")
     assert cli.main(["train=cjgrpo", *(f"train.{one}" for one in few)]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{tmp_path / 'run'}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from dllm_sampler import Sampler, Trace, UserError
 from dllm_sampler.core.trace import aligned
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.training.trajectory import trajectories
 from tests import toys
 
 TOKENS = 13
@@ -125,48 +123,6 @@ def test_a_module_in_training_is_left_alone(training: bool, autocast: bool) -> N
         for a, b in zip(one, two, strict=True):
             assert torch.equal(a, b) if isinstance(a, Tensor) else a is b
     module(torch.tensor([[1, 2, 3]])).square().mean().backward()  # the graph is still there to be made
-
-
-def test_weights_are_seen_as_they_are_now() -> None:
-    module = toys.transformer()
-    sampler = Sampler(TransformerDenoiser(module, toys.MASK, toys.EOS), scheduler="fixed")
-    one = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    with torch.no_grad():
-        module.lm_head.weight.copy_(toys.transformer(seed=3).lm_head.weight)
-    assert not torch.equal(one.tokens, sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).tokens)
-
-
-@pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("process_group")
-def test_wrapped_modules_sample_and_score_as_they_are() -> None:
-    """Under DDP and FSDP2: the plain module's answers, its log-probabilities, and the gradients of these."""
-    from torch.distributed.fsdp import fully_shard
-
-    def run(module: Any) -> tuple[Tensor, Tensor, Tensor]:
-        sampler = Sampler(TransformerDenoiser(module, toys.MASK, toys.EOS), temperature=1.0)
-        trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, samples=2).trace
-        view = trajectories(trace, sampler.denoiser.spec, after_eos=True)
-        (chunk,) = view.chunks(10**6)
-        loss, _ = chunk.score(module)
-        loss.sum().backward()
-        grad = next(iter(module.parameters())).grad
-        return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-
-    expected = run(toys.transformer())
-    sharded = toys.transformer()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    for layer in sharded.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    for module in (nn.parallel.DistributedDataParallel(toys.transformer()), sharded):
-        for one, two in zip(expected, run(module), strict=True):
-            torch.testing.assert_close(one, two, atol=1e-10, rtol=1e-10)
 
 
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

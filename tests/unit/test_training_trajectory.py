@@ -13,7 +13,7 @@ from dllm_sampler import Sampler, Trace, UserError
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import Trajectories, check, trajectories
 from tests import toys
-from tests.turns import by_turns
+from tests.sampling import crossed
 
 TOKENS = 13
 
@@ -32,7 +32,7 @@ def rollout(kind: str = "llada", **plugins: Any) -> Trace:
     return toys.sampler(kind, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS).trace
 
 
-@pytest.mark.parametrize(("kind", "stop"), by_turns(2, ["llada", "gqa", "dream", "causal"], ["prefix", "truncate"]))
+@pytest.mark.parametrize(("kind", "stop"), crossed(["llada", "gqa", "dream", "causal"], ["prefix", "truncate"]))
 def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
     """For every token that counts, whatever is packed into a forward; and side by side, where attention allows it."""
     trace, spec = rollout(kind, stop=stop), toys.denoiser(kind).spec
