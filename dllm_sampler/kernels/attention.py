@@ -31,8 +31,7 @@ def packed_attention(
     bounds: Tensor,
     columns: Tensor,
     *,
-    begin: Tensor | None = None,
-    limit: Tensor | None = None,
+    end: Tensor | None = None,
     grid: int | None = None,
     segment: Tensor | None = None,
     overwritten: Tensor | None = None,
@@ -48,8 +47,8 @@ def packed_attention(
     slots: keys and values `[B, L+1, Hkv, Dh]`, the last one empty; None: nothing is stored
     bounds: int64 `[B+1]`: row b has the entries bounds[b]..bounds[b+1]-1; those from bounds[B] on are fillers
     columns: int64 `[T]`, where the entries stand
-    begin, limit: `[B]`, keys of columns begin..limit-1 may be seen; default: 0 and L
-    grid: length of the blocks of block-causal attention, counted from `begin`; None: no blocks
+    end: integers `[B]`, columns from here on are hidden; default: L
+    grid: length of the blocks of block-causal attention; None: no blocks
     segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
     overwritten: bool `[B, L+1]`, stored columns that fresh keys replace, so that no entry sees them
     stored: whether stored keys are seen; false for a forward that computes every column
@@ -84,7 +83,7 @@ def packed_attention(
     tiles = (entries * group + batch * (shape["BLOCK_M"] - 1)) // shape["BLOCK_M"]  # at most
     attention_kernel[kv_heads, splits, tiles](
         _whole(q), _whole(k), _whole(v), keys, values, _whole(bounds), _whole(columns), _whole(segment),
-        _whole(begin), _whole(limit), None if hidden is None else hidden.view(torch.uint8),
+        _whole(end), None if hidden is None else hidden.view(torch.uint8),
         out if parts is None else parts, peaks, totals,
         entries, batch, length, grid, (size**-0.5 if scale is None else scale) * _LOG2E,
         **launch,
@@ -104,8 +103,7 @@ def attention_reference(
     bounds: Tensor,
     columns: Tensor,
     *,
-    begin: Tensor | None = None,
-    limit: Tensor | None = None,
+    end: Tensor | None = None,
     grid: int | None = None,
     segment: Tensor | None = None,
     overwritten: Tensor | None = None,
@@ -124,14 +122,11 @@ def attention_reference(
     real = at < bounds[1:, None]
     at = at.clamp(max=entries - 1)
     own = columns[at]
-    low = torch.zeros_like(at[:, :1]) if begin is None else begin[:, None]
-    high = torch.full_like(low, length - 1) if limit is None else limit[:, None].clamp(max=length - 1)
+    end = torch.full_like(bounds[1:], length - 1) if end is None else end.clamp(max=length - 1)
 
     def sees(column: Tensor) -> Tensor:  # of columns [B, X]: [B, M, X]
-        seen = real[..., None] & ((column >= low) & (column < high))[:, None]
-        if grid is not None:
-            seen = seen & ((column - low)[:, None] < (((own - low).clamp(min=0) // grid + 1) * grid)[..., None])
-        return seen
+        seen = real[..., None] & (column < end[:, None])[:, None]
+        return seen if grid is None else seen & (column[:, None] < ((own // grid + 1) * grid)[..., None])
 
     keys, values, visible = [], [], []
     if stored and slots is not None:
@@ -198,9 +193,9 @@ def _configuration(
 ) -> Configuration:
     """given: the optional arguments that this launch has."""
     shape, warps, stages = _shape(queries, size, 4 if dtype == "fp32" else 2, "fresh" in given)
-    optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored", "begin": "range", "limit": "range"}
+    optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored"}
     optional |= {"segment": "segment", "grid": "grid", "peaks": "split", "totals": "split"}
-    types = dict.fromkeys(("bounds", "positions", "segment", "begin", "limit"), "*i64") | {"overwritten": "*u8"}
+    types = dict.fromkeys(("bounds", "positions", "segment", "end"), "*i64") | {"overwritten": "*u8"}
     types |= {"peaks": "*fp32", "totals": "*fp32", "scale": "fp32", "out": "*fp32" if "split" in given else f"*{dtype}"}
     types |= dict.fromkeys(("q", "k", "v", "keys", "values"), f"*{dtype}")
     constants: dict[str, Any] = shape | {"G": group, "HKV": kv_heads, "DH": size}
@@ -214,14 +209,14 @@ def _configuration(
 
 _MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4, 8), "LLaDA2-mini": (128, 4, 4)}
 _GIVEN = [  # decoding, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts without a cache
-    ("stored", "range"),
-    ("stored", "range", "split"),
-    ("stored", "range", "grid", "split"),
-    ("fresh", "range"),
-    ("fresh", "range", "grid"),
-    ("stored", "fresh", "range", "split"),
-    ("stored", "fresh", "range", "segment", "grid", "split"),
-    ("fresh", "range", "segment", "grid"),
+    ("stored",),
+    ("stored", "split"),
+    ("stored", "grid", "split"),
+    ("fresh",),
+    ("fresh", "grid"),
+    ("stored", "fresh", "split"),
+    ("stored", "fresh", "segment", "grid", "split"),
+    ("fresh", "segment", "grid"),
 ]
 
 
@@ -243,13 +238,13 @@ CONFIGURATIONS = [
     *(
         _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], queries, *given, "one row")
         for queries in (16, 128)
-        for given in (("stored", "range", "split"), ("fresh", "range"))
+        for given in (("stored", "split"), ("fresh",))
     ),
     *(
         _configuration("heads", dtype, size, 4, 8, 32, *given)
         for dtype in ("bf16", "fp16", "fp32")
         for size in (64, 80, 96, 128)
-        for given in (("stored", "range", "split"), ("stored", "fresh", "range", "segment", "grid", "split"))
+        for given in (("stored", "split"), ("stored", "fresh", "segment", "grid", "split"))
     ),
     *(_combination(dtype, size) for dtype in ("bf16", "fp16", "fp32") for size in (64, 80, 96, 128)),
     _combination("bf16", 128, one=True),

@@ -43,7 +43,7 @@ def _place(bounds, batch, entries, tile, G: tl.constexpr, BLOCK_M: tl.constexpr)
 
 @triton.jit
 def attention_kernel(
-    q, k, v, keys, values, bounds, positions, segment, begin, limit, overwritten, out, peaks, totals,
+    q, k, v, keys, values, bounds, positions, segment, end, overwritten, out, peaks, totals,
     entries, batch, columns, grid, scale,
     G: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -68,17 +68,13 @@ def attention_kernel(
         other=0.0,
     )
     positions += start
-    low = 0
-    high = columns - 1
-    if begin is not None:
-        low = tl.load(begin + b).to(tl.int32)
-    if limit is not None:
-        high = tl.minimum(tl.load(limit + b).to(tl.int32), high)
-    end = high
+    visible = columns - 1  # the number of columns that any of the queries sees
+    if end is not None:
+        visible = tl.minimum(tl.load(end + b).to(tl.int32), visible)
     if grid is not None:
         at = tl.load(positions + m, mask=live, other=0).to(tl.int32)
-        past = (tl.maximum(at - low, 0) // grid + 1) * grid  # of the query's block, counted from `low`
-        end = tl.minimum(end, low + tl.max(past, 0))
+        past = (at // grid + 1) * grid  # the end of the query's block
+        visible = tl.minimum(visible, tl.max(past, 0))
     if segment is not None:
         segment += start
         own = tl.load(segment + m, mask=live, other=0).to(tl.int32)
@@ -87,7 +83,7 @@ def attention_kernel(
     if keys is not None:
         keys += b * columns * width + head * DH
         values += b * columns * width + head * DH
-        stored = tl.maximum(end - low + BLOCK_N - 1, 0) // BLOCK_N
+        stored = tl.cdiv(visible, BLOCK_N)
     tiles = stored
     if k is not None:
         k += start.to(tl.int64) * width + head * DH
@@ -103,13 +99,13 @@ def attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if keys is not None:
         for t in range(first, tl.minimum(last, stored)):
-            column = low + t * BLOCK_N + tl.arange(0, BLOCK_N)
-            seen = column < end
+            column = t * BLOCK_N + tl.arange(0, BLOCK_N)
+            seen = column < visible
             if overwritten is not None:
                 seen = seen & (tl.load(overwritten + b * columns + column, mask=seen, other=1) == 0)
             allowed = seen[None]
             if grid is not None:
-                allowed = allowed & ((column - low)[None] < past[:, None])
+                allowed = allowed & (column[None] < past[:, None])
             inside = seen[:, None] & (d[None] < DH)
             slot = column[:, None] * width + d[None]
             key = tl.load(keys + slot, mask=inside, other=0.0).to(query.dtype)
@@ -121,10 +117,10 @@ def attention_kernel(
         stages: tl.constexpr = 1 if half and segment is not None else None
         for t in tl.range(tl.maximum(first - stored, 0), last - stored, num_stages=stages):
             j = t * BLOCK_N + tl.arange(0, BLOCK_N)
-            column = tl.load(positions + j, mask=j < count, other=-1).to(tl.int32)
-            allowed = ((column >= low) & (column < end))[None]
+            column = tl.load(positions + j, mask=j < count, other=columns).to(tl.int32)
+            allowed = (column < visible)[None]
             if grid is not None:
-                allowed = allowed & ((column - low)[None] < past[:, None])
+                allowed = allowed & (column[None] < past[:, None])
             if segment is not None:
                 its = tl.load(segment + j, mask=j < count, other=0).to(tl.int32)
                 allowed = allowed & (its[None] == own[:, None])

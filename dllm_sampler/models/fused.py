@@ -110,7 +110,7 @@ class Fused:
             slots,
             pack.bounds,
             pack.column,
-            limit=sees.end,
+            end=sees.end,
             grid=sees.grid,
             segment=pack.segment,
             overwritten=pack.overwritten,

@@ -18,19 +18,16 @@ def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) ->
     grid, at = options.get("grid"), columns.tolist()
     out = torch.zeros(q.shape, dtype=torch.float64)
     for b, (first, after) in enumerate(pairwise(bounds.tolist())):
-        begin = 0 if (low := options.get("begin")) is None else int(low[b])
-        limit = 10**6 if (high := options.get("limit")) is None else int(high[b])
-        limit = limit if slots is None else min(limit, slots[0].shape[1] - 1)
+        end = 10**6 if (given := options.get("end")) is None else int(given[b])
+        end = end if slots is None else min(end, slots[0].shape[1] - 1)
         hidden = [] if (over := options.get("overwritten")) is None else over[b].nonzero().flatten().tolist()
         drafts = None if (own := options.get("segment")) is None else own.tolist()
         for t in range(first, after):
-            end = limit
-            if grid is not None:
-                end = min(limit, begin + (max(at[t] - begin, 0) // grid + 1) * grid)
+            past = end if grid is None else min(end, (at[t] // grid + 1) * grid)
             old: list[int] = []
             if slots is not None and options.get("stored", True):
-                old = [column for column in range(begin, end) if column not in hidden]
-            new = [j for j in range(first, after) if begin <= at[j] < end] if k is not None else []
+                old = [column for column in range(past) if column not in hidden]
+            new = [j for j in range(first, after) if at[j] < past] if k is not None else []
             new = [j for j in new if drafts is None or drafts[j] == drafts[t]]
             if old or new:
                 parts = [(slots[0][b, old], slots[1][b, old])] if slots is not None and old else []
@@ -70,17 +67,16 @@ def pack(
     batch, entries = len(counts), sum(counts) * candidates + fillers
     q, k, v = (normal(entries, h, size) for h in (heads, kv_heads, kv_heads))
     slots = [normal(batch, length + 1, kv_heads, size) for _ in range(2)]
-    begin, limit, columns, segment = [], [], [], []
+    end, columns, segment = [], [], []
     overwritten = torch.zeros(batch, length + 1, dtype=torch.bool)
     for b, count in enumerate(counts):
-        begin.append(draw.randrange((length - count) // 3 + 1))
-        limit.append(draw.randrange(begin[b] + max(count, 1), length + 1))
-        own = sorted(draw.sample(range(begin[b], limit[b]), count))
+        end.append(draw.randrange(max(count, 1), length + 1))
+        own = sorted(draw.sample(range(end[b]), count))
         overwritten[b, own] = True
         columns += own * candidates
         segment += [candidate for candidate in range(candidates) for _ in own]
         for s in slots:
-            s[b, : begin[b]] = s[b, limit[b] :] = torch.nan
+            s[b, end[b] :] = torch.nan
             if keys == "both":
                 s[b, own] = torch.nan
             if keys == "fresh" or not count:
@@ -88,7 +84,7 @@ def pack(
     bounds = torch.tensor([0, *accumulate(count * candidates for count in counts)])
     for x in (q, k, v):
         x[entries - fillers :] = torch.nan
-    options: dict[str, Any] = {"begin": torch.tensor(begin), "limit": torch.tensor(limit)}
+    options: dict[str, Any] = {"end": torch.tensor(end)}
     options |= {"segment": torch.tensor(segment + [0] * fillers)} if candidates > 1 else {}
     options |= {"overwritten": overwritten} if keys == "both" else {"stored": keys == "stored"}
     fresh = (None, None) if keys == "stored" else (k, v)

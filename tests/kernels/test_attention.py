@@ -55,7 +55,7 @@ def test_a_row_of_a_pack_answers_as_it_does_alone(counts):
     together = checks.attention(given, options)
     for b, (first, after) in [*enumerate(pairwise(bounds.tolist()))][-7:]:
         own = slice(first, after)
-        its = {name: options[name][b : b + 1] for name in ("begin", "limit", "overwritten")}
+        its = {name: options[name][b : b + 1] for name in ("end", "overwritten")}
         alone = packed_attention(
             q[own], k[own], v[own], (slots[0][b : b + 1], slots[1][b : b + 1]), torch.tensor([0, after - first]),
             columns[own], **options | its,
@@ -63,16 +63,15 @@ def test_a_row_of_a_pack_answers_as_it_does_alone(counts):
         torch.testing.assert_close(alone, together[own], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("phase", [0, 1, 3])
-def test_blocks_are_counted_from_the_first_token(phase):
+@pytest.mark.parametrize("grid", [3, 4, 7])
+def test_an_entry_sees_its_block_and_earlier_ones(grid):
     columns = torch.arange(7, 13)
     q, slots = torch.randn(6, 4, 16), tuple(torch.randn(1, 25, 2, 16) for _ in range(2))
-    last = phase + ((12 - phase) // 4 + 1) * 4  # the end of the last query's block
     for s in slots:
-        s[:, last:] = s[:, :phase] = torch.nan
-    options = {"begin": torch.tensor([phase]), "limit": torch.tensor([22]), "grid": 4}
+        s[:, (12 // grid + 1) * grid :] = torch.nan  # after the last query's block
+    options = {"end": torch.tensor([22]), "grid": grid}
     out = checks.attention((q, None, None, slots, torch.tensor([0, 6]), columns), options)
-    seen = block_causal(columns[None] - phase, torch.arange(25)[None] - phase, 4)[0] & (torch.arange(25) >= phase)
+    seen = block_causal(columns[None], torch.arange(25)[None], grid)[0]
     keys, values = (s[0].nan_to_num(0.0).repeat_interleave(2, 1).transpose(0, 1) for s in slots)
     want = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=seen)
     torch.testing.assert_close(out, want.transpose(0, 1))
@@ -98,7 +97,9 @@ def test_who_sees_nothing_answers_zeros():
     nan: Any = tuple(torch.full_like(s, torch.nan) for s in slots)
     for splits in (1, 4):
         options["splits"] = splits
-        assert (checks.attention((*given[:3], nan, *given[4:]), options | {"limit": options["begin"]}) == 0).all()
+        assert (
+            checks.attention((*given[:3], nan, *given[4:]), options | {"end": torch.zeros(3, dtype=torch.long)}) == 0
+        ).all()
         fillers = torch.zeros(4, dtype=torch.long)
         assert (checks.attention((q, k, v, nan, fillers, columns), options) == 0).all()  # fillers, and none else
 
@@ -114,7 +115,7 @@ def test_a_forward_that_computes_every_column_reads_no_slot():
     assert all(s.isnan().all() for s in given[3])
     out = checks.attention(given, options)
     q, k, v, _, bounds, columns = given
-    bare = packed_attention(q, k, v, None, bounds, columns, begin=options["begin"], limit=options["limit"])
+    bare = packed_attention(q, k, v, None, bounds, columns, end=options["end"])
     assert torch.equal(out, bare)
 
 
