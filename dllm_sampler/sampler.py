@@ -72,7 +72,7 @@ class Sampler:
         poll_every: steps from one look for finished rows to the next (1 under a cache that stores keys).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
-        cuda_graph: record each size of step as a CUDA graph and replay it (`graphs.py`); `"auto"`: where that can be.
+        cuda_graph: record each size of step as a CUDA graph and replay it; `"auto"`: where that can be.
         compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them, and what a
             step does outside the model; `"step"`: the latter alone, whatever the model.
         entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_count, check_number, check_share
+from dllm_sampler.core.checks import check_count, check_number, check_share, checked_tokens
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.values import Canvas, Query, Readout
 
@@ -35,6 +35,7 @@ class AdaBlock(Blocks):
     window: float = 0.25
 
     def __post_init__(self) -> None:
+        vars(self)["delimiters"] = checked_tokens("blocks.delimiters", self.delimiters)
         check_count("blocks.length", self.length)
         check_number("blocks.threshold", self.threshold, "a probability")
         check_share("blocks.window", self.window)

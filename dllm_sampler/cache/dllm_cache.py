@@ -40,7 +40,7 @@ class IntervalCache(BaseCache):
     computed, as in the published code, so the stream begins with the tokens of the moment. Tokens that were replaced or
     taken back come before all others when rows are chosen. Under a logit shift the prompt's last row, which predicts
     the first token, belongs to the response.
-    `rows` counts the mean over the layers, rounded up.
+    Positions computed are counted as the mean over the layers, rounded up.
 
     Args:
         prompt_every: forwards from one refresh of the prompt to the next, over the whole generation.

@@ -13,7 +13,7 @@ from dllm_sampler.core.spec import ModelSpec
 class Slots:
     """Keys and values of every column, one buffer per layer, written in place; nothing is concatenated per step.
 
-    Made, of zeros, when they are asked for first: a generation that takes over another's (`graphs.py`) never has any.
+    Made, of zeros, on first use: a generation that takes over another's (`engine/graphs.py`) never has any.
     """
 
     def __init__(self, spec: ModelSpec, batch: int, columns: int):

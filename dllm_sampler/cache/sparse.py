@@ -59,8 +59,7 @@ class SparseCache(DualCache):
     def __post_init__(self) -> None:
         check_share("cache.keep", self.keep)
         check_count("cache.delay", self.delay, 0)
-        check_count("cache.kernel", self.kernel, 0)
-        if self.kernel % 2 == 0:
+        if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(f"cache.kernel must be an odd number of positions, not {self.kernel!r}")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:

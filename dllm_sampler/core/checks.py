@@ -3,6 +3,7 @@
 `name` is the setting as the user writes it: `scheduler.steps`, say.
 """
 
+from collections.abc import Iterable
 from math import inf
 from typing import Any, get_args
 
@@ -40,7 +41,8 @@ def check_number(
     if number and least <= value <= most and not (finite and value == inf):
         return
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
-    raise UserError(f"{name} must be {what}{span}, not {value!r}")
+    null = ", or null" if optional else ""
+    raise UserError(f"{name} must be {what}{span}{null}, not {value!r}")
 
 
 def check_positive(name: str, value: Any, what: str = "a number", *, most: float | None = None) -> None:
@@ -61,3 +63,12 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     words = get_args(choices)
     if value not in words:
         raise UserError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+
+
+def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
+    """Token ids as a tuple; refuses anything but a list of whole numbers of at least 0."""
+    listed = isinstance(value, Iterable) and not isinstance(value, str)
+    ids: tuple[Any, ...] = tuple(value) if listed else ()
+    if not listed or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+        raise UserError(f"{name} must be a list of token ids, [198] say, not {value!r}")
+    return ids

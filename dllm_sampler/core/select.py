@@ -15,7 +15,7 @@ def numbers(size: int, device: torch.device) -> Tensor:
     return _numbers(1 << max(0, size - 1).bit_length(), device)[:size]
 
 
-@cache  # for good: a recorded step (`graphs.py`) reads these tensors where they are
+@cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
 def _numbers(size: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(size, device=device)

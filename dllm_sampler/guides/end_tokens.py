@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_choice
+from dllm_sampler.core.checks import check_choice, checked_tokens
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.values import Canvas
@@ -33,6 +33,8 @@ class EndTokens(Guide):
 
     def __post_init__(self) -> None:
         check_choice("guide.mode of end_tokens", self.mode, Mode)
+        if self.ids is not None:
+            vars(self)["ids"] = checked_tokens("guide.ids of end_tokens", self.ids)
 
     @property
     def chooses(self) -> bool:

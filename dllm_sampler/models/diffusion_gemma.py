@@ -71,7 +71,7 @@ class DiffusionGemmaDenoiser:
 
     The module is used as it is (weights, mode and `requires_grad` untouched). The encoder's memory lives in the
     generation's live cache object: it is exact, a part of the model, and no choice of a cache. `nfe` counts the
-    decoder's passes, `rows` the positions that either of them computed.
+    decoder's passes, `computed` the positions of both.
 
     model: the module
     eos_id, pad_id, eot_id: its special tokens

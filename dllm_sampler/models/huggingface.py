@@ -24,7 +24,7 @@ class MaskedLMDenoiser:
     """Runs a masked LM on whole rows in every step.
 
     What travels as "hidden states" are the logits: the heads of these models are not linear, so guidance mixes
-    logits. Rows are handed over right-padded, whatever the canvas does: then each model's own default positions,
+    logits. Rows are right-padded, as on the canvas: then each model's own default positions,
     relative or absolute, are right.
 
     model: the module, used as it is (weights, mode and `requires_grad` untouched)

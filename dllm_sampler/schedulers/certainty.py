@@ -54,7 +54,7 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     return (weight * (within > masked)).sum(-1)
 
 
-@cache  # for good: a recorded step (`graphs.py`) reads these tensors where they are
+@cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
 def bell(sigma: float, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Offsets `[N]` and a Gaussian over them, the same in every step.
 

@@ -21,7 +21,7 @@ class Threshold(Scheduler):
     threshold: float = 0.9
 
     def __post_init__(self) -> None:
-        check_number("scheduler.threshold", self.threshold, "a probability")
+        check_number("scheduler.threshold", self.threshold, "a probability (above 1: one per step)")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

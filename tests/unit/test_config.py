@@ -11,10 +11,11 @@ import pytest
 from hydra.utils import get_class
 
 from dllm_sampler import blocks, cache, config, guides, schedulers, stops
+from dllm_sampler.blocks.adablock import AdaBlock
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Scheduler, Stop
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides import Temperature, TopP
+from dllm_sampler.guides import EndTokens, Temperature, TopP
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -115,3 +116,13 @@ def test_model(tmp_path: Any) -> None:
     ):
         with pytest.raises(UserError, match=message):
             config.model(spec)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "field"), [(AdaBlock, "delimiters"), (EndTokens, "ids")], ids=lambda one: getattr(one, "__name__", one)
+)
+def test_token_ids_are_a_list(plugin: Any, field: str) -> None:
+    assert plugin(**{field: [3, 4]}) == plugin(**{field: (3, 4)}) and hash(plugin(**{field: [3, 4]}))
+    for wrong in (198, [-1], ["a"], "34"):
+        with pytest.raises(UserError, match=rf"{field}.* must be a list of token ids"):
+            plugin(**{field: wrong})
