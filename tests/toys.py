@@ -173,8 +173,7 @@ def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = 
     """The canvas in the sizes that a query needs, and how a live cache computes it; by default without a cache."""
     live = NoCache().init(canvas, spec) if live is None else live
     asked = wanted(canvas, query, spec, live.computes(canvas))
-    sized = packing.read(packing.measure(canvas, asked, torch.zeros_like(canvas.start)).tolist()).sizes
-    canvas = replace(canvas, sizes=sized)
+    canvas = packing.sized(canvas, asked)
     return canvas, live.plan(canvas, asked)
 
 

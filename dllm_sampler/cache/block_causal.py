@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
-from dllm_sampler.core.packing import measure, read, request
+from dllm_sampler.core.packing import request, sized
 from dllm_sampler.core.protocols import Cache, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -68,8 +68,7 @@ class BlockCausalCache(BaseCache):
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
         wanted = request(one, query, cache.computes(one), self.spec)
-        measured = measure(one, wanted, torch.zeros_like(one.start)).tolist()  # the one read before the first step
-        one = replace(one, sizes=read(measured).sizes)
+        one = sized(one, wanted)  # once per generation, before the first step
         _, spent = denoiser(one, query, cache.plan(one, wanted))
         assert self.slots is not None and cache.slots is not None
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):

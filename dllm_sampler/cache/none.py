@@ -1,12 +1,10 @@
 """No cache: every forward computes the whole row."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from dllm_sampler.cache.base import BaseCache
-from dllm_sampler.core.packing import measure, read, request
+from dllm_sampler.core.packing import request, sized
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query
@@ -15,8 +13,7 @@ from dllm_sampler.core.values import Canvas, Query
 def once(canvas: Canvas, query: Query, spec: ModelSpec) -> tuple[Canvas, Plan]:
     """The canvas and the plan for one forward that computes everything; the host waits for the device to size it."""
     wanted = request(canvas, query, None, spec)
-    found = read(measure(canvas, wanted, torch.zeros_like(canvas.start)).tolist())
-    canvas = replace(canvas, sizes=found.sizes)
+    canvas = sized(canvas, wanted)
     return canvas, NoCache().init(canvas, spec).plan(canvas, wanted)
 
 

@@ -11,7 +11,7 @@ candidates, or the canvas and its shadows).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,6 +86,15 @@ def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
     return torch.cat([wanted.entries(canvas), answers, queried, block, end, canvas.age, canvas.done.long(), bad])
+
+
+def sized(canvas: Canvas, wanted: Request) -> Canvas:
+    """The canvas in the exact sizes of a request, for one forward outside the loop.
+
+    The host waits for the device here: nothing else tells it how large that forward is.
+    """
+    measured = measure(canvas, wanted, torch.zeros_like(canvas.start))
+    return replace(canvas, sizes=read(measured.tolist()).sizes)
 
 
 class Found(NamedTuple):

@@ -334,7 +334,7 @@ class Prefills(Protocol):
 class ReusesGuidance(Protocol):
     """A cache that spares passes of the branch without prompt, under classifier-free guidance."""
 
-    difference: Tensor | None  # between the branches, as the last forward that made both left it
+    difference: Tensor | None  # conditional minus unconditional hidden states of the last forward that ran both
 
     def reuses_guidance(self) -> bool | None:
         """Whether the next forward may use an earlier one's difference between the branches; None: none ever does."""

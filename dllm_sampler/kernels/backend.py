@@ -159,7 +159,7 @@ def guarded(fused: Function, plain: Function) -> Function:
         if not failed or alike((args, kwargs)) not in failed:
             try:
                 return fused(*args, **kwargs)
-            except Exception as error:
+            except Exception as error:  # compiler and launcher raise many kinds; the others are raised again
                 if not replaceable(error):
                     raise
                 failed.add(alike((args, kwargs)))

@@ -12,8 +12,8 @@ import pytest
 from dllm_sampler import sampler
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import help as pages
-from dllm_sampler.cli import main
 from dllm_sampler.cli.compose import settings
+from dllm_sampler.cli.main import main
 from dllm_sampler.cli.options import Options
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels import backend

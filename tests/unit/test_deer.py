@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
-from dllm_sampler.cli import main
+from dllm_sampler.cli.main import main
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent

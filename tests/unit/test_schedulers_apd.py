@@ -170,9 +170,9 @@ def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytes
             if canvas.done[row]:
                 continue
             text = ids[row : row + 1, :stop]
-            anew = self.verifier.model(input_ids=text).logits[0, start - 1 : -1]
-            torch.testing.assert_close(got[row, : stop - start], anew, atol=1e-5, rtol=1e-5)
-            compared.append(len(anew))
+            fresh = self.verifier.model(input_ids=text).logits[0, start - 1 : -1]
+            torch.testing.assert_close(got[row, : stop - start], fresh, atol=1e-5, rtol=1e-5)
+            compared.append(len(fresh))
         firsts.append(first.tolist())
         return got
 
