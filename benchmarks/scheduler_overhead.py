@@ -122,7 +122,7 @@ class Scene:
 
     def read(self, logits: Tensor, canvas: Canvas, query: Query, needs: frozenset[str]) -> Readout:
         """The readout without guides."""
-        return readout.read(logits, logits[:, :1], canvas, Answers.every(query), self.spec, (), needs, False)
+        return readout.read(logits, logits[:, :1], canvas, Answers.every(query), readout.Rule(self.spec, (), needs))
 
     def canvas(self) -> Canvas:
         """Noise behind prompts of different lengths, before the first step."""

@@ -87,8 +87,8 @@ class Engine:
         wanted = packing.trimmed(state.wanted, canvas.sizes)
         plan = state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
-        rule = (state.cache.spec, p.guides, self.needs, p.compat)
-        seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, *rule, self.kernels)
+        rule = readout.Rule(state.cache.spec, p.guides, self.needs, p.compat)
+        seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, rule, self.kernels)
         self._part(decide.tell)(p, state, wanted.query, seen, spent)
         self._part(decide.ask)(p, state)
 

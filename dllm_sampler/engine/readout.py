@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +22,21 @@ STORED = frozenset({"logits", "predictions"})  # the kernels can serve these onl
 FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may list in `needs`
 
 
+class Rule(NamedTuple):
+    """How tokens are chosen and what is measured: the same in every step of a generation."""
+
+    spec: ModelSpec
+    guides: tuple[Guide, ...]  # in the order of application
+    needs: frozenset[str]  # fields of `Readout` beyond token and confidence
+    allow_mask: bool = False  # whether the mask id may be chosen (published code allows it)
+
+
 def predict(
     denoiser: Denoiser,
     hidden: Tensor,
     canvas: Canvas,
     answers: Answers,
-    spec: ModelSpec,
-    guides: tuple[Guide, ...],
-    needs: frozenset[str],
-    allow_mask: bool,
+    rule: Rule,
     kernels: Backend | None = None,
 ) -> Readout:
     """Choose a token per answer from hidden states `[R, D]` and measure how sure the model is.
@@ -44,9 +51,10 @@ def predict(
         `[B, K, Q]` statistics; 0 where nothing is answered.
     """
     plain = kernels is not None and kernels.name == "triton"
-    sampling = _sampling(canvas, answers, spec, guides, needs, allow_mask) if plain else None
+    sampling = _sampling(canvas, answers, rule) if plain else None
     if kernels is None or sampling is None:
-        return read(denoiser.head(hidden), hidden, canvas, answers, spec, guides, needs, allow_mask)
+        return read(denoiser.head(hidden), hidden, canvas, answers, rule)
+    needs = rule.needs
     stored = bool(needs & STORED)
     weight = None if stored else joined(denoiser, hidden)
     if weight is not None:
@@ -77,12 +85,10 @@ def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
 def _sampling(
     canvas: Canvas,
     answers: Answers,
-    spec: ModelSpec,
-    guides: tuple[Guide, ...],
-    needs: frozenset[str],
-    allow_mask: bool,
+    rule: Rule,
 ) -> Sampling | None:
     """What makes a kernel choose and measure as `read` does; None: no kernel can."""
+    spec, guides, needs, allow_mask = rule
     at = [guide for guide in guides if guide.temperature != 0]  # 0 is greedy
     if not needs <= MEASURED | STORED or len(at) > 1:
         return None
@@ -103,23 +109,18 @@ def read(
     hidden: Tensor,
     canvas: Canvas,
     answers: Answers,
-    spec: ModelSpec,
-    guides: tuple[Guide, ...],
-    needs: frozenset[str],
-    allow_mask: bool,
+    rule: Rule,
 ) -> Readout:
     """Choose a token per answer and measure how sure the model is.
 
     Args:
         logits: `[R, V]`, overwritten.
         hidden: `[R, D]`, passed on where it is needed.
-        guides: in the order of application.
-        needs: fields of `Readout` beyond token and confidence.
-        allow_mask: whether the mask id may be chosen (published code allows it).
 
     Returns:
         `[B, K, Q]` statistics; 0 where nothing is answered.
     """
+    spec, guides, needs, allow_mask = rule
     if spec.mask_id is not None and not allow_mask:
         logits[..., spec.mask_id] = -torch.inf
     measured = logits

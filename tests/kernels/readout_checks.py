@@ -129,7 +129,7 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
     needs = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})
     spec = toys.denoiser().spec
     expected = readout.read(
-        logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, answers, spec, guides, needs, False
+        logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, answers, readout.Rule(spec, guides, needs)
     )
     keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
     asked = query.ids.flatten().to(device)

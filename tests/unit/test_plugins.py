@@ -10,7 +10,7 @@ from dllm_sampler import Query, Sampler, UserError
 from dllm_sampler.blocks.adablock import AdaBlock
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.engine.readout import read
+from dllm_sampler.engine.readout import Rule, read
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.schedulers import learn2pd
 from dllm_sampler.schedulers.freedave import FreeDave
@@ -126,6 +126,6 @@ def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) 
     spec = toys.denoiser().spec
     logits = torch.full((rows * width, spec.vocab_size), -torch.inf, dtype=dtype)
     logits[:, 5:7] = 40.0
-    token = read(logits, logits, canvas, answers, spec, (Temperature(1.0),), frozenset(), False).token
+    token = read(logits, logits, canvas, answers, Rule(spec, (Temperature(1.0),), frozenset())).token
     share = float((token == 5).double().mean())
     assert share == pytest.approx(0.5, abs=4 * 0.5 / (rows * width) ** 0.5)

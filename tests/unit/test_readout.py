@@ -91,7 +91,7 @@ def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozens
     spec = toys.denoiser().spec
     bound = tuple(guide.bind(toys.context(spec)) for guide in guides)
     rows = logits.flatten(0, 2)
-    return readout.read(rows.clone(), rows, canvas, answers, spec, bound, needs, allow_mask)
+    return readout.read(rows.clone(), rows, canvas, answers, readout.Rule(spec, bound, needs, allow_mask))
 
 
 def test_the_mask_token_is_left_out_of_choice_and_confidence():

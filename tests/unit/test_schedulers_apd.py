@@ -140,7 +140,7 @@ def test_coupling() -> None:
     guides = Sampler(toys.denoiser(), temperature=1.0).plugins.guides
     answers, spec = Answers.every(Query.window(canvas)), toys.denoiser().spec
     rows = own[0, 0]
-    seen = readout.read(rows.clone(), rows, canvas, answers, spec, guides, frozenset({"raw", "draw"}), False)
+    seen = readout.read(rows.clone(), rows, canvas, answers, readout.Rule(spec, guides, frozenset({"raw", "draw"})))
     assert seen.raw is not None and seen.draw is not None
     assert torch.equal(seen.raw, own)
     agree, before = [], torch.zeros(1, 1, size, dtype=torch.bool)

@@ -178,10 +178,7 @@ def test_a_step_reads_nothing() -> None:
             logits,
             seen,
             Answers.every(query),
-            sampler.denoiser.spec,
-            plugins.guides,
-            plugins.scheduler.needs,
-            False,
+            readout.Rule(sampler.denoiser.spec, plugins.guides, plugins.scheduler.needs),
         )
         with no_host_reads():
             plugins.scheduler.tell(seen.renoised(toys.VOCAB), query, read, carry)
