@@ -33,11 +33,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -47,6 +46,7 @@ import official_style
 import roofline
 import torch
 from circumstances import attempt, circumstances, show
+from decode_row import HEADS, Row, cells, line
 from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
 from torch import Tensor
@@ -70,21 +70,6 @@ from dllm_sampler.sampler import Sampler
 
 SIDES = ("torch", "triton", "graph", "compiled", "int8")
 RECORDED = ("graph", "compiled", "int8")
-
-
-@dataclass
-class Row:
-    """What was measured of one configuration; seconds."""
-
-    kind: str  # window, refresh, generate, official, readout
-    side: str
-    batch: int
-    window: int
-    seconds: list[float] = field(default_factory=list)
-    model: list[float] = field(default_factory=list)  # the model alone
-    plain: list[float] = field(default_factory=list)  # the plain loop, or the published code
-    floor: float | None = None
-    note: str = ""
 
 
 @dataclass
@@ -304,32 +289,6 @@ def one_step(engine: Engine, state: Generation, step: int, last: int) -> None:
     engine.poll(state, step + 1, last=step + 1 == last)
 
 
-HEADS = {"kind": 8, "side": 8, "batch": 5, "window": 6, "ms": 9, "spread": 20, "floor ms": 8, "over floor": 10}
-HEADS |= {"outside": 7, "speed": 20, "": 0}  # the columns and their widths; the last one has notes
-
-
-def line(cells: Iterable[str]) -> str:
-    """One line of the table."""
-    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, HEADS.values(), strict=True)).rstrip()
-
-
-def cells(row: Row) -> list[str]:
-    """A row as people read it: medians, with the lowest and the highest."""
-    shown = [row.kind, row.side, str(row.batch), str(row.window), *[""] * 6, row.note]
-    if row.seconds:
-        ours = statistics.median(row.seconds)
-        shown[4] = f"{ours * 1e3:.3f}"
-        shown[5] = f"{min(row.seconds) * 1e3:.3f} to {max(row.seconds) * 1e3:.3f}"
-        if row.floor is not None:
-            shown[6], shown[7] = f"{row.floor * 1e3:.3f}", f"{ours / row.floor:.2f}"
-        if row.model:
-            shown[8] = f"{1 - statistics.median(row.model) / ours:.1%}"
-        if row.plain:
-            ratios = [theirs / own for theirs, own in zip(row.plain, row.seconds, strict=True)]
-            shown[9] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-    return shown
-
-
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
@@ -339,7 +298,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--slots", type=positive, default=1024, help="columns of a row (default %(default)s)")
     add("--repeats", type=positive, default=3, help="blocks measured (default %(default)s)")
     official = accepted(official_code.load)
-    add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to run beside (default: none)")
+    add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to compare with (default: none)")
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     add("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
     options = parsed(it, argv, sides="torch", batch="1,2", windows="8,4", slots=32, repeats=1)

@@ -235,7 +235,7 @@ def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
 
 
 def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
-    """Fill a document's tables and draw its picture beside it."""
+    """Fill a document's tables and draw its picture next to it."""
     text = markdown.read(path, "floors", "parts", "crossover")
     gpu = gpus[0]
     tables = []

@@ -1,4 +1,4 @@
-"""What a step of the loop costs beyond the model, and how fast sampling is beside a plain PyTorch loop.
+"""What a step of the loop costs beyond the model, and how fast sampling is against a plain PyTorch loop.
 
     python benchmarks/step_overhead.py                            # mini and llada-157m, batch 1 and 8
     python benchmarks/step_overhead.py --models llada-157m --batch 1 --steps 32 --json overhead.json
@@ -275,7 +275,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=positive, help="of torch (default: its own choice)")
     add("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on a busy machine (default %(default)s)")
     official = accepted(official_code.load)
-    add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to run beside (default: none)")
+    add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to compare with (default: none)")
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     add("--smoke", action="store_true", help="a tiny model, once: does it run, are the tokens equal?")
     options = parsed(it, argv, models="smoke", batch="1,2", steps=8, repeats=1)

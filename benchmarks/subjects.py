@@ -53,7 +53,7 @@ class Subject:
 
 
 def check(name: str, steps: int | None = None) -> None:
-    """Whether a model can be had here, and generate in so many steps.
+    """Whether a model can be had here, and generate in this many steps.
 
     Raises:
         UserError: it cannot.

@@ -44,7 +44,7 @@ class CacheSetup(Setup):
     foreseen: Plugins  # the one of caches that must know what comes
     prompt_length: int = 0  # of random words
     max_steps: int | None = None
-    every: int = 1  # of so many steps one is repeated without a cache
+    every: int = 1  # one step in this many is repeated without a cache
 
     def plugins(self, cache: str) -> Plugins:
         """What a cache is measured with."""

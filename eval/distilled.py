@@ -37,7 +37,7 @@ LEVELS = (0.95, 0.9, 0.85, 0.8, 0.7)
 def measured(
     model: str, tasks: Sequence[str], count: int, seed: int, new_tokens: int, length: int
 ) -> dict[str, Figures]:
-    """Accuracy and forwards of a model by rule and bound, on prompts that are in nobody's training."""
+    """Accuracy and forwards of a model by rule and bound, on prompts that no training uses."""
     loaded = Sampler.from_pretrained(model, device="cpu", dtype="float32")
     settings: dict[str, Any] = {"blocks": {"name": "fixed", "length": length}, "cache": "none"}
     samplers = {

@@ -53,7 +53,7 @@ class RunFolder:
             raise UserError(f"{self.path / ABOUT} cannot be read: {error}") from error
         if found.get("schema") != SCHEMA:
             raise UserError(
-                f"{self.path} is no run of schema {SCHEMA}, the one this version reads: make it anew, in another folder"
+                f"{self.path} is no run of schema {SCHEMA}, the one this version reads: run again into another folder"
             )
         return found
 

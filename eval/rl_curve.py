@@ -119,7 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = Parser(prog=COMMAND, description="Draw how runs of dllm-train learnt; several seeds make one line.")
     parser.add_argument("curves", nargs="+", metavar="NAME=FOLDERS", help="a method, and its runs by spaces")
     parser.add_argument("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG file (beside the document, .png)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG file (the document's name with .png)")
     try:
         options = parser.parse_args(words)
         available()

@@ -135,7 +135,7 @@ class Runner:
         ]
 
     def _generate(self, batch: Sequence[Sample]) -> tuple[_History, Result]:
-        if not self.sampler.plugins.scheduler.traits.revises:  # the end says it all, and nobody has to look on
+        if not self.sampler.plugins.scheduler.traits.revises:  # the result has the whole step map
             result = self.sampler.generate(self._prompts(batch), **self._settings(batch))
             return _History.of(result), result
         history, last = _History(), None

@@ -27,7 +27,7 @@ def available() -> None:
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """A PNG file: all methods, and where several crowd near the oracle, that corner enlarged beside them."""
+    """A PNG file: all methods, and where several crowd near the oracle, that corner enlarged next to them."""
     from matplotlib.figure import Figure
 
     figure, best, near = Figure(figsize=(15, 7.5), dpi=120, layout="constrained"), front(rows), crowd(rows)

@@ -133,7 +133,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--block-length", type=positive, default=CANVAS, metavar="N", help=f"of blocks=fixed ({CANVAS})")
     add("--batch", type=positive, default=8, metavar="N", help="prompts decoded together (8)")
     add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
-    add("--docs", type=Path, default=DOCS, metavar="FILE", help="document to write; its picture lies beside it")
+    add("--docs", type=Path, default=DOCS, metavar="FILE", help="document to write; its picture goes next to it")
     add("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"results, kept until deleted ({OUTPUT})")
     add("--check", action="store_true", help="measure nothing: say whether rows, columns or entries are missing")
     return parser.parse_args(arguments)

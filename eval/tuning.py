@@ -90,7 +90,7 @@ class Found:
     """What a configuration reached over all tasks."""
 
     jobs: Sequence[Job]
-    chosen: Sequence[str]  # its words, beside those of every trial
+    chosen: Sequence[str]  # its words, besides those of every trial
     score: float
     speed: float
     samples: int

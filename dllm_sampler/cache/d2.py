@@ -86,7 +86,7 @@ class D2Cache(BaseCache):
         column, start, end = canvas.columns(), canvas.start[:, None], canvas.end[:, None]
         later = canvas.masked & (column >= start) & (column < end)
         size = (canvas.stop - canvas.start).clamp(min=1)[:, None]
-        # Blocks as long as this one, up to and with the one in which the last of so many masks lies.
+        # Blocks as long as this one, up to and with the one that holds the last of that many masks.
         last = torch.where(later & (later.cumsum(1) <= self.masks), column, start).amax(1, keepdim=True)
         until = torch.where(later.sum(1, keepdim=True) < self.masks, end, start + ((last - start) // size + 1) * size)
         answer = canvas.first[:, None] + torch.arange(canvas.new_tokens, device=column.device)  # [B, N]

@@ -33,7 +33,7 @@ def split(words: Sequence[str]) -> Arguments:
     """Sort the words of a command line; after `--` every word is a prompt.
 
     Raises:
-        UserError: a flag nobody knows.
+        UserError: an unknown flag.
     """
     action, prompts, overrides = "run", [], []
     for place, word in enumerate(words):

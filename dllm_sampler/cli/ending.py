@@ -1,4 +1,4 @@
-"""How every command ends: a mistake is one sentence on stderr, and nobody sees a stack trace for it."""
+"""How every command ends: a user's mistake prints one sentence on stderr, not a stack trace."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
     except KeyboardInterrupt:
         print(f"{command}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # as in `dllm-sample ... | head -1`; nobody is left to read the flush at exit
+    except BrokenPipeError:  # as in `dllm-sample ... | head -1`; the flush at exit has no reader
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

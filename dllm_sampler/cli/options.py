@@ -9,7 +9,7 @@ LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an in
 
 @dataclass(frozen=True)
 class Options:
-    """What `dllm-sample` is told beside the plug-ins; each field is explained in `conf/sample.yaml`."""
+    """The options of `dllm-sample` besides the plug-ins; `conf/sample.yaml` explains each field."""
 
     max_new_tokens: int = 32
     block_length: int | None = None

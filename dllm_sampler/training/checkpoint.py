@@ -70,7 +70,7 @@ def _opened(folder: Path) -> Iterator[Any]:
         with safe_open(folder / FILE, "pt") as file:
             yield file
     except (SafetensorError, KeyError, ValueError) as error:
-        raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run anew") from None
+        raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run again") from None
 
 
 def peek(folder: Path) -> dict[str, Any]:

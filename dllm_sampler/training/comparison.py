@@ -1,4 +1,4 @@
-"""What a scheduler buys: its answers and its cost beside those of one token per step."""
+"""Compares a scheduler's answers and cost with those of one token per step."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ _SAME = ("model", "new_tokens", "block_length", "batch")
 class FilterTrainer:
     """Trains a filter on the sampler's own answers, one token per step, and measures what it buys.
 
-    Most of the time goes into the answers, which an interrupted run does not make again. Writes the filter, and beside
-    it, with the ending .json, the settings and the figures that are also printed, and with .log.jsonl the losses.
+    Most of the time goes into the answers, which an interrupted run does not make again. Writes the filter;
+    next to it, with the ending .json, the settings and the printed figures, and with .log.jsonl the losses.
 
     output: safetensors file to write; as `filter.safetensors` in the model's folder it is that model's default
     model: name, folder or hub id
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     prompts: text or JSONL file of prompts; None: the tasks of `mini`, each as often, of which the test prompts are
-        drawn from those that are in nobody's training
+        drawn from those that no training uses
     count: prompts used at most; a tenth of them validates, another tests
     new_tokens, block_length: of each answer; a filter is good for one block length
     batch: prompts decoded together

@@ -43,7 +43,7 @@ class FineTuner:
     Everything random is a function of (seed, step), so that a resumed run needs no generator's state. Under
     `accelerate launch` each process has its own prompts, and gradients are averaged (DDP).
 
-    output: folder of the run; ends up a checkpoint that `model=FOLDER` loads, beside `log.jsonl`
+    output: folder of the run; ends up a checkpoint that `model=FOLDER` loads, with `log.jsonl`
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     seed: of everything
     model: name or folder, in mini's format
@@ -56,7 +56,7 @@ class FineTuner:
     lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
     precision: `no` or `bf16`, of the forwards
     batch_tokens: columns of a training forward at most, which bounds its memory
-    evaluate_every, held_out: steps between two measurements, and on how many prompts nobody was trained on
+    evaluate_every, held_out: steps between two measurements, and on how many prompts that no training uses
     evaluation: a sampler's settings for these; greedy by default
     tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
     """
@@ -112,7 +112,7 @@ class FineTuner:
         """Make what the steps need, from the model as it is before the first step, also in a run that goes on."""
 
     def others(self) -> dict[str, nn.Module]:
-        """Modules beside the network that change on the way, and so are saved with it."""
+        """Modules besides the network that training changes, and so are saved with it."""
         return {}
 
     def step(self, number: int) -> dict[str, float]:
@@ -175,7 +175,7 @@ class FineTuner:
         return deepcopy(self.network).requires_grad_(False).eval()
 
     def examples(self, seed: str, count: int, *, held: bool = False) -> list[tuple[str, str, str]]:
-        """So many (task, prompt, right answer)."""
+        """`count` times (task, prompt, right answer)."""
         rng = Random(f"{self.seed}/{seed}/{self.accelerator.process_index}")
         names = rng.choices(list(self.tasks), list(self.tasks.values()), k=count)
         return [(name, *draw_example(LESSONS[name], rng, held=held)) for name in names]

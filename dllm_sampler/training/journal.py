@@ -47,7 +47,7 @@ class Journal:
     made again.
 
     Args:
-        path: of the JSON lines; tensorboard's files lie beside it, in a folder with the ending .tensorboard.
+        path: of the JSON lines; tensorboard's files go next to it, into a folder with the ending .tensorboard.
         done: steps of the saved state, 0: a new run.
         tracker: None, `tensorboard` or `trackio` (where each folder of runs is a project, and shows a step twice that
             was made twice).

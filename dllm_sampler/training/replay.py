@@ -138,6 +138,6 @@ def _resume(path: Path, run: Mapping[str, Any]) -> tuple[list[int], list[Records
             state = json.loads(file.metadata()["state"])
             records = Records(*(file.get_tensor(one.name) for one in fields(Records)))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it to start the run anew") from None
+        raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None
     checkpoint.check_same(path, state["run"], run)
     return list(state["counts"]), [records]

@@ -38,8 +38,8 @@ class PolicyTrainer(FineTuner):
     rewards: weight of each reward: a name of `rewards.py`, or `package.module:function` in TRL's form
     likelihood: `trajectory`, every token by the state it was committed from (CJ-GRPO); `masked`, all at once with the
         whole answer and a share of the prompt masked (diffu-GRPO, arXiv 2504.12216)
-    mask_prompt: that share, drawn anew for each update
-    transitions: score at most so many of each answer's; null: all
+    mask_prompt: that share, drawn again for each update
+    transitions: score at most this many of each answer's; null: all
     scale: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
     after_eos: tokens behind the first end token count too, as in the official code
     updates: optimizer steps on the same answers

@@ -226,7 +226,7 @@ def _sudokus() -> tuple[str, ...]:
 
 
 def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[str, str]:
-    """A grid with so many given cells; proper: that leave one solution."""
+    """A grid with this many given cells; proper: that leave one solution."""
     while True:
         square = rng.choice(_sudokus())
         cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]

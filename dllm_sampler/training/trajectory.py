@@ -116,7 +116,7 @@ class Trajectories:
         object.__setattr__(self, "weight", weight)
 
     def sample(self, steps: int, generator: torch.Generator) -> Self:
-        """At most so many transitions of each row, drawn without replacement; the weights are of those."""
+        """Draw at most `steps` transitions of each row, without replacement; weights count only those."""
         step = self.trace.step_map
         chance = torch.rand(len(step), int(step.max()) + 1, generator=generator)  # [B, S]
         there = torch.zeros_like(chance).scatter_add_(1, step.clamp(min=0), self.valid.float()) > 0

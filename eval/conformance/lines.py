@@ -43,7 +43,7 @@ class Line(BaseModel):
     where: str  # file and line number, for error messages
     id: str
     system: str
-    model: str  # a checkpoint folder beside `traces/`
+    model: str  # a checkpoint folder next to `traces/`
     prompt_ids: Tokens | list[Tokens]  # a list of rows in a batch, left-padded
     params: dict[str, Any]  # arguments of the published function, under its own names
     output_ids: Tokens | list[Tokens]  # the generated part as the run left it, masks included

@@ -106,7 +106,7 @@ def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Ste
     trace = last.result.trace
     ids = trace.ids[:, trace.origin :]
     gone = trace.gone[:, trace.origin :].tolist()
-    # What a forward commits and cuts off at once, nobody sees.
+    # What a forward commits and cuts off at once leaves no trace.
     committed = [
         [[at for at in step if gone[row][at] != number] for number, step in enumerate(steps)]
         for row, steps in enumerate(committed)

@@ -1,6 +1,6 @@
 """The table of published systems.
 
-To add one, write a `Builder` (a line and the checkpoints in, a `Setup` out) beside those of its model family, and
+To add one, write a `Builder` (a line and the checkpoints in, a `Setup` out) next to those of its model family, and
 enter it here: under the `system` of its lines, or under the part before the slash where one builder serves all.
 """
 

@@ -80,7 +80,7 @@ class AscendingArguments(EoserArguments):
 
 
 class CalibratedArguments(Arguments):
-    """PC-Sampler's own; the table's file is recorded beside the published arguments."""
+    """PC-Sampler's own; the table's file is recorded with the published arguments."""
 
     lambd: float = 1
     alpha: float = 1

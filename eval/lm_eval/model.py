@@ -19,7 +19,7 @@ from dllm_sampler.eval.lm_eval.settings import Settings, parse
 from dllm_sampler.sampler import Sampler
 
 NAME = "dllm_sampler"
-CANVAS = 256  # tokens of an answer where nobody says
+CANVAS = 256  # tokens of an answer where the task gives no limit
 
 
 class SamplerLM(LM):
@@ -33,7 +33,7 @@ class SamplerLM(LM):
     def __init__(self, max_batch_size: int | None = None, **given: Any):
         super().__init__()
         if given.get("device") == "cuda:0" and not torch.cuda.is_available():
-            del given["device"]  # what the harness says where nobody named a device
+            del given["device"]  # the harness's default, not a user's choice
         self.settings: Settings = parse(given)
         s = self.settings
         self.sampler = Sampler.from_pretrained(

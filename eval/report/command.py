@@ -19,12 +19,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dllm-report`; returns its exit status."""
     parser = Parser(
         prog="dllm-report",
-        description="Make one HTML page, and PNG files beside it, of runs of dllm-eval.",
+        description="Make one HTML page, with its PNG files, of runs of dllm-eval.",
         epilog="The page asks the network for nothing. Exit status: 0, or 2 after a mistake in the arguments.",
     )
     add = parser.add_argument
     add("runs", nargs="*", default=["outputs/eval"], metavar="RUNS", help="folders of runs (outputs/eval)")
-    add("--output", default="report.html", metavar="FILE", help="the page, with pictures beside it (report.html)")
+    add("--output", default="report.html", metavar="FILE", help="the page; its pictures go next to it (report.html)")
     add("--title", default="Samplers compared", help="at the top of the page")
     add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
 

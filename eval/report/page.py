@@ -126,7 +126,7 @@ def _say(value: Any) -> str:
 def _run(run: Run, replays: int) -> dict[str, Any]:
     score = run.about["score"]
     chosen = sorted(run.records, key=lambda record: (record.scores[score], record.index))
-    # half of what is shown went wrong, if so many did
+    # half of what is shown went wrong, if that many did
     wrong = [record for record in chosen if record.scores[score] < 1][: (replays + 1) // 2]
     right = [record for record in chosen if record.scores[score] >= 1][: replays - len(wrong)]
     shown = sorted([*wrong, *right], key=lambda record: record.index)

@@ -93,7 +93,7 @@ class MarkovChain:
 
     @cached_property
     def _powers(self) -> Tensor:
-        """`[N + 1, S, S]` transitions over so many steps."""
+        """`[N + 1, S, S]` transitions over 0 to N steps."""
         powers = [torch.eye(self.symbols, dtype=torch.float64)]
         for _ in range(self.length):
             powers.append(powers[-1] @ self.matrix)

@@ -27,7 +27,7 @@ class Exact:
 
 
 def decode(outcomes: Outcomes, sizes: Sequence[int], order: Order = "random", *, greedy: bool = False) -> Exact:
-    """Decode so many positions per step, in random order or from left to right.
+    """Decode this many positions per step, in random order or from left to right.
 
     greedy: the best token instead of a draw, ties broken evenly and independently at each position
     """

@@ -15,7 +15,7 @@ from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 @dataclass(frozen=True)
 class GivenSizes(Scheduler):
-    """So many positions per step, the best by a score; more steps than sizes repeat the last size.
+    """This many positions per step, the best by a score; more steps than sizes repeat the last size.
 
     `fixed` divides a block evenly and gives the remainder to its first steps; here the sizes are free.
     """

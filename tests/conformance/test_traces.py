@@ -75,7 +75,7 @@ SYSTEMS = {
 
 
 def linked(folder: Path, *traces: Path) -> None:
-    """The checkpoints and what lies beside the traces, and of the traces these."""
+    """The checkpoints and what lies next to the traces, and of the traces these."""
     (folder / "traces").mkdir(parents=True)
     companions = (path for path in (DATA / "traces").iterdir() if path.suffix != ".jsonl")
     for path in DATA.glob("tiny-*"):

@@ -40,7 +40,7 @@ def assert_same(one: Result, other: Result) -> None:
 
 
 def by_hand(prompt: list[int], tokens: int, threshold: float) -> tuple[list[int], list[int]]:
-    """The rule of SDAR at one token a step, with the plain network and its mask written down anew."""
+    """The rule of SDAR at one token a step, with the plain network and its mask written out."""
     model = toys.denoiser("causal")
     assert isinstance(model, TransformerDenoiser)
     ids, step_map, step = [*prompt, *[toys.MASK] * tokens], [-1] * tokens, 0
@@ -99,7 +99,7 @@ def test_the_cache_is_exact(pair: tuple[cases.Settings, str]) -> None:
             sampler(scheduler=scheduler, cache="block_causal")
         return
     if not legal(scheduler, stop):
-        return  # drafting beside a stop that cuts, say: test_product has the sentences
+        return  # drafting with a stop that cuts, say: test_product has the sentences
     temperature = 0.8 if cases.settings("scheduler").index(scheduler) % 2 else None
     plain, cached = (
         generate(cache, scheduler=scheduler, stop=stop, temperature=temperature) for cache in ("none", "block_causal")

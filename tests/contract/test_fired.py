@@ -64,11 +64,11 @@ def same_in_fewer(one: Result, two: Result) -> bool:
 
 
 def takes_back(one: Result, two: Result) -> bool:
-    """Positions were filled anew: more forwards than where nothing is taken back, and other tokens."""
+    """Positions were filled again: more forwards than where nothing is taken back, and other tokens."""
     return bool((one.nfe > two.nfe).any()) and answers_differ(one, two)
 
 
-def fills_anew(one: Result, two: Result) -> bool:
+def fills_again(one: Result, two: Result) -> bool:
     """At one position a step, two final tokens in one forward mean that the one of another forward was taken back."""
     return torch.equal(one.nfe, two.nfe) and bool((one.trace.generated.sort(1).values.diff(dim=1) == 0).any())
 
@@ -165,7 +165,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         fewer_forwards,
     ),
     "scheduler.pc": ({"scheduler": "pc"}, STEPWISE, other_order),
-    "scheduler.rcr": ({"scheduler": "rcr"}, STEPWISE, fills_anew),
+    "scheduler.rcr": ({"scheduler": "rcr"}, STEPWISE, fills_again),
     "scheduler.remdm": (
         {"scheduler": {"name": "remdm", "tokens": 3}},
         {"scheduler": {"name": "remdm", "revisions": 0}},

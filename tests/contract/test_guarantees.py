@@ -192,7 +192,7 @@ class Vandal(Scheduler):
 
 @pytest.mark.parametrize("cuts", [False, True])
 @pytest.mark.parametrize("cache", CACHES, ids=cases.label)
-def test_nobody_writes_into_prompts_padding_or_finished_rows(cache: dict[str, Any], cuts: bool) -> None:
+def test_nothing_writes_into_prompts_padding_or_finished_rows(cache: dict[str, Any], cuts: bool) -> None:
     torch.manual_seed(0)
     spy = toys.Spy(toys.denoiser(cases.toy_of(cache)))
     sampler = Sampler(spy, scheduler=Vandal(cuts), cache=cache, blocks={"name": "fixed", "length": 5}, stop="truncate")

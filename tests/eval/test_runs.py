@@ -161,7 +161,7 @@ def alone(words: list[str], folder: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
-    """SIGKILL, again and again, until it gets through: the files of one run that nobody disturbed."""
+    """SIGKILL, again and again, until it gets through: the files of an undisturbed run."""
     processes = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
     processes.set_forkserver_preload([__name__])
     rng, kills, code = random.Random(0), 0, None

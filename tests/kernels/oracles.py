@@ -53,7 +53,7 @@ def pack(
     keys="stored",
     **fixed: Any,
 ):
-    """Arguments of one call, and no number wherever nobody may look: unseen slots, the rows of fillers.
+    """Arguments of one call, and NaN wherever no kernel may look: unseen slots, the rows of fillers.
 
     counts: columns computed in each row, by each of its `candidates`
     keys: "stored" ones; "fresh" ones; "both", the fresh ones in place of the stored ones of their columns

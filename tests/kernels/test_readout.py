@@ -102,12 +102,12 @@ def test_the_largest_logits(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_many_draws_are_torchs_draws() -> None:
     """Tokens, not only their distribution: no near tie in these is decided otherwise."""
-    logits = torch.randn(24, 120, generator=checks.seeded(5)).bfloat16()
+    logits = torch.randn(12, 120, generator=checks.seeded(5)).bfloat16()
     for seed in range(2):
-        sampling = Sampling(temperature=1.0, keys=checks.keys_of(24, seed))
+        sampling = Sampling(temperature=1.0, keys=checks.keys_of(12, seed))
         tokens = [kernel(logits, sampling).token for kernel in (readout.readout, reference.readout)]
         assert torch.equal(*tokens)
-        assert len(tokens[0].unique()) > 12
+        assert len(tokens[0].unique()) > 6
 
 
 @triton.jit

@@ -105,7 +105,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("batching --shortest 9 --longest 8", "--longest 8: should be at least --shortest 9"),
         ("batching --vocabulary 2", "--vocabulary 2: should be at least 3"),
         ("batching --width 20 --heads 4", "--width 20: should be a multiple of twice --heads 4"),
-        ("batching --longest 4000", "--longest 4000: beside --tokens 128 the model has room for 3968"),
+        ("batching --longest 4000", "--longest 4000: with --tokens 128 the model has room for 3968"),
         ("batching --threads 2", "add --clock wall"),
         ("batching --caches dkv_greedy", "cache=GreedyCache must know before each forward"),
     ],

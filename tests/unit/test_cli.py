@@ -20,7 +20,7 @@ from dllm_sampler.kernels import backend
 
 
 class Terminal(io.StringIO):
-    """A standard input that nobody pipes into."""
+    """A standard input with no pipe."""
 
     def isatty(self) -> bool:
         return True

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
-from dllm_sampler.cli.main import main
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
@@ -309,60 +305,3 @@ def test_a_model_that_returns_nan() -> None:
     assert isinstance(error.value.result, Speculation)
     assert error.value.result.accepted.shape == (3, 2)
     assert not error.value.result.complete[1]
-
-
-@pytest.fixture
-def target(checkpoint: Path, tmp_path: Path) -> Path:
-    """A random Llama with the checkpoint's tokenizer."""
-    vocab = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=48, initializer_range=0.5, bos_token_id=None, eos_token_id=1,
-        pad_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "target" / file).write_bytes((checkpoint / file).read_bytes())
-    return tmp_path / "target"
-
-
-def test_command_line(checkpoint: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The answers are the target's own; the figures say what was taken."""
-    words = ["copy : Ada", "reverse : Ben , Cal", f"model={checkpoint}", f"target={target}", "max_new_tokens=9"]
-    lines = {}
-    for k in (0, 3):
-        assert main([*words, f"draft_length={k}", f"output={tmp_path / 'out.jsonl'}"]) == 0
-        lines[k] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    said = capsys.readouterr()
-    assert "drafted tokens taken" in said.err
-    assert said.out.splitlines()[:2] == said.out.splitlines()[2:]
-    for plain, drafted in itertools.pairwise(lines.values()):
-        for one, other in zip(plain, drafted, strict=True):
-            assert one["tokens"] == other["tokens"]
-            assert one["nfe"] == len(one["tokens"]) == len(one["accepted"])
-            assert other["nfe"] == len(other["accepted"]) == max(other["step_map"]) + 1
-            assert one["drafter_nfe"] == 0 < other["drafter_nfe"]
-
-
-@pytest.mark.parametrize(
-    ("more", "sentence"),
-    [
-        (["stream=true"], "stream=true shows a canvas being denoised"),
-        (["block_length=4"], "block_length is not for target="),
-        (["scheduler=fixed"], "scheduler changes nothing where the model drafts for target="),
-        (["scheduler.threshold=0.5"], "scheduler changes nothing"),
-        (["draft_length=-1"], "draft_length must be a whole number of at least 0"),
-        (["draft_scheduled=true", "temperature=1"], "several steps has no law"),
-        (["separator=[NONE]"], "separator '[NONE]' is no token"),
-        (["target=null"], "draft_length is for drafts that a target verifies"),
-        (["max_new_tokens=48"], "leaves no room for a prompt: the model's context is 48"),
-    ],
-)
-def test_command_line_mistakes(
-    checkpoint: Path, target: Path, more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["copy : Ada", f"model={checkpoint}", f"target={target}", "draft_length=3", *more]) == 2
-    error = capsys.readouterr().err
-    assert sentence in error
-    assert error.count("\n") == 1

@@ -183,7 +183,7 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "dllm_sampler.kernels.compile", *arguments],
+        [sys.executable, "-m", "dllm_sampler.eval.kernel_table", *arguments],
         env={**clean, "TRITON_CACHE_DIR": str(tmp_path / "cache"), **environment},
         capture_output=True,
         text=True,
@@ -209,7 +209,7 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
 def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One of each family, for NVIDIA's GPUs and AMD's by turns."""
     pytest.importorskip("triton")
-    from dllm_sampler.kernels import compile as report
+    from dllm_sampler.eval import kernel_table as report
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     places = {it.name: (module, place) for module, place, it in report.discover()}
@@ -251,7 +251,7 @@ def test_mistakes_are_one_sentence(
     arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    assert importlib.import_module("dllm_sampler.kernels.compile").main(arguments) == 2
+    assert importlib.import_module("dllm_sampler.eval.kernel_table").main(arguments) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
 
@@ -262,7 +262,7 @@ def test_what_fails_fails_the_report(
 ) -> None:
     """A kernel that needs too much shared memory, and one that is no kernel for such arguments."""
     pytest.importorskip("triton")
-    from dllm_sampler.kernels import compile as report
+    from dllm_sampler.eval import kernel_table as report
     from dllm_sampler.kernels import head
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -289,7 +289,7 @@ def test_a_document_has_the_whole_table_or_is_left(
     fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    from dllm_sampler.kernels import compile as report
+    from dllm_sampler.eval import kernel_table as report
 
     def compile_all(jobs: list[tuple[str, int, str]], *_: Any) -> list[report.Compiled]:
         return [report.Compiled(f"k{place}", target, 1, 2, 0, 0, "no" if fails else None) for _, place, target in jobs]
@@ -310,7 +310,7 @@ def test_a_document_has_the_whole_table_or_is_left(
 
 def test_resources_that_are_not_known() -> None:
     pytest.importorskip("triton")
-    from dllm_sampler.kernels.compile import Compiled, resources
+    from dllm_sampler.eval.kernel_table import Compiled, resources
 
     assert resources({"amdgcn": "nothing"}) == (None, None, 0)
     spills = ".private_segment_fixed_size: 16\n .sgpr_spill_count: 4\n .vgpr_count: 30\n .vgpr_spill_count: 3\n"

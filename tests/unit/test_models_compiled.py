@@ -145,7 +145,7 @@ def test_compiled_steps_in_place(plugins: tuple[str, str], steps: Any, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("plugins", STEPS)
 def test_a_compiled_step_is_few_kernels(plugins: tuple[str, str], steps: Any) -> None:
-    """With the code generator, on a CPU: what a step does beside the model and the readout."""
+    """With the code generator, on a CPU: what a step does around the model and the readout."""
     graphs: list[Any] = []
 
     def generate(graph: Any, inputs: Any) -> Any:

@@ -159,7 +159,7 @@ def test_coupling() -> None:
 
 
 @pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(6)])
-def test_what_is_kept_is_what_reading_anew_gives(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_what_reading_again_gives(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a ragged batch whose rows advance at different speeds."""
     original, compared, firsts = Reading.logits, [], []
 

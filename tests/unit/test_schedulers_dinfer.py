@@ -45,7 +45,7 @@ def test_hierarchy_at_its_ends() -> None:
 
 
 def test_hierarchy_remasks_by_hand() -> None:
-    """Position 0 loses its certainty once position 2 stands; it is chosen anew when all else is there."""
+    """Position 0 loses its certainty once position 2 stands; it is chosen again when all else is there."""
     table = constant([0.9, 0.3, 0.8, 0.35])
 
     def says(canvas: Canvas) -> Tensor:

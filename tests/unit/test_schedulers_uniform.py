@@ -70,7 +70,7 @@ LONG = [replace(SCHEDULERS[0], stability_threshold=None), BlockRefine(5, 1.0)]
 
 
 @pytest.mark.parametrize("scheduler", LONG, ids=lambda one: type(one).__name__)
-def test_noise_is_drawn_anew_and_nothing_else_is(scheduler: Any) -> None:
+def test_noise_is_drawn_again_and_nothing_else_is(scheduler: Any) -> None:
     sampler, seen = uniform(scheduler)
     sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
     stayed = changed = 0
@@ -114,7 +114,7 @@ def says(tokens: list[list[int]], sure: list[list[float]]) -> scripted.Script:
     return scripted.Script(logits)
 
 
-def test_acceptance_is_decided_anew_and_the_answer_is_the_last_best_canvas() -> None:
+def test_acceptance_is_decided_each_step_and_the_answer_is_the_last_best_canvas() -> None:
     tokens = [[1, 2], [3, 2], [4, 5]]
     sure = [[0.99, 0.6], [0.6, 0.99], [0.9, 0.8]]
     scheduler = EntropyRenoise(0.0, 3, 0.0, 0.0, None, None)

@@ -88,7 +88,7 @@ def test_no_entropy_gradient_where_nothing_is_right() -> None:
 
 @pytest.mark.slow
 def test_training_makes_sure() -> None:
-    """On masks nobody was trained on: the entropy term makes surer than cross-entropy alone, and does not cost it."""
+    """On masks that no training used: the entropy term makes surer than cross-entropy alone, and does not cost it."""
     before, plain, sure = toy_run(60, 0, 0.0), toy_run(60, 60, 0.0), toy_run(60, 60, 2.0)
     assert sure[1] > max(before[1], plain[1]) + 0.01
     assert sure[0] < before[0]

@@ -44,7 +44,7 @@ def test_rewards_add_up() -> None:
     assert scores.total.tolist() == [4, 6, 2], "None adds nothing"
     assert scores.means == {"r0": 1.5, "r1": 1.0}
     assert not scores.troubles
-    assert judge(by_length).total.isnan().tolist() == [False, False, True], "nobody judged the last"
+    assert judge(by_length).total.isnan().tolist() == [False, False, True], "no function judged the last"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Compile every kernel for every kind of GPU, on a machine without one, and report what each takes.
 
-    python -m dllm_sampler.kernels.compile
-    python -m dllm_sampler.kernels.compile --target sm_90 --only "head bf16" --json report.json
+    python -m dllm_sampler.eval.kernel_table
+    python -m dllm_sampler.eval.kernel_table --target sm_90 --only "head bf16" --json report.json
 
 The table has shared memory, registers of a thread, and what it spills to memory, in bytes. On AMD scalar registers may
 go to vector ones, which is no memory: "n s". Registers and spills are read from the binaries. Compiled kernels stay in
@@ -35,7 +35,7 @@ from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.kernels.configuration import Configuration
 
-COMMAND = "python -m dllm_sampler.kernels.compile"
+COMMAND = "python -m dllm_sampler.eval.kernel_table"
 SECTION = "ahead-of-time table"
 
 
@@ -80,9 +80,8 @@ class Compiled:
 def discover() -> Iterator[tuple[str, int, Configuration]]:
     """Every configuration of the package: its module, its place there, itself."""
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        if module.name != __spec__.name:
-            for place, it in enumerate(getattr(importlib.import_module(module.name), "CONFIGURATIONS", ())):
-                yield module.name, place, it
+        for place, it in enumerate(getattr(importlib.import_module(module.name), "CONFIGURATIONS", ())):
+            yield module.name, place, it
 
 
 def compiled(module: str, place: int, target: str) -> Compiled:

@@ -1,0 +1,47 @@
+"""One line of `decode_step.py`'s table."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+HEADS = {"kind": 8, "side": 8, "batch": 5, "window": 6, "ms": 9, "spread": 20, "floor ms": 8, "over floor": 10}
+HEADS |= {"outside": 7, "speed": 20, "": 0}  # the columns and their widths; the last one has notes
+
+
+@dataclass
+class Row:
+    """What was measured of one configuration; seconds."""
+
+    kind: str  # window, refresh, generate, official, readout
+    side: str
+    batch: int
+    window: int
+    seconds: list[float] = field(default_factory=list)
+    model: list[float] = field(default_factory=list)  # the model alone
+    plain: list[float] = field(default_factory=list)  # the plain loop, or the published code
+    floor: float | None = None
+    note: str = ""
+
+
+def line(cells: Iterable[str]) -> str:
+    """One line of the table."""
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, HEADS.values(), strict=True)).rstrip()
+
+
+def cells(row: Row) -> list[str]:
+    """A row as people read it: medians, with the lowest and the highest."""
+    shown = [row.kind, row.side, str(row.batch), str(row.window), *[""] * 6, row.note]
+    if row.seconds:
+        ours = statistics.median(row.seconds)
+        shown[4] = f"{ours * 1e3:.3f}"
+        shown[5] = f"{min(row.seconds) * 1e3:.3f} to {max(row.seconds) * 1e3:.3f}"
+        if row.floor is not None:
+            shown[6], shown[7] = f"{row.floor * 1e3:.3f}", f"{ours / row.floor:.2f}"
+        if row.model:
+            shown[8] = f"{1 - statistics.median(row.model) / ours:.1%}"
+        if row.plain:
+            ratios = [theirs / own for theirs, own in zip(row.plain, row.seconds, strict=True)]
+            shown[9] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return shown
