@@ -33,7 +33,8 @@ def sampled(
 
 
 def crossed(*axes: Collection[Any], together: int = 1) -> list[Any]:
-    """The product of the axes for `parametrize`: each `together` values of different axes meet by default.
+    """The product of the axes for `parametrize`: each `together` values of different axes meet by default (0: one
+    of all combinations runs).
 
     The keys of a mapping are the names of its values in the test's id.
     """

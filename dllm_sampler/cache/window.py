@@ -1,14 +1,12 @@
 """What Fast-dLLM's caches share: a block opens with a whole row, then one run of columns is recomputed."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
-from dllm_sampler.core.protocols import Cache, Context
-from dllm_sampler.core.spec import learned
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import Canvas
 
 
 @dataclass
@@ -18,21 +16,10 @@ class WindowCache(BaseCache, ABC):
     A refresh is due when a block opens, and then only.
     """
 
-    asked: bool = field(init=False, default=False, repr=False, compare=False)  # the scheduler asks for the block alone
-
     @property
     def steady(self) -> bool:
         """See `Cache.steady`."""
         return True
-
-    def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`."""
-        asked = context.scheduler is not None and context.scheduler.traits.asks_block
-        return super(WindowCache, learned(self, asked=asked)).bind(context)
-
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
-        """See `Cache.narrow`. The window holds the whole block: a query for the block loses nothing."""
-        return query if self.asked else super().narrow(canvas, query, answered)
 
     @abstractmethod
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:

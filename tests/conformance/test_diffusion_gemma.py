@@ -24,6 +24,7 @@ from dllm_sampler.eval.conformance.diffusion_gemma import Watched
 from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser, Memory
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
+from tests.sampling import sampled
 
 DATA = Path(__file__).parent / "data"
 NAME, CANVAS, VOCAB = "tiny-diffusion-gemma", 16, 288
@@ -118,7 +119,7 @@ def test_recorded_runs(line: lines.Line) -> None:
     assert scheduler.canvases == line.model_extra["canvas_before_each_step"]
 
 
-@pytest.mark.parametrize("change", [{"entropy_bound": 3.0}, {"t_max": 0.9}, {"stability_threshold": 3}])
+@pytest.mark.parametrize("change", sampled([{"entropy_bound": 3.0}, {"t_max": 0.9}, {"stability_threshold": 3}]))
 def test_another_setting_is_another_run(change: dict[str, Any]) -> None:
     outcomes = []
     for line in LINES:

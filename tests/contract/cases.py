@@ -17,7 +17,7 @@ from tests import toys
 from tests.sampling import Draw, sampled
 
 Settings = dict[str, Any]
-TOKENS = 17
+TOKENS = 14
 
 SETTINGS: dict[str, list[Settings]] = {
     "scheduler.threshold": [{}, {"threshold": 0.6}],

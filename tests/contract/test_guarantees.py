@@ -155,13 +155,13 @@ CACHES = cases.settings("cache")
 @every_case
 def test_stopping_early_changes_nothing_before_the_end_token(case: Case) -> None:
     rows = list(range(len(toys.PROMPTS)))
-    full, *early = [replace(case, stop={"name": stop}).generate(rows) for stop in ("none", "prefix", "block")]
-    for result in early:
-        assert torch.equal(result.lengths, full.lengths)
-        assert (result.nfe <= full.nfe).all()
-        answer = torch.arange(TOKENS) < full.lengths[:, None]
-        assert torch.equal(result.tokens[answer], full.tokens[answer])
-        assert torch.equal(result.trace.generated[answer], full.trace.generated[answer])
+    early = ("prefix", "block")[len(case.id) % 2]
+    full, result = (replace(case, stop={"name": stop}).generate(rows) for stop in ("none", early))
+    assert torch.equal(result.lengths, full.lengths)
+    assert (result.nfe <= full.nfe).all()
+    answer = torch.arange(TOKENS) < full.lengths[:, None]
+    assert torch.equal(result.tokens[answer], full.tokens[answer])
+    assert torch.equal(result.trace.generated[answer], full.trace.generated[answer])
 
 
 @dataclass(frozen=True)

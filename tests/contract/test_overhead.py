@@ -32,10 +32,10 @@ DEARER = {
 # Operations of a step besides the model and the readout, by scheduler, cache, stop; whoever lowers one lowers it here.
 STEPS = {
     ("threshold", "none", "prefix"): 114,
-    ("threshold", "dual", "prefix"): 120,
-    ("fixed", "dual", "prefix"): 134,
-    ("fixed", "dual", "none"): 124,
-    ("klass", "dual", "prefix"): 176,
+    ("threshold", "dual", "prefix"): 126,
+    ("fixed", "dual", "prefix"): 140,
+    ("fixed", "dual", "none"): 130,
+    ("klass", "dual", "prefix"): 182,
 }
 
 

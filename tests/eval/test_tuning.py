@@ -182,6 +182,7 @@ def tuner(*words: str) -> tuning.Tuner:
     return tuning.Tuner(*tuning.tuning([*WORDS, *words]), tuning.Console(quiet=True))
 
 
+@pytest.mark.slow
 def test_it_is_confirmed_on_samples_of_another_seed(here: Path) -> None:
     one = tuner("task.seed=1,2", "tune.trials=1")
     one.search()
@@ -189,6 +190,7 @@ def test_it_is_confirmed_on_samples_of_another_seed(here: Path) -> None:
     assert seeds == {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_samples_that_are_no_new_ones_are_not_called_so(here: Path) -> None:
     """A task whose samples do not depend on its seed, and two seeds, one of which the search has not seen."""
     given = tuner("task=ideal", "task.items=3", "temperature=1")

@@ -1,12 +1,11 @@
 """Attention of a pack against float64, one query at a time."""
 
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
 from dllm_sampler.core.masks import block_causal
 from dllm_sampler.kernels import attention as module
@@ -28,11 +27,12 @@ def test_heads_share_keys(heads, kv_heads):
     checks.attention(*oracles.pack(heads, heads=heads, kv_heads=kv_heads, counts=(5, 1, 9)))
 
 
-@given(seed=st.integers(0, 10**6), data=st.data())
-@settings(max_examples=3, deadline=None, phases=[Phase.generate])  # shrinking takes minutes
-def test_every_combination(seed, data):
+@pytest.mark.parametrize("seed", sampled(range(20), lambda seed: [seed % 3]))
+def test_every_combination(seed):
+    random = Random(seed)
+
     def pick(*values):
-        return data.draw(st.sampled_from(values))
+        return random.choice(values)
 
     counts = pick((1,), (70,), (0, 1, 0), (17, 33, 5), (0, 3, 0, 0, 16, 1, 40))
     given, options = oracles.pack(
@@ -40,7 +40,7 @@ def test_every_combination(seed, data):
         candidates=pick(1, 3) if max(counts) < 40 else 1, kv_heads=2, size=8, keys=pick(*KEYS),
         grid=pick(None, 1, 4, 7), splits=pick(1, 2, 5), scale=pick(None, 0.3), longest=pick(None, max(counts) * 3),
     )  # fmt: skip
-    if "segment" in options and data.draw(st.booleans()):
+    if "segment" in options and pick(True, False):
         options["segment"] = options["segment"].int()
     checks.attention(given, options)
 

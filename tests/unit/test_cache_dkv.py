@@ -66,7 +66,7 @@ def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     assert same(greedy, plain)
 
 
-@pytest.mark.parametrize(("every", "shift"), crossed([2, 3, 100], [False, True]))
+@pytest.mark.parametrize(("every", "shift"), crossed([2, 3, 100], [False, True], together=0))
 def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shift: bool) -> None:
     model = toys.transformer()
     with torch.no_grad():

@@ -92,7 +92,7 @@ def test_without_a_share_nothing_is_computed_in_between() -> None:
     assert differ(result, run(IntervalCache(5, 3, 0.25), prompts=[prompt], **steps(10)))
 
 
-@pytest.mark.parametrize(("kind", "every"), crossed(["gqa", "llada"], [3, 8]))
+@pytest.mark.parametrize(("kind", "every"), crossed(["gqa", "llada"], [3, 8], together=0))
 def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
     """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
     rule = PublishedFixedSteps(40, "entropy")

@@ -1,7 +1,7 @@
 """Which words of a command line are prompts, overrides, flags."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.cli.arguments import is_override, split
@@ -61,11 +61,13 @@ def test_sorting() -> None:
     )
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text()))
 def test_all_is_prompt_behind_two_dashes(words: list[str]) -> None:
     assert split(["--", *words]).prompts == words
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(PROMPTS + OVERRIDES)))
 def test_nothing_is_lost(words: list[str]) -> None:
     found = split(words)

@@ -90,6 +90,7 @@ def test_sampling_is_exact_too(guide: Settings) -> None:
         assert after.nfe.sum() < alone.nfe.sum()
 
 
+@pytest.mark.slow
 def test_more_branches_save_more_forwards() -> None:
     """FreeDave's invariant 3. No theorem for a single row: a longer step may end where drafts are worse."""
     prompts = random_prompts(5, 12)
@@ -100,7 +101,7 @@ def test_more_branches_save_more_forwards() -> None:
     assert int(run(swaps, prompts=prompts).nfe.sum()) < forwards[-1]
 
 
-@pytest.mark.parametrize("length", [2, 4, 18])
+@pytest.mark.parametrize("length", sampled([2, 4, 18]))
 def test_eager_drafts_cross_the_edge(length: int) -> None:
     for base, toy in (("fixed", "llada"), ("threshold", "dream")):
         options: Settings = {"blocks": {"name": "fixed", "length": length}}

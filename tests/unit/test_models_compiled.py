@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import metrics
-from torch._inductor.compile_fx import compile_fx
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.engine import decide, loop
@@ -146,6 +144,9 @@ def test_compiled_steps_in_place(plugins: tuple[str, str], steps: Any, monkeypat
 @pytest.mark.parametrize("plugins", STEPS)
 def test_a_compiled_step_is_few_kernels(plugins: tuple[str, str], steps: Any) -> None:
     """With the code generator, on a CPU: what a step does around the model and the readout."""
+    from torch._inductor import metrics  # a second of imports that other tests do without
+    from torch._inductor.compile_fx import compile_fx
+
     graphs: list[Any] = []
 
     def generate(graph: Any, inputs: Any) -> Any:
