@@ -19,7 +19,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels.backend import TORCH, Backend
-from dllm_sampler.models.compiled import whole
+from dllm_sampler.models.compiled import fullgraph
 
 
 class Engine:
@@ -130,7 +130,7 @@ class Engine:
         """After the last step, however that came about."""
 
     def _part(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        return whole(part) if self.compile else part
+        return fullgraph(part) if self.compile else part
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -22,7 +22,7 @@ def compiled(part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def whole(part: Callable[..., Any]) -> Callable[..., Any]:
+def fullgraph(part: Callable[..., Any]) -> Callable[..., Any]:
     """A part of a step, compiled for each set of plug-ins and number of rows that a process meets.
 
     torch gives up after 8 versions of one function, which a sweep over schedulers soon has.

@@ -25,11 +25,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return part
 
     compiled.compiled.cache_clear()
-    compiled.whole.cache_clear()
+    compiled.fullgraph.cache_clear()
     monkeypatch.setattr(torch, "compile", compile)
     yield found
     compiled.compiled.cache_clear()
-    compiled.whole.cache_clear()
+    compiled.fullgraph.cache_clear()
 
 
 @pytest.mark.parametrize(
