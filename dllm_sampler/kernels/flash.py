@@ -129,11 +129,14 @@ def attention_kernel(
             value = tl.load(v + j[:, None] * width + d[None], mask=inside, other=0.0)
             peak, total, acc = _attend(query, key, value, allowed, scale, peak, total, acc)
 
-    # The addresses of the output are worked out again, from what the compiler cannot know to be the same number: kept
-    # since the queries were read, they would fill registers all along.
+    # The row's bounds and the addresses of the output are worked out again, from what the compiler cannot know to be the
+    # same numbers: kept since the queries were read, they would fill registers all along, and spill.
     packed = (tile + tl.minimum(last, 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m = packed // G
-    there = m < tl.where(b == batch - 1, entries - start, count)
+    again = bounds + b + tl.minimum(last, 0)
+    start = tl.load(again).to(tl.int32)
+    count = tl.load(again + 1).to(tl.int32) - start
+    there = (m < count) | ((b == batch - 1) & (m < entries - start))
     acc = tl.where((m < count)[:, None], acc, 0.0)  # fillers answer zeros
     line = (split.to(tl.int64) * entries + start) * (G * HKV) + m * (G * HKV) + head * G + packed % G
     if peaks is not None:
