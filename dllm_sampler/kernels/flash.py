@@ -129,8 +129,8 @@ def attention_kernel(
             value = tl.load(v + j[:, None] * width + d[None], mask=inside, other=0.0)
             peak, total, acc = _attend(query, key, value, allowed, scale, peak, total, acc)
 
-    # The row's bounds and the addresses of the output are worked out again, from what the compiler cannot know to be the
-    # same numbers: kept since the queries were read, they would fill registers all along, and spill.
+    # The row's bounds and the addresses of the output are worked out again, from what the compiler cannot know to be
+    # the same numbers: kept since the queries were read, they would fill registers all along, and spill.
     packed = (tile + tl.minimum(last, 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     m = packed // G
     again = bounds + b + tl.minimum(last, 0)
