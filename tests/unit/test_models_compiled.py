@@ -91,7 +91,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def use(backend: Any) -> None:
         made = {part: torch.compile(part, backend=backend, fullgraph=True) for part in (decide.ask, decide.tell)}
-        monkeypatch.setattr(loop, "whole", lambda part: made.get(part, part))
+        monkeypatch.setattr(loop, "fullgraph", lambda part: made.get(part, part))
 
     yield use
     torch._dynamo.reset()
