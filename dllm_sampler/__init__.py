@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
-    from dllm_sampler.result import Commits, Result, Speculation
+    from dllm_sampler.result import Answer, Commits, Result, Speculation
     from dllm_sampler.sampler import Sampler
     from dllm_sampler.speculative.deer import SpeculativeSampler
 
@@ -24,7 +24,7 @@ _HOMES = {
     "core.noise": ("CounterNoise", "ReplayNoise"),
     "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
     "core.spec": ("ModelSpec", "Traits"),
-    "result": ("Commits", "Result", "Speculation"),
+    "result": ("Answer", "Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
     "sampler": ("Sampler",),
@@ -32,6 +32,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Answer",
     "Blocks",
     "Cache",
     "Canvas",

@@ -14,13 +14,14 @@ from importlib.resources.abc import Traversable
 from os import PathLike, fspath
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from dllm_sampler.core.values import Noise
 from dllm_sampler.errors import UserError, unknown
 
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
@@ -28,6 +29,27 @@ CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id th
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.
 OmegaConf.register_new_resolver("package", lambda path: str(files("dllm_sampler") / path), replace=True)
+
+
+class Options(TypedDict, total=False):
+    """What `Sampler.from_pretrained` hands on to the constructor."""
+
+    scheduler: object
+    blocks: object
+    stop: object
+    cache: object
+    guide: object
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    noise: Noise | None
+    compat: bool
+    max_steps: int | None
+    poll_every: int
+    backend: str
+    cuda_graph: bool | str
+    compile: bool | str
+    entropy: bool
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [found] if found and isinstance(found[0], int | Mapping) else found
 
 
-def encode(
-    prompts: Prompt | Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase | None,
-    spec: ModelSpec,
-    max_new_tokens: int,
-) -> list[list[int]]:
-    """Token ids of each prompt, checked.
-
-    Raises:
-        UserError: naming the prompt by its number (from 1) and what is wrong with it.
-    """
+def check_new_tokens(max_new_tokens: int, spec: ModelSpec) -> None:
+    """Refuse what is no number of tokens, or leaves no room for a prompt."""
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
     if max_new_tokens >= spec.max_positions:
@@ -47,11 +38,26 @@ def encode(
             f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is"
             f" {spec.max_positions} positions"
         )
+
+
+def encode(
+    prompts: Prompt | Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase | None,
+    spec: ModelSpec,
+    max_new_tokens: int,
+    first: int = 1,
+) -> list[list[int]]:
+    """Token ids of each prompt, checked; `first` is the number of the first.
+
+    Raises:
+        UserError: naming the prompt by its number and what is wrong with it.
+    """
+    check_new_tokens(max_new_tokens, spec)
     given = as_list(prompts)
     if not given:
         raise UserError("there is no prompt: give at least one")
     rows = []
-    for number, prompt in enumerate(given, 1):
+    for number, prompt in enumerate(given, first):
         ids = _ids(prompt, tokenizer, number)
         if not ids:
             raise UserError(f"prompt {number} is empty: give it at least one token")

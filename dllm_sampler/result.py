@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import prompts
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
+
+FinishReason = Literal["end", "stop_string", "length", "max_steps", "not_finite", "refused"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +103,23 @@ class Speculation:
         """Drafted tokens taken per round, over all rows."""
         made = self.accepted >= 0
         return float(self.accepted[made].double().mean()) if bool(made.any()) else 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one prompt, on the CPU."""
+
+    index: int  # of the prompt, from 0
+    sample: int  # of the answers to that prompt, from 0
+    finish_reason: FinishReason
+    tokens: Tensor  # [max_new_tokens] int64; what was never decoded is padding
+    length: int = 0  # tokens up to and with the first end token, or to the first hole of an unfinished answer
+    text: str | None = None  # cut at the end token and at a stop string; None without a tokenizer
+    nfe: int = 0  # forwards that the answer took part in
+    trace: Trace | None = None  # of this answer alone; None if the prompt was refused
+    error: str | None = None  # why the prompt was refused
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer came to its end."""
+        return self.finish_reason not in ("max_steps", "not_finite", "refused")

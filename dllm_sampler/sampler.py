@@ -2,58 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TypedDict, Unpack
+from typing import Literal, Unpack
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config, prompts
+from dllm_sampler import config, many, prompts
+from dllm_sampler.batch import Reader
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Trace, aligned
-from dllm_sampler.core.values import Canvas, Noise
+from dllm_sampler.core.values import Noise
 from dllm_sampler.engine import capture, graphs, layout
-from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.result import Commits, Result, summarise
+from dllm_sampler.result import Answer, Commits, Result
 
 Progress = Callable[[int, int, int], None]
-
-
-class Options(TypedDict, total=False):
-    """What `Sampler.from_pretrained` hands on to the constructor."""
-
-    scheduler: object
-    blocks: object
-    stop: object
-    cache: object
-    guide: object
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    noise: Noise | None
-    compat: bool
-    max_steps: int | None
-    poll_every: int
-    backend: str
-    cuda_graph: bool | str
-    compile: bool | str
-    entropy: bool
 
 
 class Sampler:
@@ -126,7 +104,7 @@ class Sampler:
         graphs.check(cuda_graph)
         self.cuda_graph = cuda_graph
         self._static: StaticEngine | None = None
-        self._engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
+        self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
 
     @classmethod
     def from_pretrained(
@@ -135,7 +113,7 @@ class Sampler:
         *,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[config.Options],
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -151,7 +129,7 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
-        unknown = sorted(options.keys() - Options.__annotations__.keys())
+        unknown = sorted(options.keys() - config.Options.__annotations__.keys())
         if unknown:
             raise TypeError(f"from_pretrained has no option {', '.join(unknown)}")
         backends.check(options.get("backend", "auto"))
@@ -215,6 +193,59 @@ class Sampler:
         assert last is not None and last.result is not None
         return last.result
 
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        batch_size: int = 8,
+        max_new_tokens: int = 128,
+        block_length: int | None = None,
+        seed: int = 0,
+        stop_strings: str | Sequence[str] = (),
+        samples: int = 1,
+        order: Literal["finished", "given"] = "finished",
+        max_length: int | None = None,
+        on_error: Literal["raise", "yield"] = "raise",
+        batching: Literal["in_flight", "static"] = "in_flight",
+    ) -> Iterator[Answer]:
+        """Answer any number of prompts, `batch_size` at a time; one that ends gives its place to the next.
+
+        Each answer is that of `generate` for its prompt alone: exactly in float64; in shorter dtypes the batch may
+        change the last bit of a sum.
+
+        Args:
+            prompts: any iterable, also a generator; it is read as places become free.
+            max_new_tokens, block_length, stop_strings: as in `generate`.
+            seed: answer j of prompt i samples with `seed + i * samples + j`.
+            samples: answers per prompt.
+            order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
+            max_length: most tokens of a prompt with its answer, which fixes the memory; None: places grow in steps as
+                longer prompts come, and each time the answers in flight end first.
+            on_error: what becomes of a prompt that is refused: `"raise"` after the answers in flight, or `"yield"` an
+                answer with the `error`.
+            batching: `"static"`: batch after batch, each as long as its slowest answer.
+
+        Yields:
+            An `Answer`, with its `finish_reason`. One for which the model returned NaN ends alone.
+
+        Raises:
+            UserError: a bad argument, or a prompt that is refused.
+        """
+        return many.answers(
+            self,
+            self._plugins(block_length),
+            prompts,
+            places=batch_size,
+            new_tokens=max_new_tokens,
+            seed=seed,
+            stops=stop_strings,
+            samples=samples,
+            order=order,
+            max_length=max_length,
+            on_error=on_error,
+            batching=batching,
+        )
+
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -241,21 +272,32 @@ class Sampler:
         every: int,
         samples: int = 1,
     ) -> Iterator[Commits]:
-        """Check the arguments and start the loop; one in `every` steps is transferred, with 0 only the last."""
+        """Check the arguments and start the loop."""
         plugins, spec = self._plugins(block_length), self.denoiser.spec
         stops = prompts.stop_strings(stop_strings, self.tokenizer)
-        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
-            raise UserError(f"samples must be a whole number of at least 1, not {samples!r}")
+        check_count("samples", samples)
         rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
-        seeds = prompts.seeds(seed, len(rows))
-        engine = self._engine(plugins, samples)
+        return self.commits(plugins, rows, new_tokens, prompts.seeds(seed, len(rows)), stops, every, samples)
+
+    def commits(
+        self,
+        plugins: Plugins,
+        rows: Sequence[Sequence[int]],
+        new_tokens: int,
+        seeds: Sequence[int],
+        stops: tuple[str, ...],
+        every: int,
+        samples: int = 1,
+    ) -> Iterator[Commits]:
+        """The steps of one batch; one in `every` is transferred, with 0 only the last."""
+        engine, spec = self.engine(plugins, samples), self.denoiser.spec
         canvas = layout.canvas(
             rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple
         )
         bound = self.max_steps or plugins.scheduler.bound(canvas.new_tokens)
-        return self._run(engine, canvas, bound, stops, every)
+        return Reader(spec, self.tokenizer, stops).commits(engine, canvas, bound, every)
 
-    def _engine(self, plugins: Plugins, samples: int = 1) -> Engine:
+    def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
         options = (self.entropy, samples, self.compile)
         why = None if self.cuda_graph is False else graphs.obstacle(plugins, self.noise, self.denoiser)
@@ -274,20 +316,6 @@ class Sampler:
             )
         return self._static
 
-    def _run(self, engine: Engine, canvas: Canvas, bound: int, stops: tuple[str, ...], every: int) -> Iterator[Commits]:
-        try:
-            for step, state in enumerate(engine.run(canvas, bound), 1):
-                if stops:
-                    self._stop_at(engine, state, stops)
-                last = state.finished or step == bound
-                if last or (every and step % every == 0):
-                    yield self._view(state, step, self._result(state, stops) if last else None)
-                if last:
-                    return
-        except NotFiniteError as error:
-            error.result = self._result(error.state, stops)
-            raise
-
     def _plugins(self, block_length: int | None) -> Plugins:
         if block_length is None:
             return self.plugins
@@ -295,37 +323,6 @@ class Sampler:
             name = type(self.plugins.blocks).__name__
             raise UserError(f"block_length belongs to blocks=fixed, but blocks is {name}: leave one of them out")
         return self.plugins.on(FixedBlocks(block_length))
-
-    def _stop_at(self, engine: Engine, state: Generation, stop_strings: Sequence[str]) -> None:
-        """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
-        canvas = state.canvas
-        answer, noise = canvas.asked(), canvas.masked
-        if self.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
-            noise = noise | (canvas.in_block() & ~canvas.done[:, None])
-        known = [row.index(True) if True in row else None for row in noise.gather(1, answer).tolist()]
-        ids = canvas.ids.gather(1, answer).tolist()
-        texts = prompts.decode([row[:end] for row, end in zip(ids, known, strict=True)], self.tokenizer, ())
-        hit = torch.tensor([any(stop in text for stop in stop_strings) for text in texts], device=self.device)
-        if bool(hit.any()):
-            state.canvas = replace(canvas, done=canvas.done | hit)
-            engine.ask(state)
-
-    def _result(self, state: Generation, stop_strings: Sequence[str]) -> Result:
-        canvas, spec = state.canvas, self.denoiser.spec
-        trace = Trace.of(canvas, state.recorder, spec.mask_id, spec.pad_id)
-        masked = aligned(canvas, canvas.masked, False).cpu()
-        return summarise(trace, masked, canvas.done.cpu(), spec, self.tokenizer, stop_strings)
-
-    @staticmethod
-    def _view(state: Generation, step: int, result: Result | None) -> Commits:
-        canvas = state.canvas
-        answer = canvas.asked()
-
-        def cut(tensor: Tensor) -> Tensor:
-            return tensor.gather(1, answer).cpu()
-
-        tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
-        return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result)
 
 
 def _compiled(denoiser: Denoiser) -> Denoiser:

@@ -51,6 +51,7 @@ class IntervalCache(BaseCache):
     """
 
     pads: ClassVar[bool] = True
+    shared: ClassVar[bool] = True
 
     prompt_every: int = 100
     response_every: int = 7

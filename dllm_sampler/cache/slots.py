@@ -44,6 +44,15 @@ class Slots:
         """Whether no buffer was made yet."""
         return not {"keys", "values"} & vars(self).keys()
 
+    def take(self, other: Slots, rows: Tensor) -> None:
+        """Take over the rows of `other` as `rows [n]` of these."""
+        if self.untouched and other.untouched:
+            return
+        mine = self.keys + self.values
+        its = [0.0] * len(mine) if other.untouched else other.keys + other.values
+        for buffer, fresh in zip(mine, its, strict=True):
+            buffer[rows] = fresh
+
     def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store `k, v [1, Hkv, T, Dh]` of a pack at `slots [T]`, counted over all rows, of layer `index`."""
         for buffer, fresh in zip(self.flat[index], (k, v), strict=True):

@@ -101,8 +101,13 @@ class Found(NamedTuple):
     """What the host read."""
 
     sizes: Sizes
-    finished: bool  # every row is done
-    bad: bool  # the model returned no finite statistics for some row
+    done: list[bool]  # of each row
+    bad: dict[int, int]  # rows for which the model returned no finite statistics, and the step (from 1) that failed
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row is done."""
+        return all(self.done)
 
 
 def read(measured: list[int]) -> Found:
@@ -123,7 +128,7 @@ def read(measured: list[int]) -> Found:
         opens=any(age[row] == 0 for row in live),
         rows=rows,
     )
-    return Found(sizes, not live, any(bad))
+    return Found(sizes, [bool(over) for over in done], {row: step for row, step in enumerate(bad) if step})
 
 
 def largest(canvas: Canvas, wanted: Request) -> Sizes:
@@ -146,8 +151,8 @@ class Answers:
     def of(wanted: Request, sizes: Sizes) -> Answers:
         """The answers of a request."""
         flat = wanted.asked.flatten()
-        # As many answers as places: then each place has one, unless the size was rounded up.
-        if sizes.answers == len(flat) and sizes.rows is not None:
+        # As many answers as places: then each place has one, unless the size was rounded up, or raised from 0 to 1.
+        if 1 < len(flat) == sizes.answers and sizes.rows is not None:
             return Answers.every(wanted.query)
         place = torch.nonzero_static(flat, size=sizes.answers, fill_value=len(flat))[:, 0]
         return Answers(place, wanted.query, False)

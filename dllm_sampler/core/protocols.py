@@ -251,8 +251,8 @@ class Stop(PlugIn):
 class Cache:
     """Decides which columns a forward computes, and keeps keys and values. A dataclass: its fields are its YAML.
 
-    The configured object is a template; `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`.
-    What few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
+    The configured object is a template; `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`. What
+    few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
     """
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
@@ -261,6 +261,7 @@ class Cache:
     chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
     keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
     causal: ClassVar[bool] = False  # for block-causal models, and no others
+    shared: ClassVar[bool] = False  # keeps numbers that hold for all rows: none can join a batch that runs
 
     spec: ModelSpec  # of a live copy, as all that follows
     slots: Any = None  # keys and values of every column (`cache.slots.Slots`); None: nothing is stored

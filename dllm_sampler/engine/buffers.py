@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, is_dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Recorder
-from dllm_sampler.core.values import Sizes
 from dllm_sampler.engine.decide import Generation
-from dllm_sampler.errors import UserError
+from dllm_sampler.engine.tree import walk
 
 PARTS = ("canvas", "cache", "carry", "bad", "recorder", "wanted", "measured", "previous")  # of a state: a step's work
 SIZES = "canvas.sizes"  # what the host sets between two steps
-# Leaves of a state that are no tensors: a recording holds for their values.
-PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
 
 
 def address(tensor: Tensor) -> Hashable:
@@ -117,29 +109,6 @@ def _tensors(buffer: Tensor | Slots) -> list[Tensor]:
 def storage(tensor: Tensor) -> int:
     """Address of the memory that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
-
-
-def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
-    """A copy of a tree of tuples, lists, dicts and objects of ours, in which `visit(path, leaf)` replaces each leaf.
-
-    Leaves are tensors, slot stores and plain values.
-
-    Raises:
-        UserError: there is something else, which may keep what no graph knows of.
-    """
-    if isinstance(value, (Tensor, Slots, *PLAIN)):
-        return visit(path, value)
-    if isinstance(value, tuple | list):
-        items = [walk(item, visit, f"{path}.{i}") for i, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {name: walk(item, visit, f"{path}.{name}") for name, item in value.items()}
-    if not isinstance(value, Recorder) and (not is_dataclass(value) or isinstance(value, type)):
-        raise UserError(f"cuda_graph: {path} is a {type(value).__name__}, and a recording cannot know what it keeps")
-    twin = copy.copy(value)
-    for name, item in vars(value).items():
-        object.__setattr__(twin, name, walk(item, visit, f"{path}.{name}"))
-    return twin
 
 
 def copied(state: Generation) -> dict[str, Any]:

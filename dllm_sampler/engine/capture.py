@@ -1,9 +1,10 @@
-"""Recording launches as a CUDA graph."""
+"""The GPU of a step: made the current one, and its launches recorded as a CUDA graph."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -44,3 +45,14 @@ def cuda(run: Callable[[], None]) -> Callable[[], None]:
         _resources.cache_clear()  # a capture that was not ended keeps its pool to itself
         raise
     return graph.replay
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Without gradients, and with a GPU as the current one.
+
+    Triton's launches and CUDA graphs go to the current one, wherever their tensors are. It is not inference_mode, whose
+    tensors autograd could not use later.
+    """
+    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield

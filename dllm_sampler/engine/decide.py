@@ -6,7 +6,7 @@ take them whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -33,9 +33,15 @@ class Generation:
     wanted: Request | None = None  # of the next step
     measured: Tensor | None = None  # the numbers of `packing.measure`
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
-    finished: bool = False
+    done: list[bool] = field(default_factory=list)  # of each row, when the host last looked
+    failed: dict[int, int] = field(default_factory=dict)  # rows of `bad` then, and the step (from 1) that failed
     begun: float = 0.0  # when the host began the last step, in seconds of its clock
     branches: int | None = None  # `Canvas.branches` when the next step was asked for
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row was done when the host last looked."""
+        return all(self.done)
 
 
 def ask(plugins: Plugins, state: Generation) -> None:

@@ -23,6 +23,7 @@ from dllm_sampler.engine.capture import Record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
+from dllm_sampler.engine.tree import Opaque
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
 from dllm_sampler.models.fused import hooked
@@ -138,10 +139,11 @@ class StaticEngine(Engine):
         state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
         try:
             buffers.copy_in(state)
-        except UserError as error:
+        except Opaque as error:
+            why = f"{error}, and a recording cannot know what it keeps"
             if self.must:
-                raise
-            warn(f"steps run without CUDA graphs: {error}")
+                raise UserError(f"cuda_graph: {why}") from None
+            warn(f"steps run without CUDA graphs: {why}")
             return plain
         return state
 

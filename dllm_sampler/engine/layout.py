@@ -21,6 +21,7 @@ def canvas(
     noise: Noise,
     cuts: bool,
     multiple: int = 1,
+    length: int = 0,
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
@@ -28,12 +29,13 @@ def canvas(
         rows: token ids of each prompt, not empty.
         cuts: whether a stop policy may shorten rows.
         multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
+        length: the canvas has at least this many.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
     surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
     new_tokens += surplus
-    longest = max(len(row) for row in rows) + new_tokens
+    longest = max(length, max(len(row) for row in rows) + new_tokens)
     length = -(-longest // multiple) * multiple
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     behind = [noise_id] * new_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any, ClassVar, cast
@@ -15,6 +14,7 @@ from dllm_sampler.core.protocols import Denoiser, Paced, Prefills
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import decide, readout
+from dllm_sampler.engine.capture import undisturbed
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError
@@ -52,16 +52,18 @@ class Engine:
         self.needs = needs | {"logits"} if self.denoiser.spec.self_conditioning else needs
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[Generation]:
-        """Step until every row is done, yielding after each step (the same object)."""
-        # Not inference_mode: its tensors could not be used by autograd later.
-        with torch.no_grad(), _current(canvas.ids.device):
+        """Step until every row is done, yielding after each step (the same object).
+
+        Raises:
+            NotFiniteError: the model returned no finite statistics for some row.
+        """
+        with undisturbed(canvas.ids.device):
             state = self.begin(canvas)
         try:
             for step in range(1, max_steps + 1):
-                with torch.no_grad(), _current(canvas.ids.device):
-                    state.begun = perf_counter()
-                    self.step(state)
-                    self.poll(state, step, last=step == max_steps)
+                self.advance(state, step, last=step == max_steps)
+                if state.failed:
+                    raise _not_finite(state)
                 yield state
                 if state.finished:
                     return
@@ -69,16 +71,27 @@ class Engine:
             self.end(state)
 
     def begin(self, canvas: Canvas) -> Generation:
-        """The state before the first step."""
-        p, spec = self.plugins, self.denoiser.spec
-        cache = p.cache.init(canvas, spec)
-        if self.samples > 1 and isinstance(cache, Prefills):
-            computed = cache.prefill(p.cache, canvas, self.samples, self.denoiser)
-            canvas = canvas if computed is None else replace(canvas, computed=canvas.computed + computed)
-        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.traits.revises)
-        state = Generation(canvas, cache, p.scheduler.init(canvas), torch.zeros_like(canvas.step), recorder)
+        """The state before the first step, for which it has asked."""
+        state = self.fresh(canvas, self.samples)
         self.ask(state)
         return state
+
+    def fresh(self, canvas: Canvas, samples: int = 1) -> Generation:
+        """The state before anything is asked; each `samples` consecutive rows have the same prompt."""
+        p, spec = self.plugins, self.denoiser.spec
+        cache = p.cache.init(canvas, spec)
+        if samples > 1 and isinstance(cache, Prefills):
+            computed = cache.prefill(p.cache, canvas, samples, self.denoiser)
+            canvas = canvas if computed is None else replace(canvas, computed=canvas.computed + computed)
+        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.traits.revises)
+        return Generation(canvas, cache, p.scheduler.init(canvas), torch.zeros_like(canvas.step), recorder)
+
+    def advance(self, state: Generation, step: int, last: bool = False) -> None:
+        """Step number `step`, and the host's look at what it left."""
+        with undisturbed(state.canvas.ids.device):
+            state.begun = perf_counter()
+            self.step(state)
+            self.poll(state, step, last)
 
     def step(self, state: Generation) -> None:
         """One forward, what it commits, and what the next one is asked for. Never reads the device."""
@@ -102,9 +115,6 @@ class Engine:
 
         With `poll_every` above 1, and no cache whose steps differ in size, it waits only every `poll_every` steps. The
         other steps take the largest sizes there can be.
-
-        Raises:
-            NotFiniteError: the model returned no finite statistics for some row.
         """
         assert state.wanted is not None and state.measured is not None
         if step % self.poll_every and not (last or self.plugins.cache.stores):
@@ -113,18 +123,13 @@ class Engine:
             return
         found = packing.read(state.measured.tolist())
         before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
-        state.finished = found.finished
+        state.done, state.failed = found.done, found.bad
         if self.plugins.paced and (step or before.branches is None):
             # The next step has been asked for already: what the scheduler says now holds for the one after it.
             made = replace(before if step else state.canvas, branches=state.branches)
             branches = cast(Paced, self.plugins.scheduler).pace(made, perf_counter() - state.begun)
             state.canvas = replace(state.canvas, branches=branches)
         state.branches = before.branches
-        if found.bad:
-            bad = {row: step for row, step in enumerate(state.bad.tolist(), 1) if step}
-            error = NotFiniteError(min(bad.values()), list(bad))
-            error.state = state
-            raise error
 
     def end(self, state: Generation) -> None:
         """After the last step, however that came about."""
@@ -133,6 +138,7 @@ class Engine:
         return fullgraph(part) if self.compile else part
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one: Triton's launches and CUDA graphs go there, wherever their tensors are."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def _not_finite(state: Generation) -> NotFiniteError:
+    error = NotFiniteError(min(state.failed.values()), [row + 1 for row in state.failed])
+    error.state = state
+    return error

@@ -15,9 +15,9 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.core.noise import CounterNoise, ReplayNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.buffers import walk
 from dllm_sampler.engine.graphs import StaticEngine, obstacle, rounded
 from dllm_sampler.engine.loop import Engine
+from dllm_sampler.engine.tree import Opaque, walk
 from dllm_sampler.kernels import backend
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoE, MoeConfig
@@ -33,7 +33,7 @@ from tests.taped import Taped, taped
 def test_what_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         toys.sampler(**{"cuda_graph": True, **options})
-    assert type(toys.sampler(cuda_graph="auto")._engine(toys.sampler().plugins)) is Engine
+    assert type(toys.sampler(cuda_graph="auto").engine(toys.sampler().plugins)) is Engine
 
 
 def on_a_gpu(denoiser: Denoiser, network: torch.nn.Module) -> Any:
@@ -131,16 +131,18 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
     engines = [Taped(it.denoiser, it.plugins, 1, record=taped, must=must) for must in (True, False)]
     for engine in engines:
-        monkeypatch.setattr(it, "_engine", lambda plugins, samples=1, engine=engine: engine)
+        monkeypatch.setattr(it, "engine", lambda plugins, samples=1, engine=engine: engine)
         if engine.must:
             with pytest.raises(UserError, match=r"carry\.1 is a Generator, and a recording cannot know what it keeps"):
                 it.generate(toys.PROMPTS[:2], max_new_tokens=12)
             continue
+        with pytest.raises(UserError, match=r"carry\.1 is a Generator.*batching=static"):
+            list(it.generate_many(toys.PROMPTS[:2], max_new_tokens=12))
         backend.warn.cache_clear()
         with pytest.warns(RuntimeWarning, match="steps run without CUDA graphs.*Generator"):
             found = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
         assert torch.equal(found.tokens, expected.tokens) and engine.replays == 0
-    with pytest.raises(UserError, match=r"carry\.1 is a Generator"):
+    with pytest.raises(Opaque, match=r"carry\.1 is a Generator"):
         walk((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
 
 
@@ -156,7 +158,7 @@ def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> No
     for length in (5, 33, 52):
         found = []
         for engine in (StaticEngine(it.denoiser, it.plugins, 1), Engine(it.denoiser, it.plugins, 1)):
-            monkeypatch.setattr(it, "_engine", lambda plugins, samples=1, engine=engine: engine)
+            monkeypatch.setattr(it, "engine", lambda plugins, samples=1, engine=engine: engine)
             found.append(it.generate([[5 + length % 7] * length], max_new_tokens=12))
         assert torch.equal(found[0].tokens, found[1].tokens)
         assert torch.equal(found[0].trace.generated, found[1].trace.generated)

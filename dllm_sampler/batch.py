@@ -1,0 +1,86 @@
+"""One batch, step by step: what the host looks at between two steps, and what it makes of the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler import prompts
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.trace import Recorder, Trace, aligned
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
+from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.result import Commits, Result, summarise
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads texts and results out of a generation.
+
+    Args:
+        stop_strings: texts that end an answer.
+    """
+
+    spec: ModelSpec
+    tokenizer: PreTrainedTokenizerBase | None
+    stop_strings: Sequence[str]
+
+    def commits(self, engine: Engine, canvas: Canvas, bound: int, every: int) -> Iterator[Commits]:
+        """The steps of a batch, at most `bound`; one in `every` is transferred, with 0 only the last.
+
+        Raises:
+            NotFiniteError: the model returned NaN; its `result` holds what was done.
+        """
+        try:
+            for step, state in enumerate(engine.run(canvas, bound), 1):
+                self.stop(engine, state)
+                last = state.finished or step == bound
+                if last or (every and step % every == 0):
+                    yield _view(state, step, self.result(state.canvas, state.recorder) if last else None)
+                if last:
+                    return
+        except NotFiniteError as error:
+            error.result = self.result(error.state.canvas, error.state.recorder)
+            raise
+
+    def stop(self, engine: Engine, state: Generation) -> None:
+        """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
+        if not self.stop_strings:
+            return
+        canvas = state.canvas
+        answer, noise = canvas.asked(), canvas.masked
+        if engine.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
+            noise = noise | (canvas.in_block() & ~canvas.done[:, None])
+        known = [row.index(True) if True in row else None for row in noise.gather(1, answer).tolist()]
+        ids = canvas.ids.gather(1, answer).tolist()
+        texts = prompts.decode([row[:end] for row, end in zip(ids, known, strict=True)], self.tokenizer, ())
+        hit = [
+            not done and any(stop in text for stop in self.stop_strings)
+            for done, text in zip(state.done, texts, strict=True)
+        ]
+        if any(hit):
+            state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
+            engine.ask(state)
+
+    def result(self, canvas: Canvas, recorder: Recorder) -> Result:
+        """The answers as they stand."""
+        trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id)
+        masked = aligned(canvas, canvas.masked, False).cpu()
+        return summarise(trace, masked, canvas.done.cpu(), self.spec, self.tokenizer, self.stop_strings)
+
+
+def _view(state: Generation, step: int, result: Result | None) -> Commits:
+    canvas = state.canvas
+    answer = canvas.asked()
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.gather(1, answer).cpu()
+
+    tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
+    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result)

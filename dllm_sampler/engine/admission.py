@@ -1,0 +1,228 @@
+"""In-flight batching: a row that ends gives its place to the next prompt.
+
+The state of a generation is tensors with one row per place. Rows that begin are laid out as a small batch of their own,
+which is copied into free places; rows that end are copied out. A row does not depend on its neighbours, so no answer
+changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.slots import Slots
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.values import Canvas, Noise
+from dllm_sampler.engine.capture import undisturbed
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
+from dllm_sampler.engine.plugins import Plugins
+from dllm_sampler.engine.tree import Opaque, walk
+from dllm_sampler.errors import UserError
+
+PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away
+End = Literal["done", "max_steps", "not_finite"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row to be generated."""
+
+    prompt: Sequence[int]
+    seed: int
+    tag: Any = None  # the caller's
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A row that left."""
+
+    row: Row
+    canvas: Canvas  # of this row alone
+    recorder: Recorder
+    end: End
+
+
+def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
+    """Why rows cannot join a generation that runs; None: they can."""
+    if plugins.cache.shared:
+        return f"cache={type(plugins.cache).__name__} counts forwards for the batch as a whole"
+    if not plugins.scheduler.traits.static:
+        return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+    if type(noise) is not CounterNoise:
+        return f"{type(noise).__name__} draws for the batch as a whole"
+    if denoiser.spec.encoder:
+        return "this model's encoder keeps what it read in an object of its own"
+    return None
+
+
+class Flight:
+    """A running generation whose rows come and go.
+
+    Args:
+        engine: runs the steps.
+        lay_out: makes the canvas of some rows; its number of columns is the same in each call.
+        places: rows at a time.
+        bound: a row makes at most this many forwards.
+        watch: called after each step; it may end rows (`Canvas.done`), and asks again then.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lay_out: Callable[[Sequence[Row]], Canvas],
+        places: int,
+        bound: int,
+        watch: Callable[[Generation], None] | None = None,
+    ):
+        self.engine, self.lay_out, self.bound, self.watch = engine, lay_out, bound, watch
+        self.rows: list[Row | None] = [None] * places
+        self.made = [0] * places  # forwards of each row
+        self.state: Generation | None = None
+        self.forwards = 0
+
+    @property
+    def free(self) -> list[int]:
+        """Places without a row."""
+        return [place for place, row in enumerate(self.rows) if row is None]
+
+    def admit(self, rows: Sequence[Row], samples: int = 1) -> None:
+        """Give each of `rows` a free place; there must be one for each.
+
+        Args:
+            samples: each `samples` consecutive rows have the same prompt, which a cache may compute once for them.
+        """
+        if not rows:
+            return
+        places, canvas = self.free[: len(rows)], self.lay_out(rows)
+        with undisturbed(canvas.ids.device):
+            fresh = self.engine.fresh(canvas, samples)
+            if self.state is None:
+                self.state = self.engine.begin(self._empty(rows[0]))
+            join(self.state, fresh, torch.tensor(places, device=canvas.ids.device))
+            for place, row in zip(places, rows, strict=True):
+                self.rows[place], self.made[place] = row, 0
+            self.engine.ask(self.state)
+
+    def step(self) -> list[Ended]:
+        """Make one forward, and take out the rows that ended with it."""
+        state, engine = self.state, self.engine
+        assert state is not None
+        live = [place for place, row in enumerate(self.rows) if row is not None]
+        self.forwards += 1
+        for place in live:
+            self.made[place] += 1
+        late = [place for place in live if self.made[place] >= self.bound]
+        engine.advance(state, self.forwards, last=bool(late))
+        if self.watch is not None:
+            with undisturbed(state.canvas.ids.device):
+                self.watch(state)
+        ends: dict[int, End] = dict.fromkeys(late, "max_steps")
+        ends |= {place: "done" for place in live if state.done[place]}
+        ends |= {place: "not_finite" for place in live if place in state.failed}
+        with undisturbed(state.canvas.ids.device):
+            return self._leave(ends)
+
+    def _leave(self, ends: dict[int, End]) -> list[Ended]:
+        """Take out the rows at these places."""
+        if not ends:
+            return []
+        state = self.state
+        assert state is not None
+        left = []
+        for place, end in ends.items():
+            at = torch.tensor([place], device=state.canvas.ids.device)
+            canvas, recorder = taken(state.canvas, at), taken(state.recorder, at)
+            row = self.rows[place]
+            assert row is not None
+            left.append(Ended(row, canvas, recorder, end))
+            self.rows[place] = None
+        # Rows that did not end by themselves must not go on, nor fail again.
+        forced = [place for place, end in ends.items() if end != "done"]
+        if forced:
+            at = torch.tensor(forced, device=state.canvas.ids.device)
+            state.canvas = replace(state.canvas, done=state.canvas.done.index_fill(0, at, True))
+            state.bad = state.bad.index_fill(0, at, 0)
+            state.cache = walk(state.cache, partial(_cleaned, rows=at), "")
+            self.engine.ask(state)
+        return left
+
+    def close(self) -> None:
+        """No row is in flight any more: whatever the engine keeps for later is free."""
+        if self.state is not None:
+            self.engine.end(self.state)
+        self.state = None
+
+    def _empty(self, row: Row) -> Canvas:
+        """A canvas without a live row: places that `row` could have."""
+        canvas = self.lay_out([row] * len(self.rows))
+        return replace(canvas, done=torch.ones_like(canvas.done), padded=True)
+
+
+def join(state: Generation, fresh: Generation, places: Tensor) -> None:
+    """Copy the rows of `fresh` to the `places [n]` of a running state.
+
+    What a row does not have before its first forward stays as the row before left it: no number of it counts, since the
+    row's `step` and `age` are 0.
+
+    Raises:
+        UserError: the state keeps something that has no row per place.
+    """
+    try:
+        new = leaves(fresh)
+    except Opaque as error:
+        raise _unfit(str(error)) from None
+
+    def visit(path: str, old: Any) -> Any:
+        one = new.get(path)
+        if isinstance(old, Slots) and isinstance(one, Slots):
+            old.take(one, places)
+        elif isinstance(old, Tensor) and isinstance(one, Tensor) and one.numel():
+            if old.dim() != one.dim() or (len(old), len(one)) != (len(state.canvas.ids), len(places)):
+                raise _unfit(f"{path} is a tensor {[*old.shape]}")
+            # A history that is empty at first has one column then, and as many as it needs later.
+            return old.index_copy(0, places, one.to(old.dtype).expand(-1, *old.shape[1:]))
+        return old
+
+    for part in PARTS:
+        setattr(state, part, walk(getattr(state, part), visit, part))
+
+
+def _unfit(what: str) -> UserError:
+    return UserError(
+        f"{what}, of which no row can be given to the next prompt: keep tensors with one row per prompt, or use"
+        " batching=static"
+    )
+
+
+def _cleaned(_: str, leaf: Any, rows: Tensor) -> Any:
+    """A leaf without NaN or infinity in `rows [n]`: even what a mask hides would spoil a sum for the next row."""
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and int(leaf.shape[0]) > int(rows.max()):
+        own = leaf[rows]
+        leaf = leaf.index_copy(0, rows, own.masked_fill(~own.isfinite(), 0))
+    return leaf
+
+
+def leaves(state: Generation) -> dict[str, Any]:
+    """The leaves of a state, by path."""
+    found: dict[str, Any] = {}
+
+    def visit(path: str, leaf: Any) -> Any:
+        found[path] = leaf
+        return leaf
+
+    for part in PARTS:
+        walk(getattr(state, part), visit, part)
+    return found
+
+
+def taken(tree: Any, rows: Tensor) -> Any:
+    """A canvas or a recorder of some `rows [n]` alone."""
+    return walk(tree, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")

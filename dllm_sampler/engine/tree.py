@@ -1,0 +1,50 @@
+"""The state of a generation as a tree: tensors, slot stores and plain values, by their paths."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.slots import Slots
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.values import Sizes
+
+PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
+
+
+class Opaque(TypeError):
+    """An object in a state that may keep what nothing outside knows of."""
+
+    def __init__(self, path: str, value: object):
+        super().__init__(f"{path} is a {type(value).__name__}")
+
+
+def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
+    """A copy of a tree in which `visit(path, leaf)` replaces each leaf: a tensor, a slot store or a plain value.
+
+    Branches are tuples, lists, dicts, dataclasses and the recorder.
+
+    Raises:
+        Opaque: there is something else.
+    """
+    if isinstance(value, (Tensor, Slots, *PLAIN)):
+        return visit(path, value)
+    if isinstance(value, tuple | list):
+        items = [walk(item, visit, f"{path}.{i}") for i, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {name: walk(item, visit, f"{path}.{name}") for name, item in value.items()}
+    if not isinstance(value, Recorder) and (not is_dataclass(value) or isinstance(value, type)):
+        raise Opaque(path, value)
+    twin = copy.copy(value)
+    for name, item in vars(value).items():
+        object.__setattr__(twin, name, walk(item, visit, f"{path}.{name}"))
+    return twin

@@ -1,0 +1,136 @@
+"""In flight: a row joins a generation that runs, and its answer is the one that it has alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Answer, Sampler
+from dllm_sampler.engine.admission import obstacle
+from dllm_sampler.kernels.backend import FallbackWarning
+from tests import toys
+from tests.contract.cases import CASES, Case, thinned
+from tests.taped import pair
+
+JOINS = [case for case in CASES if obstacle(case.sampler.plugins, case.sampler.noise, case.sampler.denoiser) is None]
+PROMPTS = [toys.PROMPTS[row] for row in (0, 1, 2, 3, 1, 4, 0)]
+
+
+def assert_same(sampler: Sampler, answers: list[Answer], tokens: int, seed: int, samples: int = 1) -> None:
+    """Each answer against its prompt alone."""
+    for answer in answers:
+        own = seed + answer.index * samples + answer.sample
+        alone = sampler.generate([PROMPTS[answer.index]], max_new_tokens=tokens, seed=own)
+        assert answer.trace is not None
+        assert torch.equal(answer.tokens, alone.tokens[0]), answer.index
+        assert torch.equal(answer.trace.generated, alone.trace.generated), answer.index
+        assert (answer.nfe, answer.length) == (int(alone.nfe[0]), int(alone.lengths[0])), answer.index
+        assert answer.complete == bool(alone.complete[0])
+        if samples == 1:  # else the prompt may have been computed once for several
+            assert torch.equal(answer.trace.rows, alone.trace.rows), answer.index
+
+
+@pytest.mark.parametrize("case", thinned(JOINS, "scheduler", "cache"))
+def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
+    random = Random(case.id)
+    options: dict[str, Any] = {"poll_every": random.choice([1, 1, 3])}
+    tokens, places, seed = random.choice([8, 11]), random.choice([1, 2, 3, 5]), random.choice([0, 17])
+    sampler = toys.sampler(case.toy, **case.plugins, **options)
+    answers = list(sampler.generate_many(PROMPTS, batch_size=places, max_new_tokens=tokens, seed=seed))
+    assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS)))
+    assert_same(sampler, answers[-4:], tokens, seed)  # the last had a place of another before
+
+
+def test_all_but_a_few_can_join() -> None:
+    """What cannot join says so, and its prompts are answered batch by batch."""
+    others = {one for case in CASES if case not in JOINS for one in (case.scheduler["name"], case.cache["name"])}
+    assert {"apd", "dllm"} <= others
+    assert {case.scheduler["name"] for case in CASES} - {case.scheduler["name"] for case in JOINS} == {"apd"}
+    assert {case.cache["name"] for case in CASES} - {case.cache["name"] for case in JOINS} == {"dllm"}
+    sampler = toys.sampler(cache="dllm")
+    with pytest.warns(FallbackWarning, match="batch by batch: cache=IntervalCache counts forwards for the batch"):
+        answers = list(sampler.generate_many(PROMPTS, batch_size=3, max_new_tokens=8))
+    assert_same(sampler, answers, 8, 0)
+
+
+@pytest.mark.parametrize(("toy", "cache"), [("causal", "block_causal"), ("llada", "dual")])
+def test_several_answers_to_a_prompt(toy: str, cache: str) -> None:
+    """Where a prompt is computed once for all of its answers, these begin together."""
+    sampler = toys.sampler(toy, cache=cache, temperature=1.0)
+    answers = list(sampler.generate_many(PROMPTS, batch_size=5, samples=2, max_new_tokens=8, seed=3))
+    assert len(answers) == 2 * len(PROMPTS)
+    assert_same(sampler, answers, 8, 3, samples=2)
+
+
+def test_recorded_steps_stay_good_when_places_change() -> None:
+    plain, it, engine = pair(cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
+    options: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 8, "max_length": 31}
+    list(it.generate_many(PROMPTS, **options))
+    assert_same(plain, list(it.generate_many(PROMPTS, **options)), 8, 0)
+    recorded = {key for buffers in engine.free for key in buffers.steps}
+    before = engine.replays
+    list(it.generate_many(PROMPTS, **options))
+    assert {key for buffers in engine.free for key in buffers.steps} == recorded, "nothing was recorded again"
+    assert len(engine.free) == 1 and engine.replays - before > 4
+
+
+@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@pytest.mark.parametrize("cache", ["dual", "elastic"])
+def test_a_row_that_is_not_finite_ends_alone(cache: str, batching: Any) -> None:
+    """A token whose embedding is NaN: what the row leaves behind in its place spoils no later one."""
+    model = toys.transformer()
+    model.embed.weight.data[22] = torch.nan  # the model's answers do not have it
+    sampler = Sampler(toys.wrapped(model), cache=cache, stop="none", scheduler="fixed")
+    answers = list(sampler.generate_many(PROMPTS, batch_size=3, max_new_tokens=8, batching=batching))
+    bad = [answer for answer in answers if answer.finish_reason == "not_finite"]
+    assert sorted(answer.index for answer in bad) == [1, 4]  # the prompts with token 22
+    assert all((answer.nfe, answer.length) == (1, 0) and not answer.complete for answer in bad)
+    assert_same(sampler, [answer for answer in answers if answer not in bad], 8, 0)
+
+
+def test_places_are_seldom_free() -> None:
+    """Forwards of the whole set, against what full batches would take."""
+    counting = toys.Spy(toys.denoiser())
+    sampler = Sampler(counting, scheduler={"name": "threshold", "threshold": 0.5}, stop="none")
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(60)]
+    answers = list(sampler.generate_many(prompts, batch_size=6, max_new_tokens=12))
+    forwards = [answer.nfe for answer in answers]
+    assert len(counting.calls) <= 1.1 * sum(forwards) / 6 + max(forwards)
+    assert len(set(forwards)) > 2
+
+
+def test_reading_and_stopping_early() -> None:
+    """No prompt is read before there is a place for it, and a consumer that leaves ends the work."""
+    read: list[int] = []
+
+    def prompts() -> Iterator[list[int]]:
+        for number in range(10**6):
+            read.append(number)
+            yield PROMPTS[number % len(PROMPTS)]
+
+    sampler = toys.sampler(scheduler={"name": "threshold", "threshold": 0.5})
+    spy = toys.Spy(sampler.denoiser)
+    sampler = Sampler(spy, scheduler={"name": "threshold", "threshold": 0.5}, stop="none")
+    stream = sampler.generate_many(prompts(), batch_size=3, max_new_tokens=8)
+    assert not read
+    for count, _ in enumerate(stream, 1):
+        assert len(read) <= count + 3
+        if count == 9:
+            break
+    made = len(spy.calls)
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
+    assert len(spy.calls) == made
+
+
+def test_places_grow() -> None:
+    """A prompt that is too long for the places waits until those in flight have ended."""
+    long = [[token % 30 for token in range(size)] for size in (3, 40, 5, 2)]
+    model = replace(toys.transformer().config, max_positions=200)
+    sampler = Sampler(toys.wrapped(type(toys.transformer())(model)), stop="none", cache="dual")
+    answers = list(sampler.generate_many(long, batch_size=2, max_new_tokens=30, order="given"))
+    for answer, prompt in zip(answers, long, strict=True):
+        alone = sampler.generate([prompt], max_new_tokens=30, seed=answer.index)
+        assert torch.equal(answer.tokens, alone.tokens[0]) and answer.nfe == int(alone.nfe[0])

@@ -1,0 +1,136 @@
+"""`Sampler.generate_many`: order, reasons, refusals."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_sampler import Sampler, UserError
+from tests import toys
+
+WORDS = ["copy: Ada, Ben", "reverse: Cal", "Dan", "copy: Eve"]
+
+
+@pytest.fixture(scope="module")
+def words(checkpoint: Path) -> Sampler:
+    return Sampler.from_pretrained(str(checkpoint), device="cpu", stop="none", scheduler="threshold")
+
+
+def test_texts_and_order(words: Sampler) -> None:
+    full = words.generate(WORDS, max_new_tokens=16)
+    finished = list(words.generate_many(WORDS, batch_size=3, max_new_tokens=16))
+    given = list(words.generate_many(WORDS, batch_size=3, max_new_tokens=16, order="given"))
+    assert [answer.index for answer in given] == [0, 1, 2, 3]
+    assert [answer.text for answer in given] == full.texts
+    assert sorted(answer.text or "" for answer in finished) == sorted(full.texts or [])
+
+
+def test_reasons(words: Sampler) -> None:
+    full = words.generate(WORDS, max_new_tokens=16)
+    assert full.texts is not None
+    stop = full.texts[0].split()[2]
+    for batching in ("in_flight", "static"):
+        options: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 16, "order": "given", "batching": batching}
+        stopped = list(words.generate_many(WORDS, stop_strings=stop, **options))
+        assert stopped[0].finish_reason == "stop_string" and stop not in (stopped[0].text or stop)
+        plain = list(words.generate_many(WORDS, **options))
+        for row, answer in enumerate(plain):
+            ended = 1 in full.tokens[row, : int(full.lengths[row])].tolist()
+            assert answer.finish_reason == ("end" if ended else "length") and answer.complete
+        words.max_steps = 1
+        try:
+            cut = list(words.generate_many(WORDS, **options))
+        finally:
+            words.max_steps = None
+        assert {answer.finish_reason for answer in cut if answer.nfe < full.nfe[answer.index]} == {"max_steps"}
+
+
+def test_a_prompt_that_is_refused_has_its_number(words: Sampler) -> None:
+    prompts = ["Ada", "", "Ben", [999], "Cal " * 60]
+    found = list(words.generate_many(prompts, batch_size=2, max_new_tokens=8, on_error="yield", order="given"))
+    assert [answer.finish_reason == "refused" for answer in found] == [False, True, False, True, True]
+    for answer, said in (
+        (found[1], "prompt 2 is empty"),
+        (found[3], "prompt 4 has the token id 999"),
+        (found[4], "prompt 5 has 60 tokens and max_new_tokens is 8, together more than the model's"),
+    ):
+        assert said in (answer.error or "") and answer.length == 0 and not answer.complete
+    short = list(words.generate_many(["Ada", "Ben Cal Dan Eve"], max_new_tokens=8, max_length=10, on_error="yield"))
+    assert [answer.error for answer in short if answer.error] == [
+        "prompt 2 has 4 tokens and max_new_tokens is 8, together more than max_length=10"
+    ]
+
+    got: list[int] = []
+    for places in (1, 3):
+        stream = words.generate_many(prompts, batch_size=places, max_new_tokens=8)
+        got.append(next(stream).index)
+        with pytest.raises(UserError, match="prompt 2 is empty"):
+            next(stream)
+    assert got == [0, 0], "what was in flight is not lost"
+
+
+@pytest.mark.parametrize("batching", ["in_flight", "static"])
+def test_refusals_without_end_are_handed_out_one_by_one(words: Sampler, batching: Any) -> None:
+    read: list[int] = []
+
+    def prompts() -> Iterator[str]:
+        for number in range(10**6):
+            read.append(number)
+            yield "" if number else "Ada"
+
+    stream = words.generate_many(prompts(), max_new_tokens=8, on_error="yield", batching=batching)
+    for answer in islice(stream, 20):
+        assert answer.finish_reason == "refused" or answer.index == 0
+    assert len(read) <= 21
+
+
+def test_a_source_that_fails_loses_no_answer(words: Sampler) -> None:
+    def prompts() -> Iterator[str]:
+        yield "Ada"
+        raise OSError("the disk is gone")
+
+    stream = words.generate_many(prompts(), max_new_tokens=8)
+    assert next(stream).index == 0
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(stream)
+
+
+def test_one_prompt_is_not_several() -> None:
+    with pytest.raises(UserError, match="prompt 1 is 5, and not a prompt: generate_many takes a list of prompts"):
+        list(toys.sampler().generate_many([5, 11], max_new_tokens=8))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_place_is_no_larger_than_the_context() -> None:
+    spy = toys.Spy(toys.denoiser())  # with room for 64
+    sampler = Sampler(spy, stop="none")
+    prompts = [[5] * length for length in (3, 47, 50)]
+    assert len(list(sampler.generate_many(prompts, max_new_tokens=14, batch_size=1))) == 3
+    assert max(canvas.length for canvas, _, _ in spy.calls) == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, not 0"),
+        ({"samples": 0}, "samples must be a whole number of at least 1, not 0"),
+        ({"max_length": "long"}, "max_length must be a whole number of at least 1, or null, not 'long'"),
+        ({"max_new_tokens": 64}, "max_new_tokens=64 leaves no room for a prompt"),
+        ({"order": "best"}, "order must be finished or given, not 'best'"),
+        ({"on_error": "skip"}, "on_error must be raise or yield, not 'skip'"),
+        ({"batching": "dynamic"}, "batching must be in_flight or static, not 'dynamic'"),
+        ({"seed": [1, 2]}, "seed must be a whole number"),
+        ({"stop_strings": [""]}, "stop_strings must be texts that are not empty"),
+        ({"max_length": 8}, "max_length=8 leaves no room for a prompt: max_new_tokens is 8"),
+        ({"prompts": "Ada"}, "generate_many takes several prompts"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        toys.sampler().generate_many(**{"prompts": [[5, 11]], "max_new_tokens": 8, **options})
+
+
+def test_answers_that_begin_together_need_as_many_places() -> None:
+    with pytest.raises(UserError, match="batch_size=2 is less than samples=3"):
+        toys.sampler("causal", cache="block_causal").generate_many([[5]], batch_size=2, samples=3, max_new_tokens=8)
