@@ -1,0 +1,204 @@
+"""What in-flight batching saves: forwards and time of many prompts, against batches that wait for their slowest row.
+
+    python benchmarks/in_flight.py                              # mini's tasks, some minutes on one core
+    python benchmarks/in_flight.py --model llada-157m --prompts 32 --batch 8 --repeats 1
+
+The same prompts run through `generate_many` with `batching=in_flight` and `static`, in turns.
+
+`in flight`  mean rows of a forward over the places, until no prompt is left to take one
+`forwards`   of the whole set; `bound`: 1.1 times the forwards of all answers over the places, and the longest answer
+`time`       static over in flight, median and range of the repeats. On a CPU a finished row costs nothing either way,
+             since steps are packed: only what a step costs outside the arithmetic can be saved
+`differ`     prompts whose tokens are not the same both ways; rounding does that
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from random import Random
+from typing import Any, ClassVar, Literal
+from unittest.mock import patch
+
+import torch
+from circumstances import circumstances, show
+from options import among, command, numbers, parser
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from subjects import SIZES, check, subject
+
+from dllm_sampler import Answer, Sampler, config
+from dllm_sampler.engine import admission
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.training.tasks import TASKS
+
+WAYS: tuple[Literal["in_flight", "static"], ...] = ("in_flight", "static")
+RULES = ("threshold", "fixed")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+@dataclass
+class Row:
+    """One scheduler, cache and number of places."""
+
+    scheduler: str
+    cache: str
+    batch: int
+    forwards: int = 0
+    nfe: list[int] = field(default_factory=list)  # of each answer
+    in_flight: list[int] = field(default_factory=list)  # rows of each forward
+    differ: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+
+    @property
+    def bound(self) -> float:
+        """Forwards that the set may take."""
+        return 1.1 * sum(self.nfe) / self.batch + max(self.nfe)
+
+    @property
+    def share(self) -> float:
+        """Mean rows in flight over the places, until the last prompt has its place."""
+        full = [at for at, rows in enumerate(self.in_flight) if rows == self.batch]
+        return statistics.mean(self.in_flight[: full[-1] + 1]) / self.batch if full else 0.0
+
+
+def prompts(name: str, count: int) -> list[str] | list[list[int]]:
+    """Prompts of `mini`'s tasks in a random order; for random weights, random words, 64 to 200 of them."""
+    random = Random(0)
+    if name == "mini":
+        each = -(-count // len(TASKS))
+        tasks = [config.build("task", {"name": "mini", "operation": one, "count": each}) for one in TASKS]
+        found = [sample.prompt for task in tasks for sample in task.samples()]
+        random.shuffle(found)
+        return found[:count]
+    most = 24 if name == "smoke" else 200
+    return [[random.randrange(90) for _ in range(random.randint(most // 3, most))] for _ in range(count)]
+
+
+class Counting(admission.Flight):
+    """Counts the rows of each forward."""
+
+    rows_per_forward: ClassVar[list[int]] = []
+
+    def step(self) -> list[admission.Ended]:
+        self.rows_per_forward.append(len(self.rows) - len(self.free))
+        return super().step()
+
+
+def measure(one: Sampler, row: Row, given: Sequence[Any], options: argparse.Namespace, count: bool) -> None:
+    """Both ways once; with `count`, what they computed, which is also the warm-up."""
+    answers: dict[str, list[Answer]] = {}
+    for way in WAYS:
+        Counting.rows_per_forward = []
+        begun = CLOCKS[options.clock]()
+        answers[way] = list(
+            one.generate_many(given, batch_size=row.batch, max_new_tokens=options.tokens, batching=way, order="given")
+        )
+        if not count:
+            row.seconds[way].append(CLOCKS[options.clock]() - begun)
+        elif way == "in_flight":
+            row.in_flight = Counting.rows_per_forward
+            row.forwards, row.nfe = len(row.in_flight), [answer.nfe for answer in answers[way]]
+    if count:
+        pairs = zip(*answers.values(), strict=True)
+        row.differ = sum(not torch.equal(flown.tokens, stood.tokens) for flown, stood in pairs)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Counts, and medians with their range."""
+    shown = Table(title="static over in flight: median (lowest to highest) of the repeats")
+    for head in (
+        "scheduler",
+        "cache",
+        "places",
+        "in flight",
+        "forwards",
+        "bound",
+        "longest",
+        "seconds",
+        "time",
+        "differ",
+    ):
+        shown.add_column(head, justify="right")
+    for row in rows:
+        ratios = [slow / quick for quick, slow in zip(row.seconds["in_flight"], row.seconds["static"], strict=True)]
+        shown.add_row(
+            row.scheduler,
+            row.cache,
+            str(row.batch),
+            f"{row.share:.2f}",
+            str(row.forwards),
+            f"{row.bound:.0f}",
+            str(max(row.nfe)),
+            f"{statistics.median(row.seconds['in_flight']):.2f}",
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+            str(row.differ),
+        )
+    return shown
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--model", choices=SIZES, default="mini", help="others than mini have random weights (default %(default)s)")
+    add(
+        "--schedulers",
+        type=among("scheduler", ("threshold", "fixed")),
+        default="threshold",
+        help="(default %(default)s)",
+    )
+    add("--caches", type=among("cache", ("none", "prefix", "dual")), default="none,dual", help="(default %(default)s)")
+    add("--batch", type=numbers, default="8,16", help="places (default %(default)s)")
+    add("--prompts", type=positive, default=112, help="how many (default %(default)s)")
+    add("--tokens", type=positive, default=64, help="of an answer (default %(default)s)")
+    add("--block", type=positive, default=16, help="positions of a block (default %(default)s)")
+    add("--threshold", type=float, default=0.9, help="of scheduler threshold (default %(default)s)")
+    add("--repeats", type=positive, default=5, help="measurements of each time (default %(default)s)")
+    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    options = it.parse_args(argv)
+    check(options.model)
+    return options
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = arguments(argv)
+    torch.set_num_threads(options.threads)
+    given = prompts(options.model, options.prompts)
+    it = subject(options.model)
+    rules = {"threshold": {"name": "threshold", "threshold": options.threshold}, "fixed": "fixed"}
+    rows, samplers = [], []
+    for name, cache, batch in product(options.schedulers, options.caches, options.batch):
+        plugins = {"scheduler": rules[name], "cache": cache, "blocks": {"name": "fixed", "length": options.block}}
+        if options.model == "mini":
+            samplers.append(Sampler.from_pretrained("mini", **plugins))
+        else:
+            samplers.append(Sampler(it.denoiser, stop="none", **plugins))
+        rows.append(Row(name, cache, batch))
+    with patch("dllm_sampler.many.Flight", Counting):
+        for repeat in track(range(options.repeats + 1), "repeats", console=Console(stderr=True), transient=True):
+            for row, one in zip(rows, samplers, strict=True):
+                measure(one, row, given, options, count=not repeat)
+    console = Console(width=140)
+    about = circumstances(**vars(options))
+    show(console, about)
+    console.print(table(rows))
+    if options.json:
+        found = {"about": {name: str(value) for name, value in about.items()}, "rows": [asdict(row) for row in rows]}
+        markdown.write(options.json, json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
