@@ -114,6 +114,7 @@ def test_refuses_what_is_no_chain() -> None:
 SIZE = ["task=markov", "task.count=40", "task.length=6", "task.states=3", "device=cpu"]
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Error against forwards is drawn, and stands in the table, the directories and the report."""
     words = [*SIZE, f"output={tmp_path}", "scheduler=fixed,random_order", "scheduler.steps=1,6"]

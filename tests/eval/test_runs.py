@@ -126,6 +126,7 @@ def test_workers_change_nothing(whole: Path, tmp_path: Path) -> None:
     assert content(tmp_path) == content(whole)
 
 
+@pytest.mark.slow
 def test_the_batch_changes_no_answer(whole: Path, tmp_path: Path) -> None:
     evaluate(tmp_path, "batch_size=4")
     one, two = (sorted(json.dumps(lines) for lines in content(path).values()) for path in (whole, tmp_path))

@@ -213,7 +213,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     places = {it.name: (module, place) for module, place, it in report.discover()}
-    for number, name in enumerate(FAMILIES[3:]):  # the first take seconds each
+    for number, name in enumerate(FAMILIES[4:]):  # the first take seconds each
         found = report.compiled(*places[name], ("sm_90", "gfx942")[number % 2])
         assert found.error is None and found.spills == 0, name
         assert found.registers is not None and found.registers >= 8
