@@ -69,7 +69,7 @@ class Row:
         return statistics.mean(self.in_flight[: full[-1] + 1]) / self.batch if full else 0.0
 
 
-def prompts(name: str, count: int) -> list[str] | list[list[int]]:
+def prompts(name: str, count: int, mask_id: int) -> list[str] | list[list[int]]:
     """Prompts of `mini`'s tasks in a random order; for random weights, random words, 64 to 200 of them."""
     random = Random(0)
     if name == "mini":
@@ -79,7 +79,8 @@ def prompts(name: str, count: int) -> list[str] | list[list[int]]:
         random.shuffle(found)
         return found[:count]
     most = 24 if name == "smoke" else 200
-    return [[random.randrange(90) for _ in range(random.randint(most // 3, most))] for _ in range(count)]
+    words = [word for word in range(90) if word != mask_id]
+    return [random.choices(words, k=random.randint(most // 3, most)) for _ in range(count)]
 
 
 class Counting(admission.Flight):
@@ -175,8 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     options = arguments(argv)
     torch.set_num_threads(options.threads)
-    given = prompts(options.model, options.prompts)
     it = subject(options.model)
+    given = prompts(options.model, options.prompts, it.denoiser.mask_id)
     rules = {"threshold": {"name": "threshold", "threshold": options.threshold}, "fixed": "fixed"}
     rows, samplers = [], []
     for name, cache, batch in product(options.schedulers, options.caches, options.batch):

@@ -41,7 +41,7 @@ def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
     sampler = toys.sampler(case.toy, **case.plugins, **options)
     answers = list(sampler.generate_many(PROMPTS, batch_size=places, max_new_tokens=tokens, seed=seed))
     assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS)))
-    assert_same(sampler, answers[-4:], tokens, seed)  # the last had a place of another before
+    assert_same(sampler, answers[-2:], tokens, seed)  # the last had a place of another before
 
 
 def test_all_but_a_few_can_join() -> None:

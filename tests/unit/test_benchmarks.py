@@ -156,6 +156,7 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
     [
         ("recording --models smoke --batch 1 --steps 2 --repeats 1", "bytes per column: 20, with the entropy 24"),
         ("branches --model smoke --branches 1,4 --repeats 1", "over one branch"),
+        ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),
         (
             "step_overhead --models smoke --batch 2 --steps 32 --repeats 1 --kinds speed --caches none --official a.py",
             "smoke batch 2 none official",
