@@ -319,8 +319,7 @@ class Foresees(Protocol):
 
 @runtime_checkable
 class Prefills(Protocol):
-    """A cache that shares what rows have in common. Where attention goes both ways a prompt's keys depend on what is
-    written behind it, and nothing can be shared."""
+    """A cache that computes a prompt once for several rows. Its keys must not depend on what is written behind it."""
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
