@@ -57,9 +57,9 @@ class Reader:
         answer, noise = canvas.asked(), canvas.masked
         if engine.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
-        known = [row.index(True) if True in row else None for row in noise.gather(1, answer).tolist()]
-        ids = canvas.ids.gather(1, answer).tolist()
-        texts = prompts.decode([row[:end] for row, end in zip(ids, known, strict=True)], self.tokenizer, ())
+        # One read for all: -1 where a row's text is not known yet.
+        known = canvas.ids.masked_fill(noise, -1).gather(1, answer).tolist()
+        texts = prompts.decode([row[: row.index(-1)] if -1 in row else row for row in known], self.tokenizer, ())
         hit = [
             not done and any(stop in text for stop in self.stop_strings)
             for done, text in zip(state.done, texts, strict=True)

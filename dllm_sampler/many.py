@@ -58,6 +58,7 @@ class Stream:
     waiting: Waiting | None = None
     refused: deque[Answer] = field(default_factory=deque)
     failure: Exception | None = None  # of a prompt, or of what prompts come from; raised behind the answers in flight
+    flight: Flight | None = None
 
     @property
     def reader(self) -> Reader:
@@ -71,21 +72,21 @@ class Stream:
 
     def in_flight(self) -> Iterator[Answer]:
         """Answers as they finish: a row that ends gives its place to the next."""
-        flight: Flight | None = None
         try:
             while True:
-                flight = self._fill(flight)
+                self._fill()
                 if self.refused:
                     while self.refused:
                         yield self.refused.popleft()
                     continue
-                if flight is None or len(flight.free) == self.places:
+                if self.flight is None or len(self.flight.free) == self.places:
                     break
-                for ended in flight.step():
-                    yield self._answer(ended)
+                ended = self.flight.step()
+                if ended is not None:
+                    yield from self._answers(ended)
         finally:
-            if flight is not None:
-                flight.close()
+            if self.flight is not None:
+                self.flight.close()
         if self.failure is not None:
             raise self.failure
 
@@ -107,35 +108,28 @@ class Stream:
         if self.failure is not None:
             raise self.failure
 
-    def _fill(self, flight: Flight | None) -> Flight | None:
+    def _fill(self) -> None:
         """Give free places to the next prompts; to those of a new flight where a prompt is too long for this one's."""
-        free = self.places if flight is None else len(flight.free)
-        group = self.group
+        free = self.places if self.flight is None else len(self.flight.free)
         rows: list[Row] = []
         # Refusals are handed out before more is read: there may be any number of them.
-        while len(rows) + group <= free and (waiting := self._next()) is not None and not self.refused:
+        while len(rows) + self.group <= free and (waiting := self._next()) is not None and not self.refused:
             size = len(waiting.ids) + self.new_tokens
             if size > self.capacity:
-                if flight is not None:
+                if self.flight is not None:
                     if rows or free < self.places:
                         break  # until the rows in flight have ended
-                    flight.close()
-                    flight = None
+                    self.flight.close()
+                    self.flight = None
                 size = max(size, self.capacity * 5 // 4)
                 room = self.sampler.denoiser.spec.max_positions
                 self.capacity = self.max_length or min(-(-size // STEP) * STEP, room)
-            for _ in range(group):
+            for _ in range(self.group):
                 sample = waiting.samples.popleft()
                 rows.append(Row(waiting.ids, self._seed(waiting.index, sample), (waiting.index, sample)))
-        if flight is None and rows:
-            flight = self._flight()
-        if flight is not None:
-            try:
-                flight.admit(rows, group)
-            except Exception:
-                flight.close()
-                raise
-        return flight
+        if rows:
+            self.flight = self.flight or self._flight()
+            self.flight.admit(rows, self.group)
 
     def _next(self) -> Waiting | None:
         """The prompt whose answers are wanted next; None: there is none left."""
@@ -146,7 +140,7 @@ class Stream:
                 prompt = next(self.prompts)
             except StopIteration:
                 return None
-            except Exception as error:
+            except Exception as error:  # the caller's own: raised again, when the answers in flight are out
                 self.failure = error
                 return None
             self.read += 1
@@ -193,9 +187,10 @@ class Stream:
         watch = partial(self.reader.stop, engine) if self.stops else None
         return Flight(engine, lay_out, self.places, bound, watch)
 
-    def _answer(self, ended: Ended) -> Answer:
+    def _answers(self, ended: Ended) -> Iterator[Answer]:
         result = self.reader.result(ended.canvas, ended.recorder)
-        return self._of(result, 0, ended.row.tag, failed=ended.end == "not_finite")
+        for at, (row, end) in enumerate(ended.rows):
+            yield self._of(result, at, row.tag, failed=end == "not_finite")
 
     def _batch(self, batch: list[tuple[Waiting, int]]) -> Iterator[Answer]:
         """The answers of one batch. One that is not finite leaves it, and the others are made again."""

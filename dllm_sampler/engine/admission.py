@@ -42,12 +42,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """A row that left."""
+    """Rows that left together."""
 
-    row: Row
-    canvas: Canvas  # of this row alone
+    rows: Sequence[tuple[Row, End]]
+    canvas: Canvas  # of these rows alone
     recorder: Recorder
-    end: End
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
@@ -111,8 +110,8 @@ class Flight:
                 self.rows[place], self.made[place] = row, 0
             self.engine.ask(self.state)
 
-    def step(self) -> list[Ended]:
-        """Make one forward, and take out the rows that ended with it."""
+    def step(self) -> Ended | None:
+        """Make one forward, and take out the rows that ended with it; None: none did."""
         state, engine = self.state, self.engine
         assert state is not None
         live = [place for place, row in enumerate(self.rows) if row is not None]
@@ -121,28 +120,20 @@ class Flight:
             self.made[place] += 1
         late = [place for place in live if self.made[place] >= self.bound]
         engine.advance(state, self.forwards, last=bool(late))
-        if self.watch is not None:
-            with undisturbed(state.canvas.ids.device):
-                self.watch(state)
-        ends: dict[int, End] = dict.fromkeys(late, "max_steps")
-        ends |= {place: "done" for place in live if state.done[place]}
-        ends |= {place: "not_finite" for place in live if place in state.failed}
         with undisturbed(state.canvas.ids.device):
-            return self._leave(ends)
+            if self.watch is not None:
+                self.watch(state)
+            ends: dict[int, End] = dict.fromkeys(late, "max_steps")
+            ends |= {place: "done" for place in live if state.done[place]}
+            ends |= {place: "not_finite" for place in live if place in state.failed}
+            return self._leave(state, ends) if ends else None
 
-    def _leave(self, ends: dict[int, End]) -> list[Ended]:
+    def _leave(self, state: Generation, ends: dict[int, End]) -> Ended:
         """Take out the rows at these places."""
-        if not ends:
-            return []
-        state = self.state
-        assert state is not None
-        left = []
-        for place, end in ends.items():
-            at = torch.tensor([place], device=state.canvas.ids.device)
-            canvas, recorder = taken(state.canvas, at), taken(state.recorder, at)
-            row = self.rows[place]
-            assert row is not None
-            left.append(Ended(row, canvas, recorder, end))
+        at = torch.tensor([*ends], device=state.canvas.ids.device)
+        rows = [(row, end) for place, end in ends.items() if (row := self.rows[place]) is not None]
+        left = Ended(rows, taken(state.canvas, at), taken(state.recorder, at))
+        for place in ends:
             self.rows[place] = None
         # Rows that did not end by themselves must not go on, nor fail again.
         forced = [place for place, end in ends.items() if end != "done"]
@@ -150,7 +141,7 @@ class Flight:
             at = torch.tensor(forced, device=state.canvas.ids.device)
             state.canvas = replace(state.canvas, done=state.canvas.done.index_fill(0, at, True))
             state.bad = state.bad.index_fill(0, at, 0)
-            state.cache = walk(state.cache, partial(_cleaned, rows=at), "")
+            state.cache = walk(state.cache, partial(_cleaned, rows=at, places=len(self.rows)), "")
             self.engine.ask(state)
         return left
 
@@ -202,9 +193,9 @@ def _unfit(what: str) -> UserError:
     )
 
 
-def _cleaned(_: str, leaf: Any, rows: Tensor) -> Any:
+def _cleaned(_: str, leaf: Any, rows: Tensor, places: int) -> Any:
     """A leaf without NaN or infinity in `rows [n]`: even what a mask hides would spoil a sum for the next row."""
-    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and int(leaf.shape[0]) > int(rows.max()):
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == places:
         own = leaf[rows]
         leaf = leaf.index_copy(0, rows, own.masked_fill(~own.isfinite(), 0))
     return leaf
