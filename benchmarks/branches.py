@@ -13,21 +13,19 @@ nothing of a trained model, whose drafts are better.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
-from circumstances import circumstances, show
+from circumstances import circumstances, report
 from options import command, numbers, parser, quantity
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.sampler import Sampler
 
@@ -126,12 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     rows = measure(subject(options.model), options.branches, options.repeats)
     about = circumstances(model=options.model)
-    console = Console(width=120)
-    show(console, about)
-    console.print(table(rows, options.slack))
-    if options.json:
-        found = {"about": about, "rows": [asdict(row) for row in rows]}
-        markdown.write(options.json, json.dumps(found, indent=1))
+    report(about, table(rows, options.slack), [asdict(row) for row in rows], options.json)
     return 0
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import dllm_sampler
 from dllm_sampler.errors import FallbackWarning
+from dllm_sampler.eval import markdown
 from dllm_sampler.kernels.backend import first_line, forget
 
 Value = TypeVar("Value")
@@ -39,6 +43,17 @@ def circumstances(**more: object) -> dict[str, object]:
 def show(console: Console, about: dict[str, object]) -> None:
     """A line for each."""
     console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
+
+
+def report(
+    about: dict[str, object], table: Table, rows: list[dict[str, Any]], file: Path | None, width: int = 120
+) -> None:
+    """Print what was measured and under which circumstances; write both to `file`, if there is one."""
+    console = Console(width=width)
+    show(console, about)
+    console.print(table)
+    if file:
+        markdown.write(file, json.dumps({"about": about, "rows": rows}, indent=1))
 
 
 def attempt(run: Callable[[], Value]) -> tuple[Value | None, str]:

@@ -15,27 +15,27 @@ The same prompts run through `generate_many` with `batching=in_flight` and `stat
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from random import Random
-from typing import Any, ClassVar, Literal
-from unittest.mock import patch
+from typing import Any, Literal
 
 import torch
-from circumstances import circumstances, show
+from circumstances import circumstances, report
 from options import among, command, numbers, parser
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, check, subject
+from torch import Tensor
 
 from dllm_sampler import Answer, Sampler, config
-from dllm_sampler.engine import admission
-from dllm_sampler.eval import markdown
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.training.tasks import TASKS
 
@@ -83,33 +83,48 @@ def prompts(name: str, count: int, mask_id: int) -> list[str] | list[list[int]]:
     return [random.choices(words, k=random.randint(most // 3, most)) for _ in range(count)]
 
 
-class Counting(admission.Flight):
-    """Counts the rows of each forward."""
+@dataclass(frozen=True)
+class Counting:
+    """A denoiser that counts the live rows of each forward."""
 
-    rows_per_forward: ClassVar[list[int]] = []
+    inner: Any
+    rows: list[int]
 
-    def step(self) -> list[admission.Ended]:
-        self.rows_per_forward.append(len(self.rows) - len(self.free))
-        return super().step()
+    @property
+    def spec(self) -> ModelSpec:
+        return self.inner.spec
+
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        self.rows.append(int((~canvas.done).sum()))
+        return self.inner(canvas, query, plan)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.inner.head(hidden)
 
 
-def measure(one: Sampler, row: Row, given: Sequence[Any], options: argparse.Namespace, count: bool) -> None:
-    """Both ways once; with `count`, what they computed, which is also the warm-up."""
-    answers: dict[str, list[Answer]] = {}
+def answers(
+    one: Sampler, row: Row, given: Sequence[Any], tokens: int, way: Literal["in_flight", "static"]
+) -> list[Answer]:
+    """Every answer, in the order of the prompts."""
+    return list(one.generate_many(given, batch_size=row.batch, max_new_tokens=tokens, batching=way, order="given"))
+
+
+def count(one: Sampler, row: Row, given: Sequence[Any], tokens: int) -> None:
+    """What both ways compute, which warms them up."""
+    plain, one.denoiser = one.denoiser, Counting(one.denoiser, row.in_flight)
+    flown = answers(one, row, given, tokens, "in_flight")
+    one.denoiser = plain
+    stood = answers(one, row, given, tokens, "static")
+    row.forwards, row.nfe = len(row.in_flight), [answer.nfe for answer in flown]
+    row.differ = sum(not torch.equal(a.tokens, b.tokens) for a, b in zip(flown, stood, strict=True))
+
+
+def clocked(one: Sampler, row: Row, given: Sequence[Any], options: argparse.Namespace) -> None:
+    """The time of both ways, once."""
     for way in WAYS:
-        Counting.rows_per_forward = []
         begun = CLOCKS[options.clock]()
-        answers[way] = list(
-            one.generate_many(given, batch_size=row.batch, max_new_tokens=options.tokens, batching=way, order="given")
-        )
-        if not count:
-            row.seconds[way].append(CLOCKS[options.clock]() - begun)
-        elif way == "in_flight":
-            row.in_flight = Counting.rows_per_forward
-            row.forwards, row.nfe = len(row.in_flight), [answer.nfe for answer in answers[way]]
-    if count:
-        pairs = zip(*answers.values(), strict=True)
-        row.differ = sum(not torch.equal(flown.tokens, stood.tokens) for flown, stood in pairs)
+        answers(one, row, given, options.tokens, way)
+        row.seconds[way].append(CLOCKS[options.clock]() - begun)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -187,17 +202,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             samplers.append(Sampler(it.denoiser, stop="none", **plugins))
         rows.append(Row(name, cache, batch))
-    with patch("dllm_sampler.many.Flight", Counting):
-        for repeat in track(range(options.repeats + 1), "repeats", console=Console(stderr=True), transient=True):
-            for row, one in zip(rows, samplers, strict=True):
-                measure(one, row, given, options, count=not repeat)
-    console = Console(width=140)
-    about = circumstances(**vars(options))
-    show(console, about)
-    console.print(table(rows))
-    if options.json:
-        found = {"about": {name: str(value) for name, value in about.items()}, "rows": [asdict(row) for row in rows]}
-        markdown.write(options.json, json.dumps(found, indent=1))
+    for row, one in zip(rows, samplers, strict=True):
+        count(one, row, given, options.tokens)
+    for _ in track(range(options.repeats), "repeats", console=Console(stderr=True), transient=True):
+        for row, one in zip(rows, samplers, strict=True):
+            clocked(one, row, given, options)
+    about = circumstances(**{name: str(value) for name, value in vars(options).items()})
+    report(about, table(rows), [asdict(row) for row in rows], options.json, width=140)
     return 0
 
 

@@ -131,7 +131,9 @@ class Flight:
     def _leave(self, state: Generation, ends: dict[int, End]) -> Ended:
         """Take out the rows at these places."""
         at = torch.tensor([*ends], device=state.canvas.ids.device)
-        rows = [(row, end) for place, end in ends.items() if (row := self.rows[place]) is not None]
+        rows: list[tuple[Row, End]] = [
+            (row, end) for place, end in ends.items() if (row := self.rows[place]) is not None
+        ]
         left = Ended(rows, taken(state.canvas, at), taken(state.recorder, at))
         for place in ends:
             self.rows[place] = None
