@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.masks import Visible
+from dllm_sampler.core.packing import Answers, Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -75,6 +76,11 @@ class IntervalCache(BaseCache):
         live.attended, live.fed = [], []
         live.urgent = torch.zeros_like(canvas.masked)
         return live
+
+    def padded(self, canvas: Canvas, wanted: Request, answers: Answers, sees: Visible, computed: Tensor) -> PaddedPlan:
+        """See `BaseCache.padded`: always whole rows, out of which each layer chooses what it computes."""
+        canvas = replace(canvas, sizes=replace(canvas.sizes, whole=True))
+        return super().padded(canvas, wanted, answers, sees, computed)
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""

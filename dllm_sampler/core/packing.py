@@ -81,11 +81,13 @@ def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
-    """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`."""
+    """`[9 B] int64` what the host wants to know before the next step, nine numbers for each row; see `read`."""
+    entries = wanted.entries(canvas)
     end = canvas.end if wanted.query.limit is None else torch.minimum(canvas.end, wanted.query.limit)
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
-    return torch.cat([wanted.entries(canvas), answers, queried, block, end, canvas.age, canvas.done.long(), bad])
+    hidden = canvas.end - end
+    return torch.cat([entries, answers, queried, block, end, hidden, canvas.age, canvas.done.long(), bad])
 
 
 def sized(canvas: Canvas, wanted: Request) -> Canvas:
@@ -112,8 +114,8 @@ class Found(NamedTuple):
 
 def read(measured: list[int]) -> Found:
     """`measure`, on the host."""
-    batch = len(measured) // 8
-    entries, answers, queries, block, end, age, done, bad = (
+    batch = len(measured) // 9
+    entries, answers, queries, block, end, hidden, age, done, bad = (
         measured[at : at + batch] for at in range(0, len(measured), batch)
     )
     live = [row for row, over in enumerate(done) if not over]
@@ -124,7 +126,7 @@ def read(measured: list[int]) -> Found:
         computed=max(1, sum(entries)),
         answers=max(1, sum(answers)),
         longest=max(1, *entries),
-        whole=all(count in (0, last) for count, last in rows),
+        whole=not any(hidden[row] or entries[row] != end[row] for row in live),
         opens=any(age[row] == 0 for row in live),
         rows=rows,
     )

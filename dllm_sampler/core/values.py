@@ -26,7 +26,7 @@ class Sizes:
     computed: int  # T: entries of the pack, over all rows
     answers: int  # R: rows of the head, over all rows
     longest: int  # no row has more entries
-    whole: bool  # every live row computes all columns that it has
+    whole: bool  # every live row computes all columns that it has, and the query hides none
     opens: bool = True  # some live row opens a block
     rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row; None: not fixed
 

@@ -43,6 +43,24 @@ def test_an_infinite_gap_says_nothing() -> None:
         assert_same_row(batch, row, case.generate([row]))
 
 
+@pytest.mark.parametrize(
+    "cache",
+    [
+        {"name": "d2", "masks": 4, "rollout": 0.8},
+        {"name": "elastic", "window": 3, "track": 2, "gamma": 0.99, "full_every": 5},
+    ],
+)
+def test_hidden_columns_keep_what_is_stored_of_them(cache) -> None:
+    """A row in a fast phase of SlowFast hides columns; whether its neighbours do is not felt when it sees them again."""
+    scheduler = {"name": "slowfast", "threshold": 0.7, "glimpse": 0.1, "slow": 2}
+    for length in (5, 9, 11):
+        sampler = toys.sampler("gqa", scheduler=scheduler, cache=cache, blocks={"name": "fixed", "length": length})
+        prompts = [[5, 2, 2, 16, 11], [7], [5, 19]]
+        batch = sampler.generate(prompts, max_new_tokens=12)
+        for row, prompt in enumerate(prompts):
+            assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=12))
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     toy=st.sampled_from(toys.TOYS),
