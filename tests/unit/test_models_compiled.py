@@ -134,7 +134,7 @@ def test_compiled_steps_in_place(plugins: tuple[str, str], steps: Any, monkeypat
     def engine(it: Sampler, plugins: Any, samples: int = 1) -> StaticEngine:
         return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
 
-    monkeypatch.setattr(Sampler, "_engine", engine)
+    monkeypatch.setattr(Sampler, "engine", engine)
     plain, other = answers(*plugins)
     for name in ("ids", "step_map", "nfe", "rows"):
         assert torch.equal(getattr(plain, name), getattr(other, name)), name
