@@ -283,7 +283,7 @@ class Sampler:
         self,
         plugins: Plugins,
         rows: Sequence[Sequence[int]],
-        new_tokens: int,
+        new_tokens: int | Sequence[int],
         seeds: Sequence[int],
         stops: tuple[str, ...],
         every: int,
@@ -294,7 +294,7 @@ class Sampler:
         canvas = layout.canvas(
             rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple
         )
-        bound = self.max_steps or plugins.scheduler.bound(canvas.new_tokens)
+        bound = self.max_steps or plugins.scheduler.bound(canvas.longest)
         return Reader(spec, self.tokenizer, stops).commits(engine, canvas, bound, every)
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:

@@ -57,7 +57,7 @@ class Oracle(Scheduler):
 
     def init(self, canvas: Canvas) -> Carry:
         """No state; refuses a batch that is not the reference's."""
-        given = (canvas.ids.shape[0], canvas.new_tokens)
+        given = (canvas.ids.shape[0], canvas.longest)
         if given != tuple(self.answer.shape):
             rows, tokens = self.answer.shape
             raise UserError(

@@ -205,7 +205,9 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
         "end": zero + length,
         "stop": zero + length,
         "done": zero > 0,
-        "new_tokens": length,
+        "new_tokens": torch.full((batch,), length),
+        "shortest": length,
+        "longest": length,
         "padded": False,
         "sizes": Sizes(
             length, length, batch * length, batch * length, length, whole=True, rows=((length, length),) * batch

@@ -47,7 +47,9 @@ class AscendingBlocks(Blocks):
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `Blocks.open`."""
+        steps = torch.frexp(canvas.new_tokens.double()).exponent - 1  # [B] floor(log2 G)
         following = canvas.end
-        for end in reversed(self.ends(canvas.new_tokens)):
-            following = torch.where(canvas.start < canvas.first + end, canvas.first + end, following)
+        for back in range(1, self.count):
+            end = canvas.first + 2 ** (steps - back) - 1  # of the block that has `back` blocks behind it; see `ends`
+            following = torch.where(canvas.start < end, end, following)
         return torch.minimum(following, canvas.end)

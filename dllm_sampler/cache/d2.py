@@ -89,7 +89,7 @@ class D2Cache(BaseCache):
         # Blocks as long as this one, up to and with the one that holds the last of that many masks.
         last = torch.where(later & (later.cumsum(1) <= self.masks), column, start).amax(1, keepdim=True)
         until = torch.where(later.sum(1, keepdim=True) < self.masks, end, start + ((last - start) // size + 1) * size)
-        answer = canvas.first[:, None] + torch.arange(canvas.new_tokens, device=column.device)  # [B, N]
+        answer = canvas.answer()
         near = self.confidence.gather(1, answer) * density(canvas, answer, self.sigma)
         score = self.confidence.scatter(1, answer, near)
         score = score + 2 * canvas.in_block()
@@ -112,7 +112,7 @@ class D2Cache(BaseCache):
         query = super().narrow(canvas, query, answered)
         if query.exact:
             return query
-        return query.join(canvas, canvas.masked & answered, max(canvas.new_tokens, query.positions.shape[1]))
+        return query.join(canvas, canvas.masked & answered, max(canvas.longest, query.positions.shape[1]))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""

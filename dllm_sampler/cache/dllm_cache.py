@@ -23,11 +23,13 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 class IntervalPlan(PaddedPlan):
     """Every column, of which a layer computes what is due."""
 
-    order: Tensor  # [B, L] every column: the prompt, which columns of no row fill up to P of them, then the response
-    split: int  # P, where the response begins in that order
-    prompt: Tensor  # [B] columns of the prompt
+    prompt: Tensor  # [B, P] columns of the prompt, padded with L
+    response: Tensor  # [B, G] columns of the response, padded with L
+    begin: Tensor  # [B] where the response begins
     seen: Tensor  # [B, G] bool: response columns that exist
     urgent: Tensor  # [B, G] bool: those whose token was replaced or taken back by the last step
+    share: Tensor  # [B] response columns that are computed between two refreshes
+    most: int  # the largest share
 
 
 @dataclass
@@ -60,8 +62,8 @@ class IntervalCache(BaseCache):
     guidance_every: int = 1
     made: int = field(init=False, default=0, repr=False, compare=False)  # forwards; equal for all rows that live
     fresh: tuple[bool, bool] = field(init=False, default=(True, True), repr=False, compare=False)  # prompt, response
-    attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L, D]
-    fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L, D]
+    attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
+    fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
     urgent: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool
     difference: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # see `ReusesGuidance`
 
@@ -84,16 +86,20 @@ class IntervalCache(BaseCache):
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
-        split, prompt = canvas.length - canvas.new_tokens - int(self.spec.shift), canvas.first - int(self.spec.shift)
-        order = (torch.arange(canvas.length, device=prompt.device) + prompt[:, None] - split) % canvas.length
-        response = order[:, split:]
+        length, shift = canvas.length, int(self.spec.shift)
+        begin, behind = (canvas.first - shift)[:, None], (canvas.first + canvas.new_tokens)[:, None]
+        prompt, response = canvas.columns()[:, : length - canvas.shortest - shift], canvas.columns() + begin
+        response = response[:, : canvas.longest + shift]
+        response = response.masked_fill(response >= behind, length)
         return IntervalPlan(
             **vars(super().plan(canvas, wanted)),
-            order=order,
-            split=split,
-            prompt=prompt,
+            prompt=prompt.expand(len(begin), -1).masked_fill(prompt >= begin, length),
+            response=response,
+            begin=begin[:, 0],
             seen=canvas.seen().gather(1, response),
             urgent=self.urgent.gather(1, response),
+            share=(self.ratio * canvas.new_tokens.double()).long(),
+            most=int(self.ratio * canvas.longest),
         )
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
@@ -103,10 +109,10 @@ class IntervalCache(BaseCache):
             self.fresh = self.made % self.prompt_every == 0, self.made % self.response_every == 0
         at = self._due(index, parts, hidden, plan)  # [B, R]
         if at is None:
-            hidden = hidden + self.attended[index]
-            hidden = hidden + self.fed[index]
+            hidden = hidden + self.attended[index][:, :-1]
+            hidden = hidden + self.fed[index][:, :-1]
         else:
-            q, k, v = parts.qkv(_rows(hidden, at), rope.at(at))
+            q, k, v = parts.qkv(_rows(hidden, at), rope.at(at.clamp(max=hidden.shape[1] - 1)))
             _put(self.slots.keys[index], at, k.transpose(1, 2))
             _put(self.slots.values[index], at, v.transpose(1, 2))
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
@@ -119,12 +125,11 @@ class IntervalCache(BaseCache):
         return hidden
 
     def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
-        """`[B, R]` columns that layer `index` computes of its input `hidden [B, L, D]`; None: none."""
+        """`[B, R]` columns that layer `index` computes of its input `hidden [B, L, D]`, padded with L; None: none."""
         assert self.slots is not None
-        length, split, answer = hidden.shape[1], plan.split, plan.order[:, plan.split :]  # [B, G]
+        answer = plan.response
         prompt, response = self.fresh if index else (True, True)
-        due = [plan.order[:, 0 if prompt else split : length if response else split]]
-        count = int(self.ratio * (length - split - int(self.spec.shift)))
+        due = [*[plan.prompt] * prompt, *[answer] * response]
         if not response and self.ratio:  # also where the share of a short response is no row at all
             values = parts.values(_rows(hidden, answer)).transpose(1, 2)  # [B, G, Hkv, Dh]
             stored = _rows(self.slots.values[index], answer)
@@ -138,25 +143,25 @@ class IntervalCache(BaseCache):
             # As published: the values of all rows are kept, the keys of the chosen ones only.
             _put(self.slots.values[index], answer, values)
             turn = select.rank(-likeness, torch.ones_like(plan.seen))
-            due.append(answer.gather(1, select.columns(F.pad(turn < count, (0, 1)), count)))
-        at = torch.cat(due, 1)
+            chosen = select.columns(F.pad(turn < plan.share[:, None], (0, 1)), plan.most)
+            due.append(F.pad(answer, (0, 1), value=hidden.shape[1]).gather(1, chosen))
+        at = torch.cat(due, 1) if due else answer[:, :0]
         return at if at.shape[1] else None
 
     def _kept(self, outputs: list[Tensor], index: int, at: Tensor, fresh: Tensor) -> Tensor:
         """Store `fresh [B, R, D]` at `at [B, R]` of layer `index`; all that is stored, `[B, L, D]`."""
-        if index == len(outputs):  # a generation's first forward computes everything
-            outputs.append(torch.empty_like(fresh))
+        if index == len(outputs):
+            outputs.append(fresh.new_zeros(len(fresh), self.urgent.shape[1], fresh.shape[2]))
         _put(outputs[index], at, fresh)
-        return outputs[index]
+        return outputs[index][:, :-1]
 
     def cost(self, plan: Plan) -> Tensor:
         """See `Cache.cost`."""
         assert isinstance(plan, IntervalPlan)
         prompt, response = self.fresh
         answer = plan.seen.sum(1)  # [B]
-        some = plan.prompt * prompt
-        share = int(self.ratio * (plan.seen.shape[1] - int(self.spec.shift)))
-        some = some + (answer if response else answer.clamp(max=share))
+        some = plan.begin * prompt
+        some = some + (answer if response else torch.minimum(answer, plan.share))
         layers = self.spec.num_layers
         return ((plan.computed + some * (layers - 1) + layers - 1) // layers) * (plan.computed > 0)
 
@@ -170,10 +175,11 @@ class IntervalCache(BaseCache):
 
 
 def _rows(stored: Tensor, at: Tensor) -> Tensor:
-    """`[B, R, ...]` rows `at [B, R]` of `stored [B, L, ...]`."""
+    """`[B, R, ...]` rows `at [B, R]` of `stored [B, L, ...]`; the last one for a filler."""
+    at = at.clamp(max=stored.shape[1] - 1)
     return stored.gather(1, at.view(*at.shape, *[1] * (stored.dim() - 2)).expand(*at.shape, *stored.shape[2:]))
 
 
 def _put(stored: Tensor, at: Tensor, fresh: Tensor) -> None:
-    """Write `fresh [B, R, ...]` over rows `at [B, R]` of `stored [B, L, ...]`, in place."""
+    """Write `fresh [B, R, ...]` over rows `at [B, R]` of `stored [B, L+1, ...]`, in place."""
     stored.scatter_(1, at.view(*at.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh), fresh.to(stored.dtype))

@@ -119,7 +119,7 @@ class ElasticCache(BaseCache):
         """See `Cache.plan`."""
         plan, seen = super().plan(canvas, wanted), visible(canvas, wanted.query)
         assert isinstance(plan, PaddedPlan)
-        noise = canvas.new_tokens
+        noise = canvas.longest
         width = min(self.window, noise) if self.block_caching else noise
         chosen = torch.ones_like(seen) if plan.contiguous else self.computes(canvas) & seen
         return ElasticPlan(

@@ -89,7 +89,7 @@ class SparseCache(DualCache):
         assert isinstance(plan, PaddedPlan)
         back = self.back
         # A row that sorts computes the prompt too, so a forward as narrow as the widest block holds no such row.
-        narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.new_tokens
+        narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.shortest
         seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(
             **vars(plan),

@@ -81,13 +81,16 @@ def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
-    """`[9 B] int64` what the host wants to know before the next step, nine numbers for each row; see `read`."""
-    entries = wanted.entries(canvas)
-    end = canvas.end if wanted.query.limit is None else torch.minimum(canvas.end, wanted.query.limit)
+    """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`.
+
+    A ninth follows where the query has a limit: columns that it hides.
+    """
+    limit, entries = wanted.query.limit, wanted.entries(canvas)
+    end = canvas.end if limit is None else torch.minimum(canvas.end, limit)
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
-    hidden = canvas.end - end
-    return torch.cat([entries, answers, queried, block, end, hidden, canvas.age, canvas.done.long(), bad])
+    hidden = [] if limit is None else [canvas.end - end]
+    return torch.cat([entries, answers, queried, block, end, canvas.age, canvas.done.long(), bad, *hidden])
 
 
 def sized(canvas: Canvas, wanted: Request) -> Canvas:
@@ -96,7 +99,7 @@ def sized(canvas: Canvas, wanted: Request) -> Canvas:
     The host waits for the device here: nothing else tells it how large that forward is.
     """
     measured = measure(canvas, wanted, torch.zeros_like(canvas.start))
-    return replace(canvas, sizes=read(measured.tolist()).sizes)
+    return replace(canvas, sizes=read(measured.tolist(), len(canvas.ids)).sizes)
 
 
 class Found(NamedTuple):
@@ -112,10 +115,9 @@ class Found(NamedTuple):
         return all(self.done)
 
 
-def read(measured: list[int]) -> Found:
-    """`measure`, on the host."""
-    batch = len(measured) // 9
-    entries, answers, queries, block, end, hidden, age, done, bad = (
+def read(measured: list[int], batch: int) -> Found:
+    """`measure` of a `batch`, on the host."""
+    entries, answers, queries, block, end, age, done, bad, *hidden = (
         measured[at : at + batch] for at in range(0, len(measured), batch)
     )
     live = [row for row, over in enumerate(done) if not over]
@@ -126,7 +128,7 @@ def read(measured: list[int]) -> Found:
         computed=max(1, sum(entries)),
         answers=max(1, sum(answers)),
         longest=max(1, *entries),
-        whole=not any(hidden[row] or entries[row] != end[row] for row in live),
+        whole=all(entries[row] == end[row] and not any(columns[row] for columns in hidden) for row in live),
         opens=any(age[row] == 0 for row in live),
         rows=rows,
     )

@@ -71,11 +71,12 @@ class Recorder:
 
 
 def aligned(canvas: Canvas, values: Tensor, fill: float) -> Tensor:
-    """`[B, P+N]` values `[B, L+1]` of a canvas, left-padded with `fill` so that each answer begins at column P."""
+    """`[B, P+N]` values `[B, L+1]` of a canvas, padded with `fill` so that each answer begins at column P."""
     answer = canvas.asked()  # [B, N]
     size = int(canvas.first.max())
     columns = torch.cat([answer[:, :1] + torch.arange(-size, 0, device=answer.device), answer], 1)  # [B, P+N]
-    return values.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, fill)
+    outside = (columns < 0) | (columns == canvas.length)
+    return values.gather(1, columns.clamp(min=0)).masked_fill(outside, fill)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Trace:
         """The trace of a finished (or interrupted) generation."""
         origin = int(canvas.first.max())
         begin = origin - canvas.first  # [B]
+        wanted = canvas.first + canvas.new_tokens - (0 if canvas.surplus is None else canvas.surplus)
         kept = {
             "ids": aligned(canvas, canvas.ids, pad_id),
             "step_map": aligned(canvas, recorder.step_map, -1),
@@ -112,7 +114,7 @@ class Trace:
             "nfe": canvas.nfe,
             "rows": canvas.computed,
             "begin": begin,
-            "end": begin + torch.minimum(canvas.end, canvas.first + canvas.new_tokens - canvas.surplus),
+            "end": begin + torch.minimum(canvas.end, wanted),
             "seeds": canvas.row_seed,
             "revised": recorder.revised,
         }

@@ -76,13 +76,15 @@ class Canvas:
     nfe: Tensor  # [B] passes the row took part in
     computed: Tensor  # [B] positions computed for the row
     row_seed: Tensor  # [B] int64
-    new_tokens: int  # columns of each answer, before a stop cuts it
+    new_tokens: Tensor  # [B] columns of each answer, before a stop cuts it
+    shortest: int  # no answer has fewer `new_tokens`
+    longest: int  # no answer has more
     padded: bool  # some row does not see every column: attention needs a key mask
     sizes: Sizes
     noise: Noise
     width: int  # no block is ever wider
     grid: int | None = None  # no block crosses a multiple of it
-    surplus: int = 0  # last `new_tokens` that are decoded with the others but are no part of what was asked for
+    surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
     branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
 
     @property
@@ -90,9 +92,21 @@ class Canvas:
         """L, the number of columns without the empty slot."""
         return self.ids.shape[1] - 1
 
+    def answer(self) -> Tensor:
+        """`[B, N]` columns of the answer, padded with L."""
+        column = select.numbers(self.longest, self.ids.device)
+        return (self.first[:, None] + column).masked_fill(column >= self.new_tokens[:, None], self.length)
+
     def asked(self) -> Tensor:
-        """`[B, N]` columns of the answer, as long as the caller wanted it."""
-        return self.first[:, None] + select.numbers(self.new_tokens - self.surplus, self.ids.device)
+        """`[B, N]` columns of the answer, as long as the caller wanted it, padded with L.
+
+        Reads the device where a model decodes more than that (`surplus`).
+        """
+        if self.surplus is None:
+            return self.answer()
+        wanted = self.new_tokens - self.surplus
+        answer = self.answer()[:, : int(wanted.max())]
+        return answer.masked_fill(answer >= (self.first + wanted)[:, None], self.length)
 
     def columns(self) -> Tensor:
         """`[1, L+1]` the column numbers, not to be written to."""

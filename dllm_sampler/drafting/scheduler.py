@@ -42,7 +42,7 @@ class Drafting(RunAhead):
         """The inner scheduler's query, for the canvas and for the states that it may come to."""
         query, most = super().ask(canvas, carry), canvas.width
         if self.eager:
-            columns, most = canvas.columns(), min(most + self.lookahead, canvas.new_tokens)
+            columns, most = canvas.columns(), min(most + self.lookahead, canvas.longest)
             near = (columns >= canvas.start[:, None]) & (columns < canvas.stop[:, None] + self.lookahead)
             query = Query.at(canvas, select.columns(canvas.masked & near, most))
         if carry.readout is None:  # nothing to draft from

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from dllm_sampler.core.values import Canvas, Noise, Sizes
 
 def canvas(
     rows: Sequence[Sequence[int]],
-    new_tokens: int,
+    new_tokens: int | Sequence[int],
     seeds: Sequence[int],
     spec: ModelSpec,
     blocks: Blocks,
@@ -22,30 +22,37 @@ def canvas(
     cuts: bool,
     multiple: int = 1,
     length: int = 0,
+    lengths: Collection[int] = (),
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
     Args:
         rows: token ids of each prompt, not empty.
+        new_tokens: of each answer, or one number for all.
         cuts: whether a stop policy may shorten rows.
         multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
         length: the canvas has at least this many.
+        lengths: of other answers for which the canvas must have room: see `engine/admission.py`.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
-    surplus = -new_tokens % spec.block_length if spec.encoder and spec.block_length else 0
-    new_tokens += surplus
-    longest = max(length, max(len(row) for row in rows) + new_tokens)
-    length = -(-longest // multiple) * multiple
+    wanted = [new_tokens] * len(rows) if isinstance(new_tokens, int) else new_tokens
+    block = spec.block_length if spec.encoder and spec.block_length else 1
+    decoded = [-(-count // block) * block for count in wanted]
+    ends = [len(row) + count for row, count in zip(rows, decoded, strict=True)]
+    length = -(-max(length, *ends) // multiple) * multiple
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
-    behind = [noise_id] * new_tokens
-    laid_out = [[*row, *behind] + [spec.pad_id] * (length + 1 - len(row) - new_tokens) for row in rows]
+    laid_out = [
+        [*row, *[noise_id] * count, *[spec.pad_id] * (length + 1 - end)]
+        for row, count, end in zip(rows, decoded, ends, strict=True)
+    ]
     ids = torch.tensor(laid_out, device=spec.device)
     column = torch.arange(length + 1, device=spec.device)
-    first = torch.tensor([len(row) for row in rows], device=spec.device)
-    zero, end = torch.zeros_like(first), first + new_tokens
+    first, count, end = torch.tensor([[len(row) for row in rows], decoded, ends], device=spec.device)
+    zero = torch.zeros_like(first)
     masked = (column >= first[:, None]) & (column < end[:, None])
-    width = blocks.lookahead(new_tokens)
+    sizes = {*decoded, *lengths}
+    width = max(blocks.lookahead(size) for size in sizes)
     made = Canvas(
         ids=ids,
         masked=masked,
@@ -60,12 +67,14 @@ def canvas(
         nfe=zero,
         computed=zero,
         row_seed=torch.tensor(seeds, device=spec.device),
-        new_tokens=new_tokens,
-        padded=cuts or any(len(row) + new_tokens != length for row in rows),
+        new_tokens=count,
+        shortest=min(sizes),
+        longest=max(sizes),
+        padded=cuts or any(end != length for end in ends),
         sizes=Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True),  # read before the first step
         noise=noise,
         width=width,
         grid=blocks.grid,
-        surplus=surplus,
+        surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
     )
     return replace(made, stop=made.block_end(first, width))

@@ -62,7 +62,7 @@ class GuidedDenoiser:
         self, canvas: Canvas, query: Query, plan: Plan, cache: ReusesGuidance, reuse: bool
     ) -> tuple[Tensor, Spent]:
         """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
-        columns = canvas.first[:, None] + torch.arange(canvas.new_tokens + 1, device=canvas.ids.device)  # [B, N+1]
+        columns = torch.cat([canvas.answer(), torch.full_like(canvas.first, canvas.length)[:, None]], 1)  # [B, N+1]
         every = Query.at(canvas, columns)
         whole = replace(plan, answers=Answers.every(every))
         conditional, spent = self.denoiser(canvas, every, whole)  # [B*(G+1), D]
@@ -73,7 +73,7 @@ class GuidedDenoiser:
         assert cache.difference is not None
         hidden = conditional + self.scale * cache.difference
         row, position = plan.answers.row, plan.answers.position
-        return hidden[row * columns.shape[1] + (position - canvas.first[row]).clamp(0, canvas.new_tokens)], spent
+        return hidden[row * columns.shape[1] + (position - canvas.first[row]).clamp(0, canvas.longest)], spent
 
     def using(self, backend: Backend) -> GuidedDenoiser:
         """Guidance around the same model on other kernels."""

@@ -39,7 +39,7 @@ class Memory:
     def __init__(self, layers: int, canvas: Canvas):
         self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
         self.upto = torch.zeros_like(canvas.first)  # [B] columns before this are encoded
-        self.width = canvas.length - canvas.new_tokens  # most columns that a row's encoding can be behind
+        self.width = canvas.length - canvas.shortest  # most columns that a row's encoding can be behind
         self.size = canvas.ids.shape[1]
         self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
 

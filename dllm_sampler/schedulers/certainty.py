@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_positive
@@ -44,25 +45,26 @@ class CertaintyPrior(FixedSteps):
 
 def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
-    length = canvas.new_tokens
-    ahead, weight = bell(sigma, length, positions.device)
-    near = positions[..., None] + ahead  # [B, Q, N]
-    place = near - canvas.first[:, None, None]
-    within = place == place.clamp(-length, 2 * length - 1)  # farther columns count as masked
+    offset, weight, total = bell(sigma, canvas.longest, positions.device)
+    near = positions[..., None] + offset  # [B, Q, N]
+    place, length = near - canvas.first[:, None, None], canvas.new_tokens[:, None, None]
+    within = (place >= -length) & (place < 2 * length)  # farther columns count as masked
     near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
-    return (weight * (within > masked)).sum(-1)
+    # Summed one by one: a row sums more zeros among longer ones, and the same numbers in the same order.
+    return (weight * (within > masked)).cumsum(-1)[..., -1] / total[canvas.new_tokens][:, None]
 
 
 @cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
-def bell(sigma: float, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Offsets `[N]` and a Gaussian over them, the same in every step.
+def bell(sigma: float, longest: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets `[N]` from the nearest on, a Gaussian `[N]` over them, and its sums for generations of each length.
 
-    It sums to 1 over three times `length` on either side, as published. No position is farther than twice `length` from
-    what is counted, and what is farther than nine sigma does not change a float64 sum.
+    A generation of n tokens sums it over 3 n on either side, as published (`[n]` of the sums). No position is farther
+    than twice the length from what is counted, and what is farther than nine sigma does not change a float64 sum.
     """
-    ahead = torch.arange(-3 * length, 3 * length, device=device)
-    weight = torch.exp(-(ahead.double() ** 2) / (2 * sigma**2))
-    near = min(2 * length, math.ceil(9 * sigma))
-    middle = slice(3 * length - near, 3 * length + near + 1)
-    return ahead[middle].clone(), (weight / weight.sum())[middle].clone()
+    offset = torch.arange(6 * longest, device=device)
+    offset = torch.where(offset % 2 == 0, offset // 2, -(offset // 2) - 1)  # 0, -1, 1, -2, 2, ...
+    weight = torch.exp(-(offset.double() ** 2) / (2 * sigma**2))
+    total = F.pad(weight.cumsum(0)[5::6], (1, 0))
+    near = 2 * min(2 * longest, math.ceil(9 * sigma)) + 1
+    return offset[:near].clone(), weight[:near].clone(), total

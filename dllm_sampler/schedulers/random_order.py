@@ -51,7 +51,7 @@ class RandomOrder(Scheduler):
         """What comes next, and nothing else."""
         most = 1  # positions of a step: a block's share of the steps is rounded, by a factor of 2 at most
         if self.steps is not None:
-            most = min(canvas.width, -(-2 * canvas.new_tokens // self.steps))
+            most = min(canvas.width, -(-2 * canvas.longest // self.steps))
         return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), exact=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

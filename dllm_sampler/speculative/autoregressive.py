@@ -131,7 +131,7 @@ class Reading(Cache):
             `[B, width, V]`, V the verifier's own; void behind the end of the canvas.
         """
         # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along.
-        back = 1 if self.slots else canvas.length - canvas.new_tokens
+        back = 1 if self.slots else canvas.length - canvas.shortest
         last = self.columns - 1
         at = (first - back)[:, None] + torch.arange(back - 1 + width, device=ids.device)
         at = torch.where((at >= 0) & (at < last), at, last)  # [B, N]; the rest: the empty slot

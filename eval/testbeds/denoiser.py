@@ -57,11 +57,11 @@ class LawDenoiser:
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
         hidden = (canvas.columns() >= end[:, None])[:, None].expand(-1, candidates, -1).flatten(0, 1)
         first = canvas.first.repeat_interleave(candidates)[:, None]  # [B*K, 1]
-        answer = first + torch.arange(canvas.new_tokens, device=rows.device)  # [B*K, N]
+        answer = canvas.answer().repeat_interleave(candidates, 0)  # [B*K, N]
         known = torch.where(hidden | (rows >= law.symbols), UNKNOWN, rows).gather(1, answer[:, : law.length])
         missing = law.length - known.shape[1]
         known = torch.cat([known, known.new_full((known.shape[0], max(0, missing)), UNKNOWN)], 1)
-        said = law.marginals(known, rows.gather(1, first - 1)[:, 0])[:, : canvas.new_tokens]  # [B*K, N, S]
+        said = law.marginals(known, rows.gather(1, first - 1)[:, 0])[:, : canvas.longest]  # [B*K, N, S]
         table = said.new_zeros(*rows.shape, spec.vocab_size)  # [B*K, L+1, V]
         table[..., spec.eos_id] = (canvas.columns() >= first + said.shape[1]).to(table.dtype)
         table[..., : law.symbols].scatter_(1, answer[:, : said.shape[1], None].expand_as(said), said)

@@ -51,7 +51,7 @@ def test_an_infinite_gap_says_nothing() -> None:
     ],
 )
 def test_hidden_columns_keep_what_is_stored_of_them(cache) -> None:
-    """A row in a fast phase of SlowFast hides columns; whether its neighbours do is not felt when it sees them again."""
+    """A row in a fast phase of SlowFast hides columns; when it sees them again, its neighbours are not felt."""
     scheduler = {"name": "slowfast", "threshold": 0.7, "glimpse": 0.1, "slow": 2}
     for length in (5, 9, 11):
         sampler = toys.sampler("gqa", scheduler=scheduler, cache=cache, blocks={"name": "fixed", "length": length})

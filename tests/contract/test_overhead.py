@@ -14,7 +14,7 @@ DEARER = {
     "budgeted": 38,  # a budget that goes from step to step, over a sort
     "ccd": 63,  # a line of positions, and the one before it
     "ccd_marginal": 81,  # distributions of the last steps
-    "certainty": 42,  # the fixed schedule and every position's neighbourhood
+    "certainty": 47,  # the fixed schedule and every position's neighbourhood, in answers of their own lengths
     "credit": 58,  # remembered tokens of every position
     "entropy_renoise": 63,  # a sort of entropies, and what it takes back
     "eoser": 39,  # the scheduler inside, and a factor

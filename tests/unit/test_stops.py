@@ -73,7 +73,9 @@ def test_truncate():
 @pytest.mark.parametrize("stop", [PrefixStop(), BlockStop(), TruncateStop()], ids=lambda stop: type(stop).__name__)
 def test_an_end_token_in_the_prompt_does_not_count(stop):
     frozen = torch.tensor([[True, True, False, False, True]])
-    canvas = at([E, 1, M, M], frozen=frozen, start=torch.tensor([2]), first=torch.tensor([2]), new_tokens=2)
+    canvas = at(
+        [E, 1, M, M], frozen=frozen, start=torch.tensor([2]), first=torch.tensor([2]), new_tokens=torch.tensor([2])
+    )
     edit, after = judged(stop, canvas, {2: 5, 3: 6})
     assert edit.finish is None or not edit.finish.any()
     assert after.end.tolist() == [4]
