@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,11 +18,11 @@ from dllm_sampler.core.protocols import Prefills
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.admission import Ended, Flight, Row, obstacle
+from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit, obstacle
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.result import Answer, FinishReason, Result
+from dllm_sampler.result import Answer, Commits, FinishReason, Result
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 STEP = 64  # columns by which the capacity of a place grows
 
 
-@dataclass
-class Waiting:
-    """A prompt that was read, and the answers that it still wants."""
-
-    index: int
-    ids: list[int]
-    samples: deque[int]
+Progress = Callable[[int, int, int], None]
 
 
 @dataclass
@@ -47,15 +41,18 @@ class Stream:
     plugins: Plugins
     prompts: Iterator[Any]
     places: int
-    new_tokens: int
+    new_tokens: int | Sequence[int]
     seed: int
     stops: tuple[str, ...]
     samples: int
     max_length: int | None
     on_error: Literal["raise", "yield"]
+    progress: Progress | None
     capacity: int = 0  # columns of a place
     read: int = 0  # prompts
-    waiting: Waiting | None = None
+    waiting: deque[Row] = field(default_factory=deque)  # answers that the last prompt still wants
+    forwards: int = 0
+    begun: int = 0  # tokens of all answers that were begun
     refused: deque[Answer] = field(default_factory=deque)
     failure: Exception | None = None  # of a prompt, or of what prompts come from; raised behind the answers in flight
     flight: Flight | None = None
@@ -72,34 +69,39 @@ class Stream:
 
     def in_flight(self) -> Iterator[Answer]:
         """Answers as they finish: a row that ends gives its place to the next."""
+        late: list[Row] = []
         try:
             while True:
-                self._fill()
-                if self.refused:
-                    while self.refused:
-                        yield self.refused.popleft()
-                    continue
+                late = late or self._fill()
+                while self.refused:
+                    yield self.refused.popleft()
                 if self.flight is None or len(self.flight.free) == self.places:
-                    break
+                    if late or (self._next() is None and not self.refused):
+                        break
+                    continue
                 ended = self.flight.step()
+                if self.progress is not None:
+                    self._tell(self.flight.masks())
                 if ended is not None:
                     yield from self._answers(ended)
         finally:
             if self.flight is not None:
                 self.flight.close()
-        if self.failure is not None:
+        if late:  # they cannot join, nor can others
+            yield from self._batch(late)
+            yield from self.in_batches()
+        elif self.failure is not None:
             raise self.failure
 
     def in_batches(self) -> Iterator[Answer]:
         """Answers batch by batch."""
         while True:
-            batch: list[tuple[Waiting, int]] = []
+            batch: list[Row] = []
             while len(batch) < self.places:
                 while self.refused:
                     yield self.refused.popleft()
-                waiting = self._next()
-                if waiting is not None:
-                    batch.append((waiting, waiting.samples.popleft()))
+                if self._next() is not None:
+                    batch.append(self.waiting.popleft())
                 elif not self.refused:
                     break
             if not batch:
@@ -108,13 +110,17 @@ class Stream:
         if self.failure is not None:
             raise self.failure
 
-    def _fill(self) -> None:
-        """Give free places to the next prompts; to those of a new flight where a prompt is too long for this one's."""
+    def _fill(self) -> list[Row]:
+        """Give free places to the next prompts; to those of a new flight where a prompt is too long for this one's.
+
+        Returns:
+            Rows that cannot join, because something in the state of a generation has no row per place.
+        """
         free = self.places if self.flight is None else len(self.flight.free)
         rows: list[Row] = []
         # Refusals are handed out before more is read: there may be any number of them.
-        while len(rows) + self.group <= free and (waiting := self._next()) is not None and not self.refused:
-            size = len(waiting.ids) + self.new_tokens
+        while len(rows) + self.group <= free and (row := self._next()) is not None and not self.refused:
+            size = len(row.prompt) + row.new_tokens
             if size > self.capacity:
                 if self.flight is not None:
                     if rows or free < self.places:
@@ -124,107 +130,129 @@ class Stream:
                 size = max(size, self.capacity * 5 // 4)
                 room = self.sampler.denoiser.spec.max_positions
                 self.capacity = self.max_length or min(-(-size // STEP) * STEP, room)
-            for _ in range(self.group):
-                sample = waiting.samples.popleft()
-                rows.append(Row(waiting.ids, self._seed(waiting.index, sample), (waiting.index, sample)))
+            rows += [self.waiting.popleft() for _ in range(self.group)]
         if rows:
             self.flight = self.flight or self._flight()
-            self.flight.admit(rows, self.group)
+            try:
+                self.flight.admit(rows, self.group)
+            except Unfit as error:
+                warn(f"prompts are answered batch by batch: {error}")
+                return rows
+            self.begun += sum(row.new_tokens for row in rows)
+        return []
 
-    def _next(self) -> Waiting | None:
-        """The prompt whose answers are wanted next; None: there is none left."""
-        while self.waiting is None or not self.waiting.samples:
+    def _next(self) -> Row | None:
+        """The answer that is wanted next; None: there is none left."""
+        while not self.waiting:
             if self.failure is not None or self.refused:
                 return None
             try:
                 prompt = next(self.prompts)
             except StopIteration:
+                if not isinstance(self.new_tokens, int) and len(self.new_tokens) > self.read:
+                    self.failure = _uneven(self.new_tokens, self.read)
                 return None
             except Exception as error:  # the caller's own: raised again, when the answers in flight are out
                 self.failure = error
                 return None
+            index, number = self.read, self.new_tokens
             self.read += 1
+            if not isinstance(number, int):
+                if index == len(number):
+                    self.failure = _uneven(number, self.read)
+                    return None
+                number = number[index]
             try:
-                ids = self._ids(prompt)
+                ids = self._ids(prompt, number)
             except UserError as error:
                 if self.on_error == "raise":
                     self.failure = error
-                nothing = torch.full((self.new_tokens,), self.sampler.denoiser.spec.pad_id)
+                nothing = torch.full((number,), self.sampler.denoiser.spec.pad_id)
                 for sample in range(self.samples if self.on_error == "yield" else 0):
-                    self.refused.append(Answer(self.read - 1, sample, "refused", nothing, error=str(error)))
+                    self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
                 continue
-            self.waiting = Waiting(self.read - 1, ids, deque(range(self.samples)))
-        return self.waiting
+            bound = self.sampler.max_steps or self.plugins.scheduler.bound(number)
+            for sample in range(self.samples):
+                seed = self.seed + index * self.samples + sample
+                self.waiting.append(Row(ids, number, seed, bound, (index, sample)))
+        return self.waiting[0]
 
-    def _ids(self, prompt: Any) -> list[int]:
+    def _ids(self, prompt: Any, new_tokens: int) -> list[int]:
         spec = self.sampler.denoiser.spec
         if isinstance(prompt, int | Mapping):
             raise UserError(
                 f"prompt {self.read} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
                 " one as well"
             )
-        (ids,) = texts.encode([prompt], self.sampler.tokenizer, spec, self.new_tokens, self.read)
-        if self.max_length is not None and len(ids) + self.new_tokens > self.max_length:
+        (ids,) = texts.encode([prompt], self.sampler.tokenizer, spec, new_tokens, self.read)
+        if self.max_length is not None and len(ids) + new_tokens > self.max_length:
             raise UserError(
-                f"prompt {self.read} has {len(ids)} tokens and max_new_tokens is {self.new_tokens}, together more than"
+                f"prompt {self.read} has {len(ids)} tokens and max_new_tokens is {new_tokens}, together more than"
                 f" max_length={self.max_length}"
             )
         return ids
 
-    def _seed(self, index: int, sample: int) -> int:
-        return self.seed + index * self.samples + sample
-
     def _flight(self) -> Flight:
         sampler, plugins = self.sampler, self.plugins
         engine, spec, length = sampler.engine(plugins), sampler.denoiser.spec, self.capacity
+        lengths = [self.new_tokens] if isinstance(self.new_tokens, int) else self.new_tokens
 
         def lay_out(rows: Sequence[Row]) -> Canvas:
-            ids, seeds = [row.prompt for row in rows], [row.seed for row in rows]
+            ids, seeds, own = [row.prompt for row in rows], [row.seed for row in rows], [row.new_tokens for row in rows]
             noise, blocks = sampler.noise, plugins.blocks
-            return layout.canvas(ids, self.new_tokens, seeds, spec, blocks, noise, True, engine.multiple, length)
+            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, engine.multiple, length, lengths)
 
-        bound = sampler.max_steps or plugins.scheduler.bound(self.new_tokens)
         watch = partial(self.reader.stop, engine) if self.stops else None
-        return Flight(engine, lay_out, self.places, bound, watch)
+        return Flight(engine, lay_out, self.places, watch)
 
     def _answers(self, ended: Ended) -> Iterator[Answer]:
         result = self.reader.result(ended.canvas, ended.recorder)
         for at, (row, end) in enumerate(ended.rows):
-            yield self._of(result, at, row.tag, failed=end == "not_finite")
+            yield self._of(result, at, row, failed=end == "not_finite")
 
-    def _batch(self, batch: list[tuple[Waiting, int]]) -> Iterator[Answer]:
+    def _batch(self, batch: list[Row]) -> Iterator[Answer]:
         """The answers of one batch. One that is not finite leaves it, and the others are made again."""
+        self.begun += sum(row.new_tokens for row in batch)
         while batch:
-            ids, seeds = zip(*((one.ids, self._seed(one.index, sample)) for one, sample in batch), strict=True)
-            tags = [(one.index, sample) for one, sample in batch]
-            commits = self.sampler.commits(self.plugins, ids, self.new_tokens, seeds, self.stops, 0)
+            ids, seeds, own = zip(*((row.prompt, row.seed, row.new_tokens) for row in batch), strict=True)
+            commits = self.sampler.commits(self.plugins, ids, own, seeds, self.stops, int(self.progress is not None))
+            last: Commits | None = None
             try:
-                *_, last = commits
-                assert last.result is not None
+                for last in commits:
+                    self._tell(int(last.masked.sum()))
+                assert last is not None and last.result is not None
             except NotFiniteError as error:
-                bad = {row - 1 for row in error.rows}
-                for row in sorted(bad):
-                    yield self._of(error.result, row, tags[row], failed=True)
-                batch = [one for row, one in enumerate(batch) if row not in bad]
+                bad = {at - 1 for at in error.rows}
+                for at in sorted(bad):
+                    yield self._of(error.result, at, batch[at], failed=True)
+                batch = [row for at, row in enumerate(batch) if at not in bad]
                 continue
-            for row, tag in enumerate(tags):
-                yield self._of(last.result, row, tag)
+            for at, row in enumerate(batch):
+                yield self._of(last.result, at, row)
             return
 
-    def _of(self, result: Result, row: int, tag: tuple[int, int], failed: bool = False) -> Answer:
-        """The answer in one row of a result."""
-        tokens, length = result.tokens[row], int(result.lengths[row])
-        text = None if result.texts is None else result.texts[row]
+    def _tell(self, masks: int) -> None:
+        """Report progress after a forward that left so many `masks`."""
+        self.forwards += 1
+        if self.progress is not None:
+            self.progress(self.forwards, self.begun - masks, self.begun)
+
+    def _of(self, result: Result, at: int, row: Row, failed: bool = False) -> Answer:
+        """The answer at place `at` of a result."""
+        tokens, length = result.tokens[at, : row.new_tokens], int(result.lengths[at])
+        text = None if result.texts is None else result.texts[at]
         reason: FinishReason = "length"
         if failed:
             reason = "not_finite"
-        elif not result.complete[row]:
+        elif not result.complete[at]:
             reason = "max_steps"
         elif self.stops and any(one in self._uncut(tokens[:length]) for one in self.stops):
             reason = "stop_string"
         elif self.sampler.denoiser.spec.eos_id in tokens[:length].tolist():
             reason = "end"
-        return Answer(*tag, reason, tokens, length, text, int(result.nfe[row]), unpadded(result.trace.row(row)))
+        trace = unpadded(result.trace.row(at), row.new_tokens)
+        index, sample = row.tag
+        return Answer(index, sample, reason, tokens, length, text, int(result.nfe[at]), trace)
 
     def _uncut(self, tokens: Tensor) -> str:
         end = self.sampler.denoiser.spec.eos_id
@@ -238,7 +266,7 @@ def answers(
     prompts: Iterable[Any],
     *,
     places: int,
-    new_tokens: int,
+    new_tokens: int | Sequence[int],
     seed: int,
     stops: str | Sequence[str],
     samples: int,
@@ -246,15 +274,22 @@ def answers(
     max_length: int | None,
     on_error: Literal["raise", "yield"],
     batching: str,
+    progress: Progress | None,
 ) -> Iterator[Answer]:
     """See `Sampler.generate_many`: its arguments, checked before the first prompt is read."""
     check_count("batch_size", places)
     check_count("samples", samples)
     check_count("max_length", max_length, optional=True)
-    texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
+    if isinstance(new_tokens, Sequence):
+        for number, one in enumerate(new_tokens, 1):
+            texts.check_new_tokens(one, sampler.denoiser.spec, f"max_new_tokens of prompt {number}")
+        if isinstance(prompts, Sequence) and len(prompts) != len(new_tokens):
+            raise _uneven(new_tokens, len(prompts))
+    else:
+        texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
     if not isinstance(seed, int) or isinstance(seed, bool) or abs(seed) >= 2**62:
         raise UserError(f"seed must be a whole number of 62 bits, not {seed!r}")
-    if max_length is not None and max_length <= new_tokens:
+    if max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
         raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
     for name, value, choices in (
         ("order", order, ("finished", "given")), ("on_error", on_error, ("raise", "yield")),
@@ -268,7 +303,9 @@ def answers(
     if why is not None:
         warn(f"prompts are answered batch by batch: {why}")
     found = texts.stop_strings(stops, sampler.tokenizer)
-    stream = Stream(sampler, plugins, iter(prompts), places, new_tokens, seed, found, samples, max_length, on_error)
+    stream = Stream(
+        sampler, plugins, iter(prompts), places, new_tokens, seed, found, samples, max_length, on_error, progress
+    )
     if stream.group > places:
         raise UserError(
             f"batch_size={places} is less than samples={samples}, and this cache computes a prompt once for all of its"
@@ -278,11 +315,16 @@ def answers(
     return in_order(made, samples) if order == "given" else made
 
 
-def unpadded(trace: Trace) -> Trace:
-    """The trace of one row without padding on its left."""
-    cut = int(trace.begin)
+def _uneven(new_tokens: Sequence[int], prompts: int) -> UserError:
+    there = f" for {prompts} prompts" if prompts < len(new_tokens) else f", and there is a prompt {prompts}"
+    return UserError(f"max_new_tokens has {len(new_tokens)} numbers{there}: give one for each, or one number for all")
+
+
+def unpadded(trace: Trace, new_tokens: int) -> Trace:
+    """The trace of one row without padding on either side of the prompt and its `new_tokens`."""
+    cut, end = int(trace.begin), trace.origin + new_tokens
     names = ("ids", "step_map", "gone", "logprob", "entropy")
-    kept = {name: value[:, cut:] for name in names if (value := getattr(trace, name)) is not None}
+    kept = {name: value[:, cut:end] for name in names if (value := getattr(trace, name)) is not None}
     return replace(trace, **kept, begin=trace.begin - cut, end=trace.end - cut, origin=trace.origin - cut)
 
 

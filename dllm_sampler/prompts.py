@@ -29,13 +29,13 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [found] if found and isinstance(found[0], int | Mapping) else found
 
 
-def check_new_tokens(max_new_tokens: int, spec: ModelSpec) -> None:
+def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_tokens") -> None:
     """Refuse what is no number of tokens, or leaves no room for a prompt."""
     if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
+        raise UserError(f"{name} must be a whole number of at least 1, not {max_new_tokens!r}")
     if max_new_tokens >= spec.max_positions:
         raise UserError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model's context is"
+            f"{name}={max_new_tokens} leaves no room for a prompt: the model's context is"
             f" {spec.max_positions} positions"
         )
 

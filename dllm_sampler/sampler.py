@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Literal, Unpack
@@ -25,13 +25,12 @@ from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.many import Progress
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
-
-Progress = Callable[[int, int, int], None]
 
 
 class Sampler:
@@ -198,7 +197,7 @@ class Sampler:
         prompts: Iterable[Prompt],
         *,
         batch_size: int = 8,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | Sequence[int] = 128,
         block_length: int | None = None,
         seed: int = 0,
         stop_strings: str | Sequence[str] = (),
@@ -207,6 +206,7 @@ class Sampler:
         max_length: int | None = None,
         on_error: Literal["raise", "yield"] = "raise",
         batching: Literal["in_flight", "static"] = "in_flight",
+        progress: Progress | None = None,
     ) -> Iterator[Answer]:
         """Answer any number of prompts, `batch_size` at a time; one that ends gives its place to the next.
 
@@ -215,7 +215,8 @@ class Sampler:
 
         Args:
             prompts: any iterable, also a generator; it is read as places become free.
-            max_new_tokens, block_length, stop_strings: as in `generate`.
+            max_new_tokens: of each answer: one number for all, or a list with one per prompt.
+            block_length, stop_strings: as in `generate`.
             seed: answer j of prompt i samples with `seed + i * samples + j`.
             samples: answers per prompt.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
@@ -224,6 +225,8 @@ class Sampler:
             on_error: what becomes of a prompt that is refused: `"raise"` after the answers in flight, or `"yield"` an
                 answer with the `error`.
             batching: `"static"`: batch after batch, each as long as its slowest answer.
+            progress: called after each forward with (forwards, tokens committed, tokens wanted of the prompts that
+                were read); reads the device.
 
         Yields:
             An `Answer`, with its `finish_reason`. One for which the model returned NaN ends alone.
@@ -244,6 +247,7 @@ class Sampler:
             max_length=max_length,
             on_error=on_error,
             batching=batching,
+            progress=progress,
         )
 
     def stream(

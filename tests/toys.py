@@ -213,6 +213,7 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
             length, length, batch * length, batch * length, length, whole=True, rows=((length, length),) * batch
         ),
         "noise": CounterNoise(),
+        "lookahead": zero + length,
         "width": length,
     }
     return Canvas(**{**fields, **changes})

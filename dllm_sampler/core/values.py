@@ -82,6 +82,7 @@ class Canvas:
     padded: bool  # some row does not see every column: attention needs a key mask
     sizes: Sizes
     noise: Noise
+    lookahead: Tensor  # [B] columns of a block that opens, as far as there is room
     width: int  # no block is ever wider
     grid: int | None = None  # no block crosses a multiple of it
     surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
@@ -121,7 +122,7 @@ class Canvas:
         column = self.columns()
         return (column >= self.start[:, None]) & (column < self.stop[:, None])
 
-    def block_end(self, start: Tensor, width: int) -> Tensor:
+    def block_end(self, start: Tensor, width: int | Tensor) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
         stop = torch.minimum(start + width, self.end)
         return stop if self.grid is None else torch.minimum(stop, self.on_grid(start) + self.grid)
@@ -218,11 +219,11 @@ class Canvas:
         drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
-    def advance(self, closed: Tensor, width: int, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
+    def advance(self, closed: Tensor, width: int | Tensor, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
         """Count the step and move the rows whose block `closed` (`[B] bool`) to their next block; finished rows rest.
 
         Args:
-            width: columns of the next block, as far as there is room.
+            width: columns of the next block, as far as there is room, for all rows or each.
             finish: `[B] bool` rows that end here.
             spent: what the forward cost.
         """

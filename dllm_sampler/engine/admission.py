@@ -25,7 +25,6 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import Opaque, walk
-from dllm_sampler.errors import UserError
 
 PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away
 End = Literal["done", "max_steps", "not_finite"]
@@ -36,7 +35,9 @@ class Row:
     """A row to be generated."""
 
     prompt: Sequence[int]
+    new_tokens: int
     seed: int
+    bound: int  # most forwards
     tag: Any = None  # the caller's
 
 
@@ -62,6 +63,13 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     return None
 
 
+class Unfit(ValueError):
+    """The state of a generation keeps something of which no row can be given to the next prompt."""
+
+    def __init__(self, what: str):
+        super().__init__(f"{what}, and not a tensor with one row per prompt")
+
+
 class Flight:
     """A running generation whose rows come and go.
 
@@ -69,7 +77,6 @@ class Flight:
         engine: runs the steps.
         lay_out: makes the canvas of some rows; its number of columns is the same in each call.
         places: rows at a time.
-        bound: a row makes at most this many forwards.
         watch: called after each step; it may end rows (`Canvas.done`), and asks again then.
     """
 
@@ -78,10 +85,9 @@ class Flight:
         engine: Engine,
         lay_out: Callable[[Sequence[Row]], Canvas],
         places: int,
-        bound: int,
         watch: Callable[[Generation], None] | None = None,
     ):
-        self.engine, self.lay_out, self.bound, self.watch = engine, lay_out, bound, watch
+        self.engine, self.lay_out, self.watch = engine, lay_out, watch
         self.rows: list[Row | None] = [None] * places
         self.made = [0] * places  # forwards of each row
         self.state: Generation | None = None
@@ -97,6 +103,9 @@ class Flight:
 
         Args:
             samples: each `samples` consecutive rows have the same prompt, which a cache may compute once for them.
+
+        Raises:
+            Unfit: the state of a generation keeps something that has no row per place. Rows in flight may go on.
         """
         if not rows:
             return
@@ -114,11 +123,11 @@ class Flight:
         """Make one forward, and take out the rows that ended with it; None: none did."""
         state, engine = self.state, self.engine
         assert state is not None
-        live = [place for place, row in enumerate(self.rows) if row is not None]
+        live = {place: row for place, row in enumerate(self.rows) if row is not None}
         self.forwards += 1
         for place in live:
             self.made[place] += 1
-        late = [place for place in live if self.made[place] >= self.bound]
+        late = [place for place, row in live.items() if self.made[place] >= row.bound]
         engine.advance(state, self.forwards, last=bool(late))
         with undisturbed(state.canvas.ids.device):
             if self.watch is not None:
@@ -147,6 +156,12 @@ class Flight:
             self.engine.ask(state)
         return left
 
+    def masks(self) -> int:
+        """How many masks the rows in flight have left; reads the device."""
+        assert self.state is not None
+        canvas = self.state.canvas
+        return int((canvas.masked & ~canvas.done[:, None]).sum())
+
     def close(self) -> None:
         """No row is in flight any more: whatever the engine keeps for later is free."""
         if self.state is not None:
@@ -166,12 +181,12 @@ def join(state: Generation, fresh: Generation, places: Tensor) -> None:
     row's `step` and `age` are 0.
 
     Raises:
-        UserError: the state keeps something that has no row per place.
+        Unfit: the state keeps something that has no row per place.
     """
     try:
         new = leaves(fresh)
     except Opaque as error:
-        raise _unfit(str(error)) from None
+        raise Unfit(str(error)) from None
 
     def visit(path: str, old: Any) -> Any:
         one = new.get(path)
@@ -179,20 +194,16 @@ def join(state: Generation, fresh: Generation, places: Tensor) -> None:
             old.take(one, places)
         elif isinstance(old, Tensor) and isinstance(one, Tensor) and one.numel():
             if old.dim() != one.dim() or (len(old), len(one)) != (len(state.canvas.ids), len(places)):
-                raise _unfit(f"{path} is a tensor {[*old.shape]}")
+                raise Unfit(f"{path} is a tensor {[*old.shape]}")
             # A history that is empty at first has one column then, and as many as it needs later.
             return old.index_copy(0, places, one.to(old.dtype).expand(-1, *old.shape[1:]))
+        if type(old) in (int, float) and old != one and not path.startswith("canvas"):
+            raise Unfit(f"{path} is a number that changes")  # it belongs to all rows
         return old
 
-    for part in PARTS:
-        setattr(state, part, walk(getattr(state, part), visit, part))
-
-
-def _unfit(what: str) -> UserError:
-    return UserError(
-        f"{what}, of which no row can be given to the next prompt: keep tensors with one row per prompt, or use"
-        " batching=static"
-    )
+    joined = {part: walk(getattr(state, part), visit, part) for part in PARTS}
+    for part, value in joined.items():
+        setattr(state, part, value)
 
 
 def _cleaned(_: str, leaf: Any, rows: Tensor, places: int) -> Any:

@@ -82,7 +82,7 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     state.cache.observe(canvas, query, edit, seen)
     state.recorder.note(canvas, after, query, edit, seen)
     closed = blocks.close(canvas, after, edit)
-    state.canvas = after.advance(closed, canvas.width, edit.finish, spent)
+    state.canvas = after.advance(closed, canvas.lookahead, edit.finish, spent)
     if seen.logits is not None and spec.self_conditioning:
         state.previous = seen.logits[:, 0].to(spec.dtype)
 

@@ -52,7 +52,8 @@ def canvas(
     zero = torch.zeros_like(first)
     masked = (column >= first[:, None]) & (column < end[:, None])
     sizes = {*decoded, *lengths}
-    width = max(blocks.lookahead(size) for size in sizes)
+    widths = {size: blocks.lookahead(size) for size in sizes}
+    lookahead = torch.tensor([widths[size] for size in decoded], device=spec.device)
     made = Canvas(
         ids=ids,
         masked=masked,
@@ -73,8 +74,9 @@ def canvas(
         padded=cuts or any(end != length for end in ends),
         sizes=Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True),  # read before the first step
         noise=noise,
-        width=width,
+        lookahead=lookahead,
+        width=max(widths.values()),
         grid=blocks.grid,
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
     )
-    return replace(made, stop=made.block_end(first, width))
+    return replace(made, stop=made.block_end(first, lookahead))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ JOINS = [case for case in CASES if obstacle(case.sampler.plugins, case.sampler.n
 PROMPTS = [toys.PROMPTS[row] for row in (0, 1, 2, 3, 1, 4, 0)]
 
 
-def assert_same(sampler: Sampler, answers: list[Answer], tokens: int, seed: int, samples: int = 1) -> None:
+def assert_same(sampler: Sampler, answers: list[Answer], tokens: int | list[int], seed: int, samples: int = 1) -> None:
     """Each answer against its prompt alone."""
     for answer in answers:
         own = seed + answer.index * samples + answer.sample
-        alone = sampler.generate([PROMPTS[answer.index]], max_new_tokens=tokens, seed=own)
+        wanted = tokens if isinstance(tokens, int) else tokens[answer.index]
+        alone = sampler.generate([PROMPTS[answer.index]], max_new_tokens=wanted, seed=own)
         assert answer.trace is not None
         assert torch.equal(answer.tokens, alone.tokens[0]), answer.index
         assert torch.equal(answer.trace.generated, alone.trace.generated), answer.index
@@ -37,7 +39,8 @@ def assert_same(sampler: Sampler, answers: list[Answer], tokens: int, seed: int,
 def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
     random = Random(case.id)
     options: dict[str, Any] = {"poll_every": random.choice([1, 1, 3])}
-    tokens, places, seed = random.choice([8, 11]), random.choice([1, 2, 3, 5]), random.choice([0, 17])
+    tokens, places = [random.choice([8, 11, 14]) for _ in PROMPTS], random.choice([1, 2, 3, 5])
+    seed = random.choice([0, 17])
     sampler = toys.sampler(case.toy, **case.plugins, **options)
     answers = list(sampler.generate_many(PROMPTS, batch_size=places, max_new_tokens=tokens, seed=seed))
     assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS)))
@@ -54,6 +57,13 @@ def test_all_but_a_few_can_join() -> None:
     with pytest.warns(FallbackWarning, match="batch by batch: cache=IntervalCache counts forwards for the batch"):
         answers = list(sampler.generate_many(PROMPTS, batch_size=3, max_new_tokens=8))
     assert_same(sampler, answers, 8, 0)
+
+
+@pytest.mark.parametrize("case", thinned([case for case in CASES if case not in JOINS]))
+def test_batches_of_answers_of_several_lengths(case: Case) -> None:
+    tokens = [8, 14, 11, 9, 8, 11, 14]
+    answers = list(case.sampler.generate_many(PROMPTS, batch_size=4, max_new_tokens=tokens, batching="static"))
+    assert_same(case.sampler, answers[1:4], tokens, 0)
 
 
 @pytest.mark.parametrize(("toy", "cache"), [("causal", "block_causal"), ("llada", "dual")])
@@ -123,6 +133,23 @@ def test_reading_and_stopping_early() -> None:
     made = len(spy.calls)
     stream.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
     assert len(spy.calls) == made
+
+
+@pytest.mark.slow
+def test_ten_thousand_prompts_take_the_memory_of_a_few() -> None:
+    sampler = toys.sampler(cache="dual", scheduler={"name": "threshold", "threshold": 0.5})
+    random = Random(0)
+    lengths = [random.randint(1, 14) for _ in range(10_000)]
+    prompts = ([random.randrange(20) for _ in range(random.randint(1, 9))] for _ in lengths)
+    stream = sampler.generate_many(prompts, batch_size=16, max_new_tokens=lengths, max_length=23)
+    seen: set[int] = set()
+    peak = 0
+    for answer in stream:
+        seen.add(answer.index)
+        if len(seen) == 1_000:
+            peak = getrusage(RUSAGE_SELF).ru_maxrss
+    assert seen == set(range(10_000))
+    assert getrusage(RUSAGE_SELF).ru_maxrss <= 1.02 * peak  # of the whole process
 
 
 def test_places_grow() -> None:

@@ -47,6 +47,44 @@ def test_reasons(words: Sampler) -> None:
         assert {answer.finish_reason for answer in cut if answer.nfe < full.nfe[answer.index]} == {"max_steps"}
 
 
+@pytest.mark.parametrize("batching", ["in_flight", "static"])
+def test_a_length_for_each_prompt(words: Sampler, batching: Any) -> None:
+    lengths = [16, 3, 9, 5]
+    found = list(words.generate_many(WORDS, max_new_tokens=lengths, batch_size=3, order="given", batching=batching))
+    assert [len(answer.tokens) for answer in found] == lengths
+    assert [answer.text for answer in found] == [
+        (words.generate(prompt, max_new_tokens=length).texts or [""])[0]
+        for prompt, length in zip(WORDS, lengths, strict=True)
+    ]
+    for numbers, said in (
+        ([16, 3], "max_new_tokens has 2 numbers, and there is a prompt 3"),
+        ([16, 3, 9, 5, 8], "max_new_tokens has 5 numbers for 4 prompts"),
+    ):
+        with pytest.raises(UserError, match=said if len(numbers) > 4 else "max_new_tokens has 2 numbers"):
+            words.generate_many(WORDS, max_new_tokens=numbers)
+        stream = words.generate_many(iter(WORDS), max_new_tokens=numbers, batching=batching)
+        got = list(islice(stream, min(len(numbers), len(WORDS))))
+        assert len(got) == min(len(numbers), len(WORDS)), "what was in flight is not lost"
+        with pytest.raises(UserError, match=said):
+            next(stream)
+    with pytest.raises(UserError, match="max_new_tokens of prompt 2 must be a whole number of at least 1, not 0"):
+        words.generate_many(WORDS, max_new_tokens=[4, 0, 4, 4])
+
+
+@pytest.mark.parametrize("batching", ["in_flight", "static"])
+def test_progress(words: Sampler, batching: Any) -> None:
+    told: list[tuple[int, int, int]] = []
+    list(
+        words.generate_many(
+            WORDS, max_new_tokens=8, batch_size=2, batching=batching, progress=lambda *now: told.append(now)
+        )
+    )
+    forwards, committed, wanted = zip(*told, strict=True)
+    assert list(forwards) == list(range(1, len(told) + 1))
+    assert all(done <= of for done, of in zip(committed, wanted, strict=True))
+    assert 0 < committed[0] < committed[-1] == wanted[-1] == 4 * 8 and wanted[0] == 2 * 8
+
+
 def test_a_prompt_that_is_refused_has_its_number(words: Sampler) -> None:
     prompts = ["Ada", "", "Ben", [999], "Cal " * 60]
     found = list(words.generate_many(prompts, batch_size=2, max_new_tokens=8, on_error="yield", order="given"))
