@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,6 @@ from dllm_sampler import prompts as texts
 from dllm_sampler.batch import Reader
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Prefills
-from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit, obstacle
@@ -42,7 +41,7 @@ class Stream:
     prompts: Iterator[Any]
     places: int
     new_tokens: int | Sequence[int]
-    seed: int
+    seed: int | Sequence[int]
     stops: tuple[str, ...]
     samples: int
     max_length: int | None
@@ -149,19 +148,17 @@ class Stream:
             try:
                 prompt = next(self.prompts)
             except StopIteration:
-                if not isinstance(self.new_tokens, int) and len(self.new_tokens) > self.read:
-                    self.failure = _uneven(self.new_tokens, self.read)
+                self.failure = _uneven(self.new_tokens, self.seed, self.read, self.samples)
                 return None
             except Exception as error:  # the caller's own: raised again, when the answers in flight are out
                 self.failure = error
                 return None
-            index, number = self.read, self.new_tokens
+            index, given = self.read, self.new_tokens
             self.read += 1
-            if not isinstance(number, int):
-                if index == len(number):
-                    self.failure = _uneven(number, self.read)
-                    return None
-                number = number[index]
+            self.failure = _uneven(given, self.seed, self.read, self.samples, more=True)
+            if self.failure is not None:
+                return None
+            number = given if isinstance(given, int) else given[index]
             try:
                 ids = self._ids(prompt, number)
             except UserError as error:
@@ -173,7 +170,8 @@ class Stream:
                 continue
             bound = self.sampler.max_steps or self.plugins.scheduler.bound(number)
             for sample in range(self.samples):
-                seed = self.seed + index * self.samples + sample
+                at = index * self.samples + sample
+                seed = self.seed + at if isinstance(self.seed, int) else self.seed[at]
                 self.waiting.append(Row(ids, number, seed, bound, (index, sample)))
         return self.waiting[0]
 
@@ -250,7 +248,7 @@ class Stream:
             reason = "stop_string"
         elif self.sampler.denoiser.spec.eos_id in tokens[:length].tolist():
             reason = "end"
-        trace = unpadded(result.trace.row(at), row.new_tokens)
+        trace = result.trace.row(at).unpadded(row.new_tokens)
         index, sample = row.tag
         return Answer(index, sample, reason, tokens, length, text, int(result.nfe[at]), trace)
 
@@ -267,7 +265,7 @@ def answers(
     *,
     places: int,
     new_tokens: int | Sequence[int],
-    seed: int,
+    seed: int | Sequence[int],
     stops: str | Sequence[str],
     samples: int,
     order: str,
@@ -283,12 +281,11 @@ def answers(
     if isinstance(new_tokens, Sequence):
         for number, one in enumerate(new_tokens, 1):
             texts.check_new_tokens(one, sampler.denoiser.spec, f"max_new_tokens of prompt {number}")
-        if isinstance(prompts, Sequence) and len(prompts) != len(new_tokens):
-            raise _uneven(new_tokens, len(prompts))
     else:
         texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
-    if not isinstance(seed, int) or isinstance(seed, bool) or abs(seed) >= 2**62:
-        raise UserError(f"seed must be a whole number of 62 bits, not {seed!r}")
+    for one in seed if isinstance(seed, Sequence) else [seed]:
+        if not isinstance(one, int) or isinstance(one, bool) or abs(one) >= 2**62:
+            raise UserError(f"seed must be a whole number of 62 bits, or a list of them, not {one!r}")
     if max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
         raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
     for name, value, choices in (
@@ -299,6 +296,8 @@ def answers(
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
+    if isinstance(prompts, Sized) and (uneven := _uneven(new_tokens, seed, len(prompts), samples)):
+        raise uneven
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
     if why is not None:
         warn(f"prompts are answered batch by batch: {why}")
@@ -315,17 +314,18 @@ def answers(
     return in_order(made, samples) if order == "given" else made
 
 
-def _uneven(new_tokens: Sequence[int], prompts: int) -> UserError:
-    there = f" for {prompts} prompts" if prompts < len(new_tokens) else f", and there is a prompt {prompts}"
-    return UserError(f"max_new_tokens has {len(new_tokens)} numbers{there}: give one for each, or one number for all")
-
-
-def unpadded(trace: Trace, new_tokens: int) -> Trace:
-    """The trace of one row without padding on either side of the prompt and its `new_tokens`."""
-    cut, end = int(trace.begin), trace.origin + new_tokens
-    names = ("ids", "step_map", "gone", "logprob", "entropy")
-    kept = {name: value[:, cut:end] for name in names if (value := getattr(trace, name)) is not None}
-    return replace(trace, **kept, begin=trace.begin - cut, end=trace.end - cut, origin=trace.origin - cut)
+def _uneven(
+    new_tokens: int | Sequence[int], seed: int | Sequence[int], prompts: int, samples: int, more: bool = False
+) -> UserError | None:
+    """What is wrong with lists of numbers when there are so many `prompts`, or these and perhaps `more`."""
+    for name, given, each, wanted in (
+        ("max_new_tokens", new_tokens, "prompt", prompts),
+        ("seed", seed, "answer", prompts * samples),
+    ):
+        if not isinstance(given, int) and (len(given) < wanted or (len(given) > wanted and not more)):
+            there = f"and there is a prompt {prompts}" if more else f"and there are {prompts} prompts"
+            return UserError(f"{name} has {len(given)} numbers, {there}: give one for each {each}, or one for all")
+    return None
 
 
 def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:

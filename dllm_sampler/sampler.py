@@ -199,7 +199,7 @@ class Sampler:
         batch_size: int = 8,
         max_new_tokens: int | Sequence[int] = 128,
         block_length: int | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
         stop_strings: str | Sequence[str] = (),
         samples: int = 1,
         order: Literal["finished", "given"] = "finished",
@@ -217,7 +217,7 @@ class Sampler:
             prompts: any iterable, also a generator; it is read as places become free.
             max_new_tokens: of each answer: one number for all, or a list with one per prompt.
             block_length, stop_strings: as in `generate`.
-            seed: answer j of prompt i samples with `seed + i * samples + j`.
+            seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.
             samples: answers per prompt.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
             max_length: most tokens of a prompt with its answer, which fixes the memory; None: places grow in steps as

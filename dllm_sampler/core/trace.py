@@ -165,6 +165,13 @@ class Trace:
         tensors = {name: value[at] for name in (*FIELDS, "entropy") if (value := getattr(self, name)) is not None}
         return replace(self, **tensors)
 
+    def unpadded(self, new_tokens: int) -> Trace:
+        """The trace of one row, without padding before its prompt and behind its `new_tokens`."""
+        cut, end = int(self.begin), self.origin + new_tokens
+        names = ("ids", "step_map", "gone", "logprob", "entropy")
+        kept = {name: value[:, cut:end] for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **kept, begin=self.begin - cut, end=self.end - cut, origin=self.origin - cut)
+
     def save(self, path: str | Path) -> None:
         """Write one safetensors file whose metadata holds the rest as JSON; atomically.
 

@@ -58,15 +58,19 @@ def test_a_length_for_each_prompt(words: Sampler, batching: Any) -> None:
     ]
     for numbers, said in (
         ([16, 3], "max_new_tokens has 2 numbers, and there is a prompt 3"),
-        ([16, 3, 9, 5, 8], "max_new_tokens has 5 numbers for 4 prompts"),
+        ([16, 3, 9, 5, 8], "max_new_tokens has 5 numbers, and there are 4 prompts"),
     ):
-        with pytest.raises(UserError, match=said if len(numbers) > 4 else "max_new_tokens has 2 numbers"):
+        with pytest.raises(
+            UserError, match=r"max_new_tokens has \d numbers, and there are 4 prompts: give one for each"
+        ):
             words.generate_many(WORDS, max_new_tokens=numbers)
         stream = words.generate_many(iter(WORDS), max_new_tokens=numbers, batching=batching)
         got = list(islice(stream, min(len(numbers), len(WORDS))))
         assert len(got) == min(len(numbers), len(WORDS)), "what was in flight is not lost"
         with pytest.raises(UserError, match=said):
             next(stream)
+    with pytest.raises(UserError, match="seed has 2 numbers, and there are 4 prompts: give one for each answer"):
+        words.generate_many(WORDS, max_new_tokens=8, seed=[1, 2])
     with pytest.raises(UserError, match="max_new_tokens of prompt 2 must be a whole number of at least 1, not 0"):
         words.generate_many(WORDS, max_new_tokens=[4, 0, 4, 4])
 
@@ -158,7 +162,7 @@ def test_a_place_is_no_larger_than_the_context() -> None:
         ({"order": "best"}, "order must be finished or given, not 'best'"),
         ({"on_error": "skip"}, "on_error must be raise or yield, not 'skip'"),
         ({"batching": "dynamic"}, "batching must be in_flight or static, not 'dynamic'"),
-        ({"seed": [1, 2]}, "seed must be a whole number"),
+        ({"seed": ["x"]}, "seed must be a whole number"),
         ({"stop_strings": [""]}, "stop_strings must be texts that are not empty"),
         ({"max_length": 8}, "max_length=8 leaves no room for a prompt: max_new_tokens is 8"),
         ({"prompts": "Ada"}, "generate_many takes several prompts"),
