@@ -16,7 +16,7 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError
-from dllm_sampler.result import Commits, Result, summarise
+from dllm_sampler.result import Answer, Commits, FinishReason, Result, summarise
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,28 @@ class Reader:
         trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id)
         masked = aligned(canvas, canvas.masked, False).cpu()
         return summarise(trace, masked, canvas.done.cpu(), self.spec, self.tokenizer, self.stop_strings)
+
+    def answer(
+        self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int, failed: bool = False
+    ) -> Answer:
+        """Row `at` of a result as the answer to prompt `index`; `failed`: the model returned NaN."""
+        tokens, length = result.tokens[at, :new_tokens], int(result.lengths[at])
+        text = None if result.texts is None else result.texts[at]
+        reason: FinishReason = "length"
+        if failed:
+            reason = "not_finite"
+        elif not result.complete[at]:
+            reason = "max_steps"
+        elif self.stop_strings and any(one in self._uncut(tokens[:length]) for one in self.stop_strings):
+            reason = "stop_string"
+        elif self.spec.eos_id in tokens[:length].tolist():
+            reason = "end"
+        trace = result.trace.row(at).unpadded(new_tokens)
+        return Answer(index, sample, reason, tokens, length, text, int(result.nfe[at]), trace)
+
+    def _uncut(self, tokens: Tensor) -> str:
+        ids = [token for token in tokens.tolist() if token != self.spec.eos_id]
+        return prompts.decode([ids], self.tokenizer, ())[0]
 
 
 def _view(state: Generation, step: int, result: Result | None) -> Commits:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
 from dllm_sampler import prompts as texts
 from dllm_sampler.batch import Reader
@@ -21,7 +20,7 @@ from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit, obstacle
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.result import Answer, Commits, FinishReason, Result
+from dllm_sampler.result import Answer, Commits
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
@@ -206,7 +205,7 @@ class Stream:
     def _answers(self, ended: Ended) -> Iterator[Answer]:
         result = self.reader.result(ended.canvas, ended.recorder)
         for at, (row, end) in enumerate(ended.rows):
-            yield self._of(result, at, row, failed=end == "not_finite")
+            yield self.reader.answer(result, at, *row.tag, new_tokens=row.new_tokens, failed=end == "not_finite")
 
     def _batch(self, batch: list[Row]) -> Iterator[Answer]:
         """The answers of one batch. One that is not finite leaves it, and the others are made again."""
@@ -222,11 +221,12 @@ class Stream:
             except NotFiniteError as error:
                 bad = {at - 1 for at in error.rows}
                 for at in sorted(bad):
-                    yield self._of(error.result, at, batch[at], failed=True)
+                    row = batch[at]
+                    yield self.reader.answer(error.result, at, *row.tag, new_tokens=row.new_tokens, failed=True)
                 batch = [row for at, row in enumerate(batch) if at not in bad]
                 continue
             for at, row in enumerate(batch):
-                yield self._of(last.result, at, row)
+                yield self.reader.answer(last.result, at, *row.tag, new_tokens=row.new_tokens)
             return
 
     def _tell(self, masks: int) -> None:
@@ -234,28 +234,6 @@ class Stream:
         self.forwards += 1
         if self.progress is not None:
             self.progress(self.forwards, self.begun - masks, self.begun)
-
-    def _of(self, result: Result, at: int, row: Row, failed: bool = False) -> Answer:
-        """The answer at place `at` of a result."""
-        tokens, length = result.tokens[at, : row.new_tokens], int(result.lengths[at])
-        text = None if result.texts is None else result.texts[at]
-        reason: FinishReason = "length"
-        if failed:
-            reason = "not_finite"
-        elif not result.complete[at]:
-            reason = "max_steps"
-        elif self.stops and any(one in self._uncut(tokens[:length]) for one in self.stops):
-            reason = "stop_string"
-        elif self.sampler.denoiser.spec.eos_id in tokens[:length].tolist():
-            reason = "end"
-        trace = result.trace.row(at).unpadded(row.new_tokens)
-        index, sample = row.tag
-        return Answer(index, sample, reason, tokens, length, text, int(result.nfe[at]), trace)
-
-    def _uncut(self, tokens: Tensor) -> str:
-        end = self.sampler.denoiser.spec.eos_id
-        ids = [token for token in tokens.tolist() if token != end]
-        return texts.decode([ids], self.sampler.tokenizer, ())[0]
 
 
 def answers(

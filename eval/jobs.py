@@ -25,7 +25,7 @@ LETTERS = ("output", "report")  # values that are paths, in which a comma is a c
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
-LATER = {"backend": "auto", "cuda_graph": False, "compile": False}
+LATER = {"backend": "auto", "cuda_graph": False, "compile": False, "batching": "static"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Options:
     top_p: float | None = None
     seed: int = 0
     batch_size: int = 8
+    batching: str = "in_flight"
     max_steps: int | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -58,6 +59,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
+        if self.batching not in ("in_flight", "static"):
+            raise UserError(f"batching should be in_flight or static, not {self.batching!r}")
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
 
 
 def tokens_per_second(records: Sequence[Record]) -> float:
-    """Answer tokens over the seconds of all batches."""
+    """Answer tokens over the seconds that they took together."""
     return _ratio((record.answer for record in records), [_seconds(records)])
 
 
@@ -188,11 +188,11 @@ MEASURES = (
         "answer tokens over positions computed, in forwards of the whole prompt and canvas",
         answer_tokens_per_full_forward,
     ),
-    Measure("tokens_per_second", "tokens / s", "answer tokens over wall seconds of the batches", tokens_per_second),
+    Measure("tokens_per_second", "tokens / s", "answer tokens over wall seconds of generating", tokens_per_second),
     Measure(
         "seconds",
         "s / sample",
-        "wall seconds of the batches per sample",
+        "wall seconds of generating per sample",
         lambda records: _seconds(records) / len(records),
     ),
     Measure("nfe", "forwards", "mean per sample", lambda records: fmean(record.nfe for record in records)),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler
 from dllm_sampler.core.select import top
+from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.prompts import Prompt
@@ -43,12 +44,14 @@ class Oracle(Scheduler):
     order: Tensor
 
     @staticmethod
-    def of(reference: Result) -> Oracle:
-        """The oracle of a batch whose one-per-step answer is there."""
-        trace = reference.trace
-        stands = torch.arange(trace.ids.shape[1]) < trace.end[:, None]  # what a stop cut off was not decoded
-        order = torch.where(stands, trace.step_map, -1)
-        return Oracle(trace.ids[:, trace.origin :], order[:, trace.origin :])
+    def of(*references: Trace) -> Oracle:
+        """The oracle of a batch whose answers are there, in one trace or several."""
+        answers, orders = [], []
+        for trace in references:
+            stands = torch.arange(trace.ids.shape[1]) < trace.end[:, None]  # what a stop cut off was not decoded
+            answers.append(trace.ids[:, trace.origin :])
+            orders.append(torch.where(stands, trace.step_map, -1)[:, trace.origin :])
+        return Oracle(torch.cat(answers), torch.cat(orders))
 
     def bind(self, context: Context) -> Oracle:
         """Take the answer to the model's device: no step should wait for it."""
@@ -103,5 +106,5 @@ def decode(
     if any(guide.draws for guide in reference.plugins.guides):
         raise UserError("the oracle compares the most likely tokens, and a temperature draws others: leave it out")
     one_by_one = reference.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
-    oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
+    oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one.trace), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
     return one_by_one, oracle.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)

@@ -36,9 +36,9 @@ class Record:
     step_map: list[int]  # N: the forward, from 0, that committed what stands; -1: never committed
     confidence: list[float]  # N: at the commit
     revisions: list[list[Any]]  # [forward, position, piece] that did not stay; piece None: taken back
-    seconds: float  # of its whole batch
-    batch: int  # samples in it
-    peak_memory: int  # bytes: of the GPU during the batch, else of the process so far
+    seconds: float  # of its whole batch, or in flight since the answer before
+    batch: int  # samples in the batch; 1 in flight
+    peak_memory: int  # bytes: of the GPU during the batch or flight, else of the process so far
 
     @property
     def full_equivalents(self) -> float:

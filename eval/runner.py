@@ -1,31 +1,34 @@
-"""Runs a configuration: batch by batch what its directory does not have yet."""
+"""Runs a configuration: what its directory does not have yet."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
+from dllm_sampler.batch import Reader
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.eval.folders import RunFolder
+from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record
-from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.base import Answer as Graded
+from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.result import Result
+from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.stops.end_tokens import PrefixStop
 
@@ -82,20 +85,34 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
     try:
         runner = Runner(job, device)
         done, size = folder.done(), job.options.batch_size
-        # A batch is always the same samples, whoever runs it and whatever was done before: so is every bit of it.
-        for number, first in enumerate(range(0, len(samples), size)):
-            batch = samples[first : first + size]
-            missing = [sample for sample in batch if sample.index not in done]
-            if missing and share.has(order, number):
-                wanted = {sample.index for sample in missing}
-                folder.add(record for record in runner.answer(batch) if record.index in wanted)
-                progress(len(missing))
+        starts = enumerate(range(0, len(samples), size))
+        batches = [samples[first : first + size] for number, first in starts if share.has(order, number)]
+        for records in runner.records(batches, done):
+            folder.add(records)
+            progress(len(records))
     except UserError as error:
         reason = " ".join(str(error).split())
         folder.refuse(reason)
         return reason
     folder.finish(job.built_task)
     return None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A sample with its answer."""
+
+    sample: Sample
+    answer: Answer
+    commits: int  # tokens written, those that did not stay included
+    revisions: Sequence[tuple[int, int, int | None]]  # forward, position, token or None: taken back
+    times: tuple[float, int, int]  # seconds, answers that these are of, bytes at the peak
+
+    @staticmethod
+    def of(sample: Sample, answer: Answer, times: tuple[float, int, int]) -> Answered:
+        """An answer of which nothing was taken back: the trace has the whole step map."""
+        assert answer.trace is not None
+        return Answered(sample, answer, int((answer.trace.generated >= 0).sum()), (), times)
 
 
 class Runner:
@@ -122,28 +139,76 @@ class Runner:
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")
 
-    def answer(self, batch: Sequence[Sample]) -> list[Record]:
-        """Run one batch."""
+    def records(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Record]]:
+        """Run the samples of some batches that are not `done`, by their indices; yields those that are ready.
+
+        Raises:
+            NotFiniteError: the model returned NaN for a sample; the others have been yielded.
+        """
+        bad = None
+        for answered in self.answered(batches, done):
+            ready: list[Answered] = []
+            for one in answered:
+                if one.answer.finish_reason == "not_finite":
+                    bad = bad or NotFiniteError(one.answer.nfe, [one.sample.index + 1])
+                elif one.sample.index not in done:
+                    ready.append(one)
+            fewest = self._oracle(ready) if self.job.options.oracle and ready else [None] * len(ready)
+            yield [self._record(one, least) for one, least in zip(ready, fewest, strict=True)]
+        if bad is not None:
+            raise bad
+
+    def answered(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Answered]]:
+        """The same without a record: as many samples at a time as the oracle takes together."""
+        revises = self.sampler.plugins.scheduler.traits.revises  # each step is looked at: one batch at a time
+        if self.job.options.batching == "in_flight" and not revises:
+            yield from self._in_flight([one for batch in batches for one in batch if one.index not in done])
+            return
+        # A batch is always the same samples, whoever runs it and whatever was done before: so is every bit of it.
+        for batch in batches:
+            if any(sample.index not in done for sample in batch):
+                yield self._watched(batch) if revises else self._batch(batch)
+
+    def _in_flight(self, samples: Sequence[Sample]) -> Iterator[list[Answered]]:
+        ready: list[Answered] = []
+        size = self.job.options.batch_size
+        stream = self.sampler.generate_many(self._prompts(samples), batch_size=size, **self._settings(samples))
+        with closing(cast("Generator[Answer, None, None]", stream)):
+            _reset_peak(self.denoiser)
+            begun = time.perf_counter()
+            for answer in stream:
+                times = time.perf_counter() - begun, 1, _peak(self.denoiser)
+                ready.append(Answered.of(samples[answer.index], answer, times))
+                if len(ready) == size or not self.job.options.oracle:
+                    yield ready
+                    ready = []
+                begun = time.perf_counter()
+        yield ready
+
+    def _batch(self, batch: Sequence[Sample]) -> list[Answered]:
+        """One batch."""
         begun = time.perf_counter()
         _reset_peak(self.denoiser)
-        history, result = self._generate(batch)
-        seconds, peak = time.perf_counter() - begun, _peak(self.denoiser)
-        fewest = self._oracle(batch, result) if self.job.options.oracle else [None] * len(batch)
-        return [
-            self._record(sample, row, result, history, fewest[row], (seconds, len(batch), peak))
-            for row, sample in enumerate(batch)
-        ]
+        options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}
+        answers = list(self.sampler.generate_many(self._prompts(batch), **options))
+        times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
+        return [Answered.of(batch[answer.index], answer, times) for answer in answers]
 
-    def _generate(self, batch: Sequence[Sample]) -> tuple[_History, Result]:
-        if not self.sampler.plugins.scheduler.traits.revises:  # the result has the whole step map
-            result = self.sampler.generate(self._prompts(batch), **self._settings(batch))
-            return _History.of(result), result
-        history, last = _History(), None
+    def _watched(self, batch: Sequence[Sample]) -> list[Answered]:
+        """One batch whose scheduler takes tokens back, looked at after each step."""
+        begun, history, last = time.perf_counter(), History(), None
+        _reset_peak(self.denoiser)
         for commits in self.sampler.stream(self._prompts(batch), every=1, **self._settings(batch)):
             history.note(commits.step, commits.step_map, commits.tokens)
             last = commits.result
         assert last is not None
-        return history, last
+        times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
+        reader, size = Reader(self.denoiser.spec, self.tokenizer, ()), self.job.max_new_tokens
+        rows = zip(batch, history.commits, history.revisions, strict=True)
+        return [
+            Answered(sample, reader.answer(last, row, row, new_tokens=size), made, lost, times)
+            for row, (sample, made, lost) in enumerate(rows)
+        ]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
         prompts: list[Any] = [sample.prompt for sample in batch]
@@ -158,14 +223,16 @@ class Runner:
             "seed": [self.job.options.seed + sample.index for sample in batch],
         }
 
-    def _oracle(self, batch: Sequence[Sample], result: Result) -> list[int | None]:
+    def _oracle(self, answered: Sequence[Answered]) -> list[int | None]:
         """The fewest forwards found that lead to these answers, with perfect knowledge of them.
 
         What the scheduler did itself is one way to get there, so it is never more than that.
         """
         stop = self.plugins["stop"]
+        batch, answers = [one.sample for one in answered], [one.answer for one in answered]
+        known = Oracle.of(*(answer.trace for answer in answers if answer.trace is not None))
         legal = isinstance(stop, LEGAL_STOPS) and getattr(stop, "mode", None) != "predicted"
-        plugins = {**self.plugins, "scheduler": Oracle.of(result), "stop": stop if legal else PrefixStop()}
+        plugins = {**self.plugins, "scheduler": known, "stop": stop if legal else PrefixStop()}
         try:
             oracle = Sampler(
                 self.denoiser, tokenizer=self.tokenizer, backend=self.job.options.backend, **plugins, **self.guides
@@ -176,44 +243,35 @@ class Runner:
         except UserError:  # the model or a plug-in has no place for it
             return [None] * len(batch)
         fewest: list[int | None] = []
-        for row, length in enumerate(result.lengths.tolist()):
-            whole = bool(result.complete[row]) and bool(found.complete[row])
-            same = torch.equal(found.tokens[row, :length], result.tokens[row, :length])
-            fewest.append(min(int(found.nfe[row]), int(result.nfe[row])) if whole and same else None)
+        for row, answer in enumerate(answers):
+            whole = answer.complete and bool(found.complete[row])
+            same = torch.equal(found.tokens[row, : answer.length], answer.tokens[: answer.length])
+            fewest.append(min(int(found.nfe[row]), answer.nfe) if whole and same else None)
         return fewest
 
-    def _record(
-        self,
-        sample: Sample,
-        row: int,
-        result: Result,
-        history: _History,
-        fewest: int | None,
-        times: tuple[float, int, int],
-    ) -> Record:
-        trace, spec = result.trace, self.denoiser.spec
-        tokens, answer = result.tokens[row].tolist(), int(result.lengths[row])
-        ended = answer > 0 and tokens[answer - 1] == spec.eos_id
-        text = None if result.texts is None else result.texts[row]
-        steps = result.step_map[row].tolist()
-        sure = trace.logprob[row, trace.origin :].exp().tolist()
-        grades = self.job.built_task.grade(sample, Answer(text or "", tokens[: answer - ended]))
-        seconds, batch, peak = times
+    def _record(self, answered: Answered, fewest: int | None) -> Record:
+        sample, given = answered.sample, answered.answer
+        trace, tokens, answer, text = given.trace, given.tokens.tolist(), given.length, given.text
+        assert trace is not None
+        ended = answer > 0 and tokens[answer - 1] == self.denoiser.spec.eos_id
+        steps, sure = trace.generated[0].tolist(), trace.logprob[0, trace.origin :].exp().tolist()
+        grades = self.job.built_task.grade(sample, Graded(text or "", tokens[: answer - ended]))
+        seconds, batch, peak = answered.times
         return Record(
             index=sample.index,
             seed=self.job.options.seed + sample.index,
             prompt=sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt),
             text=text,
             scores={name: float(value) for name, value in grades.items()},
-            complete=bool(result.complete[row]),
-            prompt_tokens=trace.origin - int(trace.begin[row]),
+            complete=given.complete,
+            prompt_tokens=trace.origin,
             canvas=len(tokens),
             answer=answer,
             ended=ended,
             text_tokens=encoded_again(text, self.tokenizer),
-            nfe=int(result.nfe[row]),
-            rows=int(trace.rows[row]),
-            commits=history.commits[row],
+            nfe=given.nfe,
+            rows=int(trace.rows[0]),
+            commits=answered.commits,
             oracle_nfe=fewest,
             tokens=tokens,
             pieces=[self._piece(token) for token in tokens],
@@ -222,7 +280,7 @@ class Runner:
             confidence=[round(one, 2) if step >= 0 else 0.0 for one, step in zip(sure, steps, strict=True)],
             revisions=[
                 [step, place, None if token is None else self._piece(token)]
-                for step, place, token in history.revisions[row]
+                for step, place, token in answered.revisions
             ],
             seconds=round(seconds, 6),
             batch=batch,
@@ -238,37 +296,6 @@ def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -
     if text is None or tokenizer is None:
         return None
     return len(tokenizer.encode(text, add_special_tokens=False))
-
-
-class _History:
-    """What happened to each position, from one view of the canvas to the next."""
-
-    def __init__(self) -> None:
-        self.commits: list[int] = []
-        self.revisions: list[list[tuple[int, int, int | None]]] = []  # forward, position, token or None: taken back
-        self.before: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def of(cls, result: Result) -> _History:
-        """That of a generation in which nothing was taken back."""
-        made = cls()
-        made.commits, made.revisions = (result.step_map >= 0).sum(1).tolist(), [[] for _ in result.tokens]
-        return made
-
-    def note(self, step: int, step_map: Tensor, tokens: Tensor) -> None:
-        """Compare the step map and tokens `[B, N]` after `step` forwards with those before."""
-        if self.before is None:
-            self.before = torch.full_like(step_map, -1), tokens
-            self.commits, self.revisions = [0] * len(tokens), [[] for _ in tokens]
-        old, written = self.before
-        changed = step_map != old
-        wrote = (changed & (step_map >= 0)).sum(1).tolist()
-        self.commits = [sum(pair) for pair in zip(self.commits, wrote, strict=True)]
-        for row, place in (changed & (old >= 0)).nonzero().tolist():
-            self.revisions[row].append((int(old[row, place]), place, int(written[row, place])))
-            if step_map[row, place] < 0:
-                self.revisions[row].append((step - 1, place, None))
-        self.before = step_map, tokens
 
 
 def _model(job: Job, device: str) -> tuple[Denoiser, Any]:

@@ -11,9 +11,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler.eval import curves, statistics
+from dllm_sampler.eval.history import History
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
-from dllm_sampler.eval.runner import _History, encoded_again
+from dllm_sampler.eval.runner import encoded_again
 from dllm_sampler.prompts import decode
 from tests import toys
 from tests.eval.made import record
@@ -67,7 +68,7 @@ def test_forwards_without_a_commit_by_hand() -> None:
 @pytest.mark.parametrize("scheduler", ["fixed", "dynamic", "wino", "rcr", "remdm", "editing"])
 def test_forwards_without_a_commit_of_those_that_take_back(scheduler: str) -> None:
     """As counted while they go on: a token that is noise again, or another one, was committed nevertheless."""
-    history = _History()
+    history = History()
     views = list(toys.sampler(scheduler=scheduler).stream(toys.PROMPTS, max_new_tokens=17, seed=0))
     for view in views:
         history.note(view.step, view.step_map, view.tokens)

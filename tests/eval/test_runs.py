@@ -17,17 +17,22 @@ from hydra import compose, initialize_config_module
 from rich.console import Console
 
 from dllm_sampler.cli.compose import PACKAGED
-from dllm_sampler.eval import command
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.eval import command, runner
 from dllm_sampler.eval.folders import RunFolder
+from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
 from dllm_sampler.eval.oracle import Oracle
 from dllm_sampler.eval.report.data import load
-from dllm_sampler.eval.runner import Runner, Share, _History, run_all
+from dllm_sampler.eval.runner import Runner, Share, run_all
 from dllm_sampler.sampler import Sampler
+from tests import toys
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["scheduler=threshold,wino", "task.operation=copy,shuffle", "task.count=7", "batch_size=3", "device=cpu"]
+EXACT = "dtype=float64"  # what else is computed at the same time then changes nothing
 
 
 def evaluate(output: Path, *words: str, shares: tuple[Share, ...] = (Share(),)) -> dict[str, str]:
@@ -84,17 +89,21 @@ def test_who_takes_nothing_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) 
     """And its commits are those that a watcher counts."""
     (one,) = jobs([*SMALL[1:], "scheduler=threshold", "task.operation=copy", "stop=truncate"])
     runner, batch = Runner(one, "cpu"), one.built_task.samples()[:4]
-    watched = _History()
+    watched = History()
     for commits in runner.sampler.stream(runner._prompts(batch), **runner._settings(batch)):
         watched.note(commits.step, commits.step_map, commits.tokens)
     monkeypatch.setattr(Sampler, "stream", None)
-    history, _ = runner._generate(batch)
-    assert history.commits == watched.commits and history.revisions == watched.revisions
+    records = [record for some in runner.records([batch], ()) for record in some]
+    found = sorted(records, key=lambda record: record.index)
+    assert [record.commits for record in found] == watched.commits
+    assert [record.revisions for record in found] == watched.revisions == [[]] * 4
 
 
 def test_options_that_came_later_leave_old_runs_their_names() -> None:
     (old,) = jobs(["task=mini"])
     assert not {"backend", "cuda_graph", "compile"} & old.identity.keys()
+    assert "batching" not in jobs(["task=mini", "batching=static"])[0].identity
+    assert old.identity["batching"] == "in_flight", "runs of before were static"
     (new,) = jobs(["task=mini", "backend=torch", "compile=step"])
     assert (new.identity["backend"], new.identity["compile"]) == ("torch", "step") and new.name != old.name
 
@@ -109,21 +118,50 @@ def test_the_oracle_is_not_slower_than_what_was_run(tmp_path: Path) -> None:
     saved = 0
     for one in jobs([*SMALL, f"output={tmp_path}"]):
         runner, batch = Runner(one, "cpu"), one.built_task.samples()
-        _, result = runner._generate(batch)
-        plugins = {**runner.plugins, "scheduler": Oracle.of(result)}
+        answered = [answer for some in runner.answered([batch], ()) for answer in some]
+        answered.sort(key=lambda answer: answer.sample.index)
+        result = runner.sampler.generate(runner._prompts(batch), **runner._settings(batch))
+        plugins = {**runner.plugins, "scheduler": Oracle.of(result.trace)}
         oracle = Sampler(runner.denoiser, tokenizer=runner.tokenizer, **plugins)
         found = oracle.generate(runner._prompts(batch), **runner._settings(batch))
         assert torch.equal(found.tokens, result.tokens)
         assert bool((found.nfe <= result.nfe).all())
         saved += int((result.nfe - found.nfe).sum())
-        assert runner._oracle(batch, result) == found.nfe.tolist()
+        assert runner._oracle(answered) == found.nfe.tolist()
     assert saved > 0
 
 
-def test_workers_change_nothing(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [EXACT, "batching=static"])
+def test_workers_change_nothing(tmp_path: Path, how: str) -> None:
     shares = tuple(Share(rank, 3) for rank in range(3))
-    evaluate(tmp_path, shares=shares)
-    assert content(tmp_path) == content(whole)
+    evaluate(tmp_path / "one", how)
+    evaluate(tmp_path / "three", how, shares=shares)
+    assert content(tmp_path / "one") == content(tmp_path / "three")
+
+
+@pytest.mark.parametrize("batching", ["in_flight", "static"])
+def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: str
+) -> None:
+    loaded = runner._loaded
+
+    class Poisoned(toys.Spy):
+        def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[torch.Tensor, Spent]:
+            hidden, spent = super().__call__(canvas, query, plan)
+            return hidden.masked_fill((canvas.row_seed == 4)[plan.answers.row, None], torch.nan), spent
+
+    def load(*given: Any) -> tuple[Any, Any]:
+        denoiser, tokenizer = loaded(*given)
+        return Poisoned(denoiser), tokenizer
+
+    monkeypatch.setattr(runner, "_loaded", load)
+    words = ["scheduler=threshold", "task.operation=copy", f"batching={batching}"]
+    (why,) = evaluate(tmp_path, *words).values()
+    assert "NaN or infinite logits at step 1 for prompt 5" in why
+    (one,) = jobs([*SMALL, *words, f"output={tmp_path}"])
+    assert RunFolder(one.folder).done() == {0, 1, 2, 3, 5, 6}
+    monkeypatch.setattr(runner, "_loaded", loaded)
+    assert evaluate(tmp_path, *words) == {} and RunFolder(one.folder).complete
 
 
 @pytest.mark.slow
@@ -142,8 +180,8 @@ def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     parts[0].write_bytes(text[: len(text) - 20])
     before = sum(RunFolder(folder).done().__len__() for folder in tmp_path.iterdir())
     answered: list[int] = []
-    answer = Runner.answer
-    monkeypatch.setattr(Runner, "answer", lambda self, batch: answered.append(len(batch)) or answer(self, batch))
+    record = Runner._record
+    monkeypatch.setattr(Runner, "_record", lambda self, *given: answered.append(1) or record(self, *given))
     evaluate(tmp_path)
     assert content(tmp_path) == content(whole)
     assert before > 0 and sum(answered) < 28, "what was there was not done again"
@@ -285,8 +323,6 @@ def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dllm_sampler.eval import runner
-
     runner._loaded.cache_clear()
     loads: list[object] = []
     load = runner.loading.load

@@ -58,7 +58,7 @@ def test_a_row_comes_out_as_alone() -> None:
 
 def test_its_steps_read_nothing() -> None:
     reference = toys.sampler(scheduler="fixed").generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    engine = Engine(toys.denoiser(), toys.sampler(scheduler=Oracle.of(reference)).plugins, poll_every=1)
+    engine = Engine(toys.denoiser(), toys.sampler(scheduler=Oracle.of(reference.trace)).plugins, poll_every=1)
     rows, seeds = toys.PROMPTS, range(len(toys.PROMPTS))
     state = engine.begin(
         layout.canvas(rows, TOKENS, seeds, toys.denoiser().spec, engine.plugins.blocks, CounterNoise(), cuts=False)
@@ -136,7 +136,7 @@ def test_refuses_what_it_cannot_reproduce(plugins: dict[str, Any], said: str) ->
 
 def test_refuses_another_batch() -> None:
     reference = toys.sampler(scheduler="fixed").generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    oracle = toys.sampler(scheduler=Oracle.of(reference))
+    oracle = toys.sampler(scheduler=Oracle.of(reference.trace))
     with pytest.raises(UserError, match=r"knows 5 answers of 17 tokens.*2 prompts"):
         oracle.generate(toys.PROMPTS[:2], max_new_tokens=TOKENS)
     with pytest.raises(UserError, match="8 new tokens"):
