@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
+from dllm_sampler.errors import UserError
 
 FinishReason = Literal["end", "stop_string", "length", "max_steps", "not_finite", "refused"]
 
@@ -27,6 +29,31 @@ class Result:
     nfe: Tensor  # [B] int64 forwards the row took part in
     complete: Tensor  # [B] bool: False where max_steps ended the row before its time
     trace: Trace
+
+    @staticmethod
+    def stack(answers: Iterable[Answer]) -> Result:
+        """Answers of `Sampler.generate_many`, in the order of prompts and samples, as one batch.
+
+        Raises:
+            UserError: there is none, or a prompt was refused.
+        """
+        given = sorted(answers, key=lambda answer: (answer.index, answer.sample))
+        if not given:
+            raise UserError("there are no answers to stack")
+        refused = next((answer for answer in given if answer.trace is None), None)
+        if refused is not None:
+            raise UserError(f"an answer cannot be stacked, because its prompt was refused: {refused.error}")
+        trace = Trace.stack([answer.trace for answer in given if answer.trace is not None])
+        width = trace.generated.shape[1]
+        texts = [answer.text for answer in given if answer.text is not None]
+        return Result(
+            torch.stack([F.pad(one.tokens, (0, width - len(one.tokens)), value=trace.pad_id) for one in given]),
+            torch.tensor([answer.length for answer in given]),
+            texts if len(texts) == len(given) else None,
+            trace.nfe,
+            torch.tensor([answer.complete for answer in given]),
+            trace,
+        )
 
     @property
     def step_map(self) -> Tensor:

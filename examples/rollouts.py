@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-from dllm_sampler import Sampler
+from dllm_sampler import Result, Sampler
 from dllm_sampler.training.rewards import advantages
 from dllm_sampler.training.trajectory import check, trajectories
 
@@ -36,7 +36,8 @@ def main(words: list[str] | None = None) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     mean = 0.0
     for step in range(options.steps):
-        result = sampler.generate(PROMPTS, samples=options.group, max_new_tokens=24, seed=1000 * step)
+        answers = sampler.generate_many(PROMPTS, samples=options.group, max_new_tokens=24, seed=1000 * step)
+        result = Result.stack(answers)
         prompts = [prompt for prompt in PROMPTS for _ in range(options.group)]
         scores = torch.tensor(reward(prompts, result.texts or []), dtype=torch.float64)
         advantage = advantages(scores, options.group, scale=False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -151,7 +152,8 @@ class Trace:
 
     def seen(self, step: int | Tensor) -> Tensor:
         """`[B, L] bool` the columns that existed for each row's forward number `step`: no padding, not cut off yet."""
-        there = torch.arange(self.ids.shape[1]) >= self.begin[:, None]
+        column = torch.arange(self.ids.shape[1])
+        there = (column >= self.begin[:, None]) & ((column < self.end[:, None]) | (self.gone >= 0))
         return there & ((self.gone < 0) | (self.gone >= torch.as_tensor(step).view(-1, 1)))
 
     def replay(self) -> Iterator[Tensor]:
@@ -171,6 +173,26 @@ class Trace:
         names = ("ids", "step_map", "gone", "logprob", "entropy")
         kept = {name: value[:, cut:end] for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **kept, begin=self.begin - cut, end=self.end - cut, origin=self.origin - cut)
+
+    @staticmethod
+    def stack(traces: Sequence[Trace]) -> Trace:
+        """The rows of several traces of one model in one, padded to the longest prompt and the longest answer."""
+        first = traces[0]
+        origin, width = max(one.origin for one in traces), max(one.generated.shape[1] for one in traces)
+        padding = {"ids": first.pad_id, "step_map": -1, "gone": -1, "logprob": 0, "entropy": 0}
+
+        def rows(name: str) -> Tensor | None:
+            found = []
+            for one in traces:
+                value, before = getattr(one, name), origin - one.origin
+                if value is None:
+                    return None
+                if name in padding:
+                    value = F.pad(value, (before, width - one.generated.shape[1]), value=padding[name])
+                found.append(value + before if name in ("begin", "end") else value)
+            return torch.cat(found)
+
+        return replace(first, origin=origin, **{name: rows(name) for name in (*FIELDS, "entropy")})
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file whose metadata holds the rest as JSON; atomically.

@@ -118,16 +118,12 @@ class DistillTrainer(FineTuner):
         sampler, found = self.sampler(**self.teacher), []
         examples = self.examples("answers", self.answers)
         with bar("answering", len(examples)) as progress:
-            for first in range(0, len(examples), 32):
-                some = examples[first : first + 32]
-                result = sampler.generate([prompt for _, prompt, _ in some], max_new_tokens=self.new_tokens)
-                assert result.texts is not None
-                for row, (example, text) in enumerate(zip(some, result.texts, strict=True)):
-                    good = solved(*example, text) if self.keep else bool(result.complete[row])
-                    answer = result.tokens[row, : None if self.tail else int(result.lengths[row])].tolist()
-                    if good:
-                        found.append((self.tokenizer(example[1]).input_ids, answer))
-                progress.advance(progress.task_ids[0], len(some))
+            advance = partial(progress.advance, progress.task_ids[0])
+            answers = self.answered(sampler, [prompt for _, prompt, _ in examples], each=advance)
+        for example, answer in zip(examples, answers, strict=True):
+            if solved(*example, answer.text or "") if self.keep else answer.complete:
+                tokens = answer.tokens if self.tail else answer.tokens[: answer.length]
+                found.append((self.tokenizer(example[1]).input_ids, tokens.tolist()))
         return found
 
 

@@ -19,10 +19,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import NotFiniteError, UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.export import export
@@ -33,7 +34,7 @@ from dllm_sampler.training.tokenizer import build_tokenizer
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # A resumed run may change these; anything else would make it another run.
-FREE = ("output", "device", "checkpoint_every", "tracker", "batch_tokens", "steps")
+FREE = ("output", "device", "checkpoint_every", "tracker", "batch_size", "batch_tokens", "steps")
 
 
 @dataclass
@@ -55,6 +56,7 @@ class FineTuner:
     betas, weight_decay, clip: of AdamW, and the gradient norm's limit
     lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
     precision: `no` or `bf16`, of the forwards
+    batch_size: answers that are sampled at a time; one that ends gives its place to the next
     batch_tokens: columns of a training forward at most, which bounds its memory
     evaluate_every, held_out: steps between two measurements, and on how many prompts that no training uses
     evaluation: a sampler's settings for these; greedy by default
@@ -77,6 +79,7 @@ class FineTuner:
     clip: float
     lora: dict[str, float] | None
     precision: str
+    batch_size: int
     batch_tokens: int
     evaluate_every: int
     held_out: int
@@ -87,7 +90,7 @@ class FineTuner:
     free: ClassVar[tuple[str, ...]] = FREE
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "checkpoint_every": 1, "new_tokens": 1, "warmup": 0, "batch_tokens": 1}
+        least = {"steps": 1, "checkpoint_every": 1, "new_tokens": 1, "warmup": 0, "batch_size": 1, "batch_tokens": 1}
         for name, value in {**least, "evaluate_every": 1, "held_out": 1}.items():
             if getattr(self, name) < value:
                 raise UserError(f"train.{name} must be at least {value}, not {getattr(self, name)}")
@@ -226,14 +229,29 @@ class FineTuner:
         examples = self.examples("held", self.held_out, held=True)
         sampler = self.sampler(**self.evaluation)
         right, nfe, tokens = 0, 0, 0
-        for first in range(0, len(examples), 32):
-            some = examples[first : first + 32]
-            with self.autocast():
-                result = sampler.generate([prompt for _, prompt, _ in some], max_new_tokens=self.new_tokens)
-            assert result.texts is not None
-            right += sum(solved(*each, text) for each, text in zip(some, result.texts, strict=True))
-            nfe, tokens = nfe + int(result.nfe.sum()), tokens + int(result.lengths.sum())
+        for example, answer in zip(examples, self.answered(sampler, [one[1] for one in examples]), strict=True):
+            right += solved(*example, answer.text or "")
+            nfe, tokens = nfe + answer.nfe, tokens + answer.length
         return {"right": right / len(examples), "nfe": nfe / len(examples), "tokens_per_forward": tokens / nfe}
+
+    def answered(
+        self, sampler: Sampler, prompts: list[str], seed: int = 0, samples: int = 1, each: Callable[[], object] = bool
+    ) -> list[Answer]:
+        """Answers in the order of the prompts; `each` is called after each.
+
+        Raises:
+            NotFiniteError: the model returned NaN.
+        """
+        found = []
+        size = max(self.batch_size, samples)  # answers to one prompt may have to begin together
+        options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "seed": seed, "samples": samples}
+        with self.autocast():
+            for answer in sampler.generate_many(prompts, batch_size=size, order="given", **options):
+                if answer.finish_reason == "not_finite":
+                    raise NotFiniteError(answer.nfe, [answer.index + 1])
+                found.append(answer)
+                each()
+        return found
 
     # ------------------------------------------------------------------------------------------------------------------
 

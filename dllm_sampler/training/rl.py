@@ -137,8 +137,7 @@ class PolicyTrainer(FineTuner):
 
     def _sample(self, prompts: list[str], number: int) -> Result:
         seed = Random(f"{self.seed}/rollout/{number}/{self.accelerator.process_index}").getrandbits(48)
-        with self.autocast():
-            return self.rollouts.generate(prompts, max_new_tokens=self.new_tokens, samples=self.group, seed=seed)
+        return Result.stack(self.answered(self.rollouts, prompts, seed, self.group))
 
     def _told(self, number: int, scores: rewards.Scores, advantage: Tensor, result: Result) -> dict[str, float]:
         """Figures of the log, and sentences where something is wrong."""

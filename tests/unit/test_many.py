@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.core.trace import FIELDS
+from dllm_sampler.training.trajectory import trajectories
 from tests import toys
 
 WORDS = ["copy: Ada, Ben", "reverse: Cal", "Dan", "copy: Eve"]
@@ -176,3 +179,30 @@ def test_bad_arguments(options: dict[str, Any], sentence: str) -> None:
 def test_answers_that_begin_together_need_as_many_places() -> None:
     with pytest.raises(UserError, match="batch_size=2 is less than samples=3"):
         toys.sampler("causal", cache="block_causal").generate_many([[5]], batch_size=2, samples=3, max_new_tokens=8)
+
+
+def test_stacked_answers_are_the_batch() -> None:
+    sampler = toys.sampler(scheduler={"name": "threshold", "threshold": 0.5}, temperature=1.0, entropy=True)
+    batch = sampler.generate(toys.PROMPTS, max_new_tokens=9, samples=2, seed=5)
+    answers = list(sampler.generate_many(toys.PROMPTS, max_new_tokens=9, samples=2, seed=5, batch_size=3))
+    stacked = Result.stack(reversed(answers))
+    for name in ("tokens", "lengths", "nfe", "complete"):
+        assert torch.equal(getattr(stacked, name), getattr(batch, name)), name
+    for name in (*FIELDS, "entropy"):
+        torch.testing.assert_close(getattr(stacked.trace, name), getattr(batch.trace, name), msg=name)
+    assert stacked.trace.origin == batch.trace.origin
+    with pytest.raises(UserError, match="no answers to stack"):
+        Result.stack([])
+
+
+def test_stacked_answers_of_several_lengths_are_scored_as_they_were_sampled() -> None:
+    sampler = toys.sampler(scheduler={"name": "threshold", "threshold": 0.5}, temperature=1.0, cache="none")
+    lengths = [9, 4, 12, 7, 9]
+    stacked = Result.stack(sampler.generate_many(toys.PROMPTS, max_new_tokens=lengths, seed=5))
+    assert stacked.tokens.shape == (len(lengths), 12)
+    trace, spec = stacked.trace, sampler.denoiser.spec
+    assert trace.seen(0).sum(1).tolist() == [len(p) + n for p, n in zip(toys.PROMPTS, lengths, strict=True)]
+    view = trajectories(trace, spec)
+    scored = view.log_probabilities(sampler.denoiser.transformer)  # pyright: ignore[reportAttributeAccessIssue]
+    learnt = (trace.step_map >= 0) & (torch.arange(12 + trace.origin) < trace.origin + stacked.lengths[:, None])
+    torch.testing.assert_close(scored[learnt], trace.logprob[learnt])
