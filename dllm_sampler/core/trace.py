@@ -129,6 +129,12 @@ class Trace:
         """`[B, N]` step map of the generated part alone."""
         return self.step_map[:, self.origin :]
 
+    @property
+    def real(self) -> Tensor:
+        """`[B, L] bool` the columns that are no padding, those that were cut off included."""
+        column = torch.arange(self.ids.shape[1])
+        return (column >= self.begin[:, None]) & ((column < self.end[:, None]) | (self.gone >= 0))
+
     def steps(self, row: int = 0) -> list[list[int]]:
         """Positions inside the generation that each forward of a row committed, in order of position.
 
@@ -152,9 +158,7 @@ class Trace:
 
     def seen(self, step: int | Tensor) -> Tensor:
         """`[B, L] bool` the columns that existed for each row's forward number `step`: no padding, not cut off yet."""
-        column = torch.arange(self.ids.shape[1])
-        there = (column >= self.begin[:, None]) & ((column < self.end[:, None]) | (self.gone >= 0))
-        return there & ((self.gone < 0) | (self.gone >= torch.as_tensor(step).view(-1, 1)))
+        return self.real & ((self.gone < 0) | (self.gone >= torch.as_tensor(step).view(-1, 1)))
 
     def replay(self) -> Iterator[Tensor]:
         """`[B, L]` the canvas before each forward and after the last (see `state`)."""

@@ -173,7 +173,8 @@ class Trajectories:
         noisy = ids.masked_fill(hidden, trace.mask_id or 0)
         if self.blank is not None:
             noisy = noisy.masked_fill(self.blank[row], trace.mask_id or 0)
-        seen = (column >= begin) & ((trace.gone[row] < 0) | (trace.gone[row] >= step_of))  # [n, L]
+        real = trace.real[row]
+        seen = real & ((trace.gone[row] < 0) | (trace.gone[row] >= step_of))  # [n, L]
         asked = self.valid[row] & (self.local[row] == number[:, None])
         width = int(asked.sum(1).max())
         columns = select.columns(torch.cat([asked, torch.zeros_like(asked[:, :1])], 1), width)  # [n, Q]
@@ -185,7 +186,7 @@ class Trajectories:
             keys = seen[:, None] & block_causal(positions, positions, trace.grid)
         if self.parallel:
             noisy, positions, answers = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1), answers + len(column)
-            keys = self._beside(seen, (column >= begin), block)
+            keys = self._beside(seen, real, block)
         return Chunk(row, columns, there, ids.gather(1, columns), noisy, positions, keys, answers, trace.mask_id or 0)
 
     @staticmethod
