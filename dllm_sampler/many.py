@@ -25,6 +25,7 @@ from dllm_sampler.result import Answer, Commits
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
 
+BATCHING = ("in_flight", "static")
 STEP = 64  # columns by which the capacity of a place grows
 
 
@@ -268,7 +269,7 @@ def answers(
         raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
     for name, value, choices in (
         ("order", order, ("finished", "given")), ("on_error", on_error, ("raise", "yield")),
-        ("batching", batching, ("in_flight", "static")),
+        ("batching", batching, BATCHING),
     ):  # fmt: skip
         if value not in choices:
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")

@@ -18,6 +18,7 @@ from dllm_sampler import config
 from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
+from dllm_sampler.many import BATCHING
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
@@ -59,8 +60,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
-        if self.batching not in ("in_flight", "static"):
-            raise UserError(f"batching should be in_flight or static, not {self.batching!r}")
+        if self.batching not in BATCHING:
+            raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
 
 
 @dataclass(frozen=True)

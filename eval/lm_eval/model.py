@@ -11,9 +11,9 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import model_registry
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.settings import Settings, parse
 from dllm_sampler.sampler import Sampler
@@ -93,21 +93,30 @@ class SamplerLM(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts cut at the stop strings; answers do not depend on batches."""
         answers: dict[int, str] = {}
-        for start in track(
-            range(0, len(requests), self.settings.batch_size), "sampling", console=_console(), disable=disable_tqdm
-        ):
-            batch = list(range(start, min(start + self.settings.batch_size, len(requests))))
-            for kwargs, members in _alike(requests, batch):
-                sampler, room, until = self._request(dict(kwargs))
-                prompts = [self._encode(str(requests[i].args[0]), room) for i in members]
-                seeds = [self.settings.seed + i for i in members]
-                result = sampler.generate(prompts, max_new_tokens=room, seed=seeds, stop_strings=until)
-                assert result.texts is not None
-                self.tokens += int(result.lengths.sum())
-                self.forwards += int(result.nfe.sum())
-                for i, text in zip(members, result.texts, strict=True):
+        groups: dict[tuple[int, tuple[str, ...]], tuple[Sampler, list[int]]] = {}
+        wanted = [self._request(dict(request.args[1])) for request in requests]
+        for i, (sampler, _, until) in enumerate(wanted):
+            groups.setdefault((id(sampler), tuple(until)), (sampler, []))[1].append(i)
+        bad = None
+        with Progress(console=_console(), disable=disable_tqdm) as progress:
+            shown = progress.add_task("sampling", total=len(requests))
+            for (_, until), (sampler, members) in groups.items():
+                rooms = [wanted[i][1] for i in members]
+                prompts = [self._encode(str(requests[i].args[0]), wanted[i][1]) for i in members]
+                options: dict[str, Any] = {"seed": [self.settings.seed + i for i in members], "stop_strings": until}
+                options |= {"batch_size": self.settings.batch_size, "batching": self.settings.batching}
+                for answer in sampler.generate_many(prompts, max_new_tokens=rooms, **options):
+                    i, text = members[answer.index], answer.text or ""
+                    progress.advance(shown)
+                    if answer.finish_reason == "not_finite":
+                        bad = bad or NotFiniteError(answer.nfe, [i + 1])
+                        continue
+                    self.tokens += answer.length
+                    self.forwards += answer.nfe
                     answers[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        if bad is not None:
+            raise bad
         return [answers[i] for i in range(len(requests))]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -205,20 +214,6 @@ def register() -> None:
     """Make the model known to the harness, once."""
     if NAME not in model_registry:
         model_registry.register(NAME)(SamplerLM)
-
-
-def _alike(requests: list[Instance], members: list[int]) -> list[tuple[dict[str, Any], list[int]]]:
-    """Members of a batch by what they want."""
-    groups: list[tuple[dict[str, Any], list[int]]] = []
-    for i in members:
-        arguments: tuple[Any, ...] = requests[i].args
-        kwargs = dict(arguments[1])
-        same = next((group for wanted, group in groups if wanted == kwargs), None)
-        if same is None:
-            groups.append((kwargs, [i]))
-        else:
-            same.append(i)
-    return groups
 
 
 def _console() -> Console:

@@ -9,6 +9,7 @@ from typing import Any
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.many import BATCHING
 
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}
@@ -22,6 +23,7 @@ class Settings:
 
     pretrained: a model name, folder or hub id
     batch_size: prompts that are sampled together; it changes no answer
+    batching: `in_flight`: an answer that ends gives its place to the next; `static`: batch after batch
     max_new_tokens: canvas of an answer; None: the request's `max_gen_toks`, or 256 where it has none
     seed: of sampling and of the likelihood's masks
     mc_num: masks drawn for a likelihood; the standard deviation falls with its root
@@ -34,6 +36,7 @@ class Settings:
 
     pretrained: str
     batch_size: int = 1
+    batching: str = "in_flight"
     max_new_tokens: int | None = None
     seed: int = 0
     mc_num: int = 128
@@ -51,6 +54,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"model_args: {name} must be at least 1, not {value}")
+        if self.batching not in BATCHING:
+            raise UserError(f"model_args: batching must be {' or '.join(BATCHING)}, not {self.batching!r}")
 
 
 OWN = [one.name for one in fields(Settings) if one.default is not MISSING or one.name == "pretrained"]
