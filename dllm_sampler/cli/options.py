@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.many import BATCHING
 
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
@@ -19,6 +20,7 @@ class Options:
     stop_strings: list[str] | str | None = None
     seed: int = 0
     batch_size: int = 8
+    batching: str = "in_flight"
     max_steps: int | None = None
     poll_every: int = 1
     target: str | None = None
@@ -42,6 +44,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
+        if self.batching not in BATCHING:
+            raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
         if not -LARGEST <= self.seed <= LARGEST:
             raise UserError(f"seed should have at most 18 digits, not {len(str(abs(self.seed)))}")
         if not 0 <= self.stream_delay <= 60:

@@ -18,7 +18,7 @@ SCHEMA = 1  # of a line of output=FILE.jsonl; docs/formats.md
 
 
 class Records:
-    """The file of `output=FILE.jsonl`. Each line is written whole, as soon as its batch is done."""
+    """The file of `output=FILE.jsonl`. Each line is written whole, as soon as the sample is done."""
 
     def __init__(self, path: str, prompts_file: str | None = None) -> None:
         self.path = Path(path).expanduser()
@@ -38,13 +38,13 @@ class Records:
         self.file.close()
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
-        """Append the samples of one batch.
+        """Append samples that came together.
 
         Args:
-            first: index of the batch's first prompt in the run.
-            prompts: the batch's prompts.
+            first: index of the first prompt in the run.
+            prompts: their prompts.
             result: what the sampler returned for them.
-            seconds: wall-clock time of the batch, shared by its rows.
+            seconds: wall-clock time that they share.
         """
         if not self.written:
             self.file.truncate(0)

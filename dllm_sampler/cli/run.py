@@ -1,12 +1,13 @@
-"""A run of `dllm-sample`: load the model, denoise the prompts batch by batch, print the answers."""
+"""A run of `dllm-sample`: load the model, denoise the prompts, print the answers."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 import transformers
@@ -22,7 +23,7 @@ from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals
 from dllm_sampler.errors import NotFiniteError, UserError
-from dllm_sampler.result import Commits, Result
+from dllm_sampler.result import Answer, Commits, Result
 from dllm_sampler.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -50,12 +51,17 @@ def run(arguments: Arguments) -> int:
     # every prompt is checked before the first answer is printed
     rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
     totals = Totals()
-    starts = range(0, len(rows), options.batch_size)
+    many = len(rows) > options.batch_size
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
-    quiet = options.stream or len(starts) == 1 or not sys.stderr.isatty() or sys.stdout.isatty()
+    quiet = options.stream or not many or not sys.stderr.isatty() or sys.stdout.isatty()
     bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
     with bar, Records(options.output, options.prompts_file) if options.output else nullcontext() as records:
-        for first in bar.track(starts, description="denoising"):
+        if many and deer is None and not options.stream and options.batching == "in_flight":
+            flight = InFlight(given, rows, totals, records)
+            for _ in bar.track(flight.run(sampler, options), total=len(rows), description="denoising"):
+                pass
+            rows = []
+        for first in bar.track(range(0, len(rows), options.batch_size), description="denoising"):
             batch = slice(first, first + options.batch_size)
             if deer is None:
                 result, seconds = _denoise(sampler, options, first, given[batch], rows[batch], records)
@@ -67,6 +73,60 @@ def run(arguments: Arguments) -> int:
                 records.write(first, given[batch], result, seconds)
     print(totals.line(str(sampler.device)), file=sys.stderr)
     return 0
+
+
+@dataclass
+class InFlight:
+    """Many prompts: one that ends gives its place to the next. Answers come out in the order of the prompts."""
+
+    given: list[Prompt]
+    rows: list[list[int]]
+    totals: Totals
+    records: Records | None
+
+    def run(self, sampler: Sampler, options: Options) -> Iterator[None]:
+        """Yields after each answer.
+
+        Raises:
+            NotFiniteError: the model returned NaN for a prompt; the others have been answered.
+            KeyboardInterrupt: after printing what was done.
+        """
+        answers = sampler.generate_many(
+            self.rows,
+            batch_size=options.batch_size,
+            max_new_tokens=options.max_new_tokens,
+            block_length=options.block_length,
+            seed=options.seed,
+            stop_strings=_stop_strings(options),
+        )
+        early: dict[int, tuple[Answer, float]] = {}
+        following, bad, begun = 0, None, time.perf_counter()
+        try:
+            for answer in answers:
+                now = time.perf_counter()
+                early[answer.index] = answer, now - begun
+                if answer.finish_reason == "not_finite":
+                    bad = bad or NotFiniteError(answer.nfe, [answer.index + 1])
+                while following in early:
+                    self._done(*early.pop(following))
+                    following += 1
+                yield
+                begun = time.perf_counter()
+        except KeyboardInterrupt:
+            for index in sorted(early):
+                self._done(*early.pop(index))
+            count = self.totals.samples
+            print(f"stopped: {count} of {len(self.rows)} prompts were answered", file=sys.stderr)
+            raise
+        if bad is not None:
+            raise bad
+
+    def _done(self, answer: Answer, seconds: float) -> None:
+        result = Result.stack([answer])
+        _answer(result)
+        self.totals.add(result, seconds)
+        if self.records:
+            self.records.write(answer.index, [self.given[answer.index]], result, seconds)
 
 
 def load(chosen: Settings) -> Sampler:

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,12 +236,51 @@ def test_ctrl_c_prints_what_is_done(
 
     monkeypatch.setattr(sampler.Sampler, "stream", interrupted)
     prompts = ["copy: Ada", "copy: Ben", "copy: Cal"]
-    assert main([*words, *prompts, "batch_size=1", "scheduler=fixed", "stop=none"]) == 130
+    assert main([*words, *prompts, "batch_size=1", "scheduler=fixed", "stop=none", "batching=static"]) == 130
     out, err = capsys.readouterr()
     first, second = out.splitlines()
     assert "░" not in first
     assert second.count("░░") == 4
     assert "stopped in step 2" in err
+
+
+def test_ctrl_c_in_flight_prints_answers_that_waited_for_their_turn(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prompts, whole = ["copy: Ada", "copy: Ben", "copy: Cal", "Dan"], sampler.Sampler.generate_many
+    assert main([*words, *prompts, "batch_size=2", "batching=static"]) == 0
+    expected = capsys.readouterr().out.splitlines()
+    assert main([*words, *prompts, "batch_size=2"]) == 0
+    assert capsys.readouterr().out.splitlines() == expected
+
+    def interrupted(*args: Any, **rest: Any) -> Any:
+        answers = {answer.index: answer for answer in whole(*args, **rest)}
+        yield from (answers[0], answers[2], answers[3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sampler.Sampler, "generate_many", interrupted)
+    assert main([*words, *prompts, "batch_size=2", "output=o.jsonl"]) == 130
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [expected[index] for index in (0, 2, 3)]
+    assert "stopped: 3 of 4 prompts were answered" in err
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(line["index"], line["text"]) for line in lines] == [(index, expected[index]) for index in (0, 2, 3)]
+
+
+def test_nan_in_flight_costs_no_other_answer(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prompts, whole = ["copy: Ada", "copy: Ben", "copy: Cal"], sampler.Sampler.generate_many
+
+    def broken(*args: Any, **rest: Any) -> Any:
+        for answer in whole(*args, **rest):
+            yield replace(answer, finish_reason="not_finite", length=0) if answer.index == 1 else answer
+
+    monkeypatch.setattr(sampler.Sampler, "generate_many", broken)
+    assert main([*words, *prompts, "batch_size=2", "output=o.jsonl"]) == 2
+    assert "NaN or infinite logits at step" in (said := capsys.readouterr().err) and "prompt 2" in said
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [line["complete"] for line in lines] == [True, False, True]
 
 
 def test_nan_keeps_what_was_done(
