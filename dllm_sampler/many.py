@@ -17,6 +17,7 @@ from dllm_sampler.core.protocols import Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit, obstacle
+from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import warn
@@ -50,6 +51,7 @@ class Stream:
     capacity: int = 0  # columns of a place
     read: int = 0  # prompts
     waiting: deque[Row] = field(default_factory=deque)  # answers that the last prompt still wants
+    ranks: Ranks = field(default_factory=Ranks)
     forwards: int = 0
     begun: int = 0  # tokens of all answers that were begun
     refused: deque[Answer] = field(default_factory=deque)
@@ -63,8 +65,11 @@ class Stream:
 
     @property
     def group(self) -> int:
-        """How many answers begin together: all of a prompt's, where it is computed once for them."""
-        return self.samples if isinstance(self.plugins.cache, Prefills) else 1
+        """How many answers begin together: all of a prompt's, where it is computed once for them.
+
+        Not on several ranks: that is a forward, and the others would not make it.
+        """
+        return self.samples if isinstance(self.plugins.cache, Prefills) and self.ranks.mesh is None else 1
 
     def in_flight(self) -> Iterator[Answer]:
         """Answers as they finish: a row that ends gives its place to the next."""
@@ -74,11 +79,13 @@ class Stream:
                 late = late or self._fill()
                 while self.refused:
                     yield self.refused.popleft()
-                if self.flight is None or len(self.flight.free) == self.places:
-                    if late or (self._next() is None and not self.refused):
-                        break
+                flying = self.flight is not None and len(self.flight.free) < self.places
+                if not self.ranks.any(flying or (not late and (self._next() is not None or bool(self.refused)))):
+                    break
+                if not flying and self.ranks.mesh is None:
                     continue
-                ended = self.flight.step()
+                self.flight = self.flight or self._flight()
+                ended = self.flight.step()  # an empty one, where only other ranks have rows
                 if self.progress is not None:
                     self._tell(self.flight.masks())
                 if ended is not None:
@@ -135,6 +142,8 @@ class Stream:
             try:
                 self.flight.admit(rows, self.group)
             except Unfit as error:
+                if self.ranks.mesh is not None:
+                    raise alone(str(error)) from None
                 warn(f"prompts are answered batch by batch: {error}")
                 return rows
             self.begun += sum(row.new_tokens for row in rows)
@@ -278,12 +287,16 @@ def answers(
     if isinstance(prompts, Sized) and (uneven := _uneven(new_tokens, seed, len(prompts), samples)):
         raise uneven
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
+    ranks = Ranks.of(sampler.denoiser) if batching == "in_flight" else Ranks()
+    if why is not None and ranks.mesh is not None:
+        raise alone(why)
     if why is not None:
         warn(f"prompts are answered batch by batch: {why}")
     found = texts.stop_strings(stops, sampler.tokenizer)
     stream = Stream(
-        sampler, plugins, iter(prompts), places, new_tokens, seed, found, samples, max_length, on_error, progress
-    )
+        sampler, plugins, iter(prompts), places, new_tokens, seed, found, samples, max_length, on_error, progress,
+        ranks=ranks,
+    )  # fmt: skip
     if stream.group > places:
         raise UserError(
             f"batch_size={places} is less than samples={samples}, and this cache computes a prompt once for all of its"
@@ -291,6 +304,14 @@ def answers(
         )
     made = stream.in_batches() if batching == "static" or why is not None else stream.in_flight()
     return in_order(made, samples) if order == "given" else made
+
+
+def alone(why: str) -> UserError:
+    """The error where prompts of a model that is sharded over several ranks cannot be answered in flight."""
+    return UserError(
+        f"{why}, so prompts are answered batch by batch, and then ranks that share this model's weights (FSDP2) make"
+        " different numbers of forwards: choose plug-ins that can join a batch that runs"
+    )
 
 
 def _uneven(

@@ -211,7 +211,8 @@ class Sampler:
         """Answer any number of prompts, `batch_size` at a time; one that ends gives its place to the next.
 
         Each answer is that of `generate` for its prompt alone: exactly in float64; in shorter dtypes the batch may
-        change the last bit of a sum.
+        change the last bit of a sum. Ranks that share a sharded model's weights (FSDP2) have prompts of their own, any
+        number of them; each must take its answers to the end.
 
         Args:
             prompts: any iterable, also a generator; it is read as places become free.

@@ -121,8 +121,9 @@ class Flight:
 
     def step(self) -> Ended | None:
         """Make one forward, and take out the rows that ended with it; None: none did."""
+        if self.state is None:  # no row came here yet
+            self.state = self.engine.begin(self._empty(Row([0], 1, 0, 1)))
         state, engine = self.state, self.engine
-        assert state is not None
         live = {place: row for place, row in enumerate(self.rows) if row is not None}
         self.forwards += 1
         for place in live:

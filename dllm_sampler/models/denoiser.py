@@ -30,7 +30,7 @@ class TransformerDenoiser:
 
     The module is used as it is: its weights are not copied, its mode and `requires_grad` stay, autocast applies as
     around any other forward. It may be sharded in place (FSDP2) or sit in `DistributedDataParallel`; every rank of a
-    sharded model must then sample the same number of steps.
+    sharded model must then sample the same number of steps, which `Sampler.generate_many` sees to.
 
     model: the module
     mask_id, eos_id, pad_id, eot_id: its special tokens; `pad_id` is `eos_id` by default

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from dllm_sampler import Sampler
+from dllm_sampler import Sampler, UserError
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training import journal
 from dllm_sampler.training.trajectory import trajectories
@@ -86,3 +86,37 @@ def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
     assert [line["step"] for line in log] == [0, 1, 2], "one process writes"
     answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=4)
     assert answer.texts is not None
+
+
+def streamer(rank: int, store: str, processes: int) -> None:
+    """One process of a sharded model, with more prompts than its neighbour, which has none in the end."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    try:
+        sharded = toys.transformer()
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (processes,))
+        for layer in sharded.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        options = {"scheduler": {"name": "threshold", "threshold": 0.5}, "stop": "none"}
+        for prompts in (toys.PROMPTS[: (4, 1)[rank]], toys.PROMPTS[: (0, 2)[rank]], [[], [3, 4]][rank:]):
+            for cache in ("none", "dual"):
+                sampler = Sampler(toys.wrapped(sharded), cache=cache, **options)
+                stream = sampler.generate_many(prompts, batch_size=2, max_new_tokens=8, on_error="yield")
+                answers = [answer for answer in stream if answer.error is None]
+                assert len(answers) == sum(bool(prompt) for prompt in prompts)
+                plain = Sampler(toys.denoiser(), cache=cache, **options)
+                for answer in answers:
+                    alone = plain.generate([prompts[answer.index]], max_new_tokens=8, seed=answer.index)
+                    assert torch.equal(answer.tokens, alone.tokens[0]) and answer.nfe == int(alone.nfe[0])
+        with pytest.raises(UserError, match="ranks that share this model's weights"):
+            Sampler(toys.wrapped(sharded), cache="dllm").generate_many(toys.PROMPTS, max_new_tokens=8)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_of_a_sharded_model_have_as_many_prompts_as_they_like(tmp_path: Path) -> None:
+    spawn(streamer, (str(tmp_path / "store"), 2), nprocs=2)
