@@ -114,7 +114,12 @@ class Flight:
             fresh = self.engine.fresh(canvas, samples)
             if self.state is None:
                 self.state = self.engine.begin(self._empty(rows[0]))
-            join(self.state, fresh, torch.tensor(places, device=canvas.ids.device))
+            at = torch.tensor(places, device=canvas.ids.device)
+            try:
+                join(self.state, fresh, at)
+            except Unfit:
+                self.engine.ask(fresh)  # some numbers are set before each forward, and count for that one only
+                join(self.state, fresh, at)
             for place, row in zip(places, rows, strict=True):
                 self.rows[place], self.made[place] = row, 0
             self.engine.ask(self.state)
@@ -199,7 +204,7 @@ def join(state: Generation, fresh: Generation, places: Tensor) -> None:
             # A history that is empty at first has one column then, and as many as it needs later.
             return old.index_copy(0, places, one.to(old.dtype).expand(-1, *old.shape[1:]))
         if type(old) in (int, float) and old != one and not path.startswith("canvas"):
-            raise Unfit(f"{path} is a number that changes")  # it belongs to all rows
+            raise Unfit(f"{path} is a number that changes with the forwards made")
         return old
 
     joined = {part: walk(getattr(state, part), visit, part) for part in PARTS}

@@ -1,16 +1,23 @@
 """In flight: a row joins a generation that runs, and its answer is the one that it has alone."""
 
+import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from random import Random
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dllm_sampler import Answer, Sampler
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine.admission import obstacle
+from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
 from tests.contract.cases import CASES, Case, thinned
@@ -42,9 +49,42 @@ def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
     tokens, places = [random.choice([8, 11, 14]) for _ in PROMPTS], random.choice([1, 2, 3, 5])
     seed = random.choice([0, 17])
     sampler = toys.sampler(case.toy, **case.plugins, **options)
-    answers = list(sampler.generate_many(PROMPTS, batch_size=places, max_new_tokens=tokens, seed=seed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)  # they join
+        answers = list(sampler.generate_many(PROMPTS, batch_size=places, max_new_tokens=tokens, seed=seed))
     assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS)))
     assert_same(sampler, answers[-2:], tokens, seed)  # the last had a place of another before
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    case=st.sampled_from(JOINS),
+    prompts=st.lists(
+        st.tuples(st.lists(st.integers(0, toys.EOT), min_size=1, max_size=9), st.integers(8, 15)),
+        min_size=1,
+        max_size=9,
+    ),
+    places=st.integers(1, 16),
+    samples=st.integers(1, 3),
+    order=st.sampled_from(["finished", "given"]),
+    taken=st.integers(1, 30),
+)
+def test_whatever_comes_together(
+    case: Case, prompts: list[tuple[list[int], int]], places: int, samples: int, order: Any, taken: int
+) -> None:
+    """Any prompts and lengths, places, orders, and a consumer that leaves early."""
+    texts, lengths = [list(row) for row in zip(*prompts, strict=True)]
+    places = max(places, samples)
+    stream = case.sampler.generate_many(
+        texts, max_new_tokens=lengths, batch_size=places, samples=samples, order=order, seed=5
+    )
+    found = list(islice(stream, taken))
+    assert len(found) == min(taken, len(texts) * samples)
+    for answer in found[-3:]:
+        own = 5 + answer.index * samples + answer.sample
+        alone = case.sampler.generate([texts[answer.index]], max_new_tokens=lengths[answer.index], seed=own)
+        assert torch.equal(answer.tokens, alone.tokens[0]) and answer.nfe == int(alone.nfe[0])
+        assert answer.trace is not None and torch.equal(answer.trace.generated, alone.trace.generated)
 
 
 def test_all_but_a_few_can_join() -> None:
@@ -64,6 +104,25 @@ def test_batches_of_answers_of_several_lengths(case: Case) -> None:
     tokens = [8, 14, 11, 9, 8, 11, 14]
     answers = list(case.sampler.generate_many(PROMPTS, batch_size=4, max_new_tokens=tokens, batching="static"))
     assert_same(case.sampler, answers[1:4], tokens, 0)
+
+
+@dataclass
+class Counting(NoCache):
+    """Forgets to say that it counts forwards for the batch as a whole: every third one is to refresh something."""
+
+    made: int = field(init=False, default=0)
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        self.made += 1
+
+
+def test_a_count_that_nobody_mentioned_is_noticed() -> None:
+    sampler = toys.sampler(cache=Counting())
+    backend.warn.cache_clear()
+    with pytest.warns(FallbackWarning, match=r"batch by batch: cache\.made is a number that changes with the forwards"):
+        answers = list(sampler.generate_many(PROMPTS, batch_size=3, max_new_tokens=8))
+    assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS))), "rows in flight came to their end"
+    assert_same(sampler, answers, 8, 0)
 
 
 @pytest.mark.parametrize(("toy", "cache"), [("causal", "block_causal"), ("llada", "dual")])
@@ -133,6 +192,24 @@ def test_reading_and_stopping_early() -> None:
     made = len(spy.calls)
     stream.close()  # pyright: ignore[reportAttributeAccessIssue] - a generator
     assert len(spy.calls) == made
+
+
+def test_a_consumer_that_goes_away_leaves_nothing_running() -> None:
+    """What a flight holds is free again, however its consumer left."""
+    _, it, engine = pair(cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
+
+    def flown() -> Iterator[Answer]:
+        return it.generate_many(PROMPTS, batch_size=2, max_new_tokens=8, max_length=31, order="given")
+
+    def raises() -> None:
+        for _ in flown():
+            raise KeyboardInterrupt
+
+    next(flown())  # and the stream is garbage
+    assert len(engine.free) == 1
+    with pytest.raises(KeyboardInterrupt):
+        raises()
+    assert len(engine.free) == 1
 
 
 @pytest.mark.slow
