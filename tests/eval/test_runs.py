@@ -32,7 +32,7 @@ from tests import toys
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["scheduler=threshold,wino", "task.operation=copy,shuffle", "task.count=7", "batch_size=3", "device=cpu"]
-EXACT = "dtype=float64"  # what else is computed at the same time then changes nothing
+SMALL += ["dtype=float64"]  # in flight what else is computed at the same time then changes nothing
 
 
 def evaluate(output: Path, *words: str, shares: tuple[Share, ...] = (Share(),)) -> dict[str, str]:
@@ -131,11 +131,12 @@ def test_the_oracle_is_not_slower_than_what_was_run(tmp_path: Path) -> None:
     assert saved > 0
 
 
-@pytest.mark.parametrize("how", [EXACT, "batching=static"])
-def test_workers_change_nothing(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", [["scheduler=threshold"], ["batching=static", "dtype=float32"]])
+def test_workers_change_nothing(tmp_path: Path, how: list[str]) -> None:
     shares = tuple(Share(rank, 3) for rank in range(3))
-    evaluate(tmp_path / "one", how)
-    evaluate(tmp_path / "three", how, shares=shares)
+    how = [*how, "task.operation=shuffle", "oracle=false"]
+    evaluate(tmp_path / "one", *how)
+    evaluate(tmp_path / "three", *how, shares=shares)
     assert content(tmp_path / "one") == content(tmp_path / "three")
 
 
@@ -155,7 +156,7 @@ def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
         return Poisoned(denoiser), tokenizer
 
     monkeypatch.setattr(runner, "_loaded", load)
-    words = ["scheduler=threshold", "task.operation=copy", f"batching={batching}"]
+    words = ["scheduler=threshold", "task.operation=copy", "oracle=false", f"batching={batching}"]
     (why,) = evaluate(tmp_path, *words).values()
     assert "NaN or infinite logits at step 1 for prompt 5" in why
     (one,) = jobs([*SMALL, *words, f"output={tmp_path}"])
