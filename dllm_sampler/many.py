@@ -71,6 +71,19 @@ class Stream:
         """
         return self.samples if isinstance(self.plugins.cache, Prefills) and self.ranks.mesh is None else 1
 
+    def fit(self, prompts: Sequence[Any]) -> None:
+        """Make places that fit the longest prompt, where all are there: none has to wait for larger ones."""
+        known: list[Any] = []
+        for index, prompt in enumerate(prompts):
+            number = self.new_tokens if isinstance(self.new_tokens, int) else self.new_tokens[index]
+            try:
+                prompt = self._ids(prompt, number)
+                self.capacity = max(self.capacity, len(prompt) + number)
+            except UserError:
+                pass  # refused when its turn comes
+            known.append(prompt)
+        self.prompts = iter(known)
+
     def in_flight(self) -> Iterator[Answer]:
         """Answers as they finish: a row that ends gives its place to the next."""
         late: list[Row] = []
@@ -302,7 +315,12 @@ def answers(
             f"batch_size={places} is less than samples={samples}, and this cache computes a prompt once for all of its"
             " answers, which so begin together: raise batch_size"
         )
-    made = stream.in_batches() if batching == "static" or why is not None else stream.in_flight()
+    if batching == "static" or why is not None:
+        made = stream.in_batches()
+    else:
+        if isinstance(prompts, Sequence) and max_length is None:
+            stream.fit(prompts)
+        made = stream.in_flight()
     return in_order(made, samples) if order == "given" else made
 
 

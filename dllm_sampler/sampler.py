@@ -221,8 +221,9 @@ class Sampler:
             seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.
             samples: answers per prompt.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
-            max_length: most tokens of a prompt with its answer, which fixes the memory; None: places grow in steps as
-                longer prompts come, and each time the answers in flight end first.
+            max_length: most tokens of a prompt with its answer, which fixes the memory; None: the most of a list of
+                prompts; of another iterable, places grow in steps as longer prompts come, and each time the answers in
+                flight end first.
             on_error: what becomes of a prompt that is refused: `"raise"` after the answers in flight, or `"yield"` an
                 answer with the `error`.
             batching: `"static"`: batch after batch, each as long as its slowest answer.

@@ -234,7 +234,7 @@ def test_places_grow() -> None:
     long = [[token % 30 for token in range(size)] for size in (3, 40, 5, 2)]
     model = replace(toys.transformer().config, max_positions=200)
     sampler = Sampler(toys.wrapped(type(toys.transformer())(model)), stop="none", cache="dual")
-    answers = list(sampler.generate_many(long, batch_size=2, max_new_tokens=30, order="given"))
+    answers = list(sampler.generate_many(iter(long), batch_size=2, max_new_tokens=30, order="given"))
     for answer, prompt in zip(answers, long, strict=True):
         alone = sampler.generate([prompt], max_new_tokens=30, seed=answer.index)
         assert torch.equal(answer.tokens, alone.tokens[0]) and answer.nfe == int(alone.nfe[0])
