@@ -2,261 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from dllm_sampler import prompts as texts
-from dllm_sampler.batch import Reader
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.protocols import Prefills
-from dllm_sampler.core.values import Canvas
-from dllm_sampler.engine import layout
-from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit, obstacle
+from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.result import Answer, Commits
+from dllm_sampler.result import Answer
+from dllm_sampler.stream import Progress, Stream, alone, uneven
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
 
 BATCHING = ("in_flight", "static")
-STEP = 64  # columns by which the capacity of a place grows
-
-
-Progress = Callable[[int, int, int], None]
-
-
-@dataclass
-class Stream:
-    """Reads prompts when places are free, and turns rows that end into answers: the arguments of `generate_many`."""
-
-    sampler: Sampler
-    plugins: Plugins
-    prompts: Iterator[Any]
-    places: int
-    new_tokens: int | Sequence[int]
-    seed: int | Sequence[int]
-    stops: tuple[str, ...]
-    samples: int
-    max_length: int | None
-    on_error: Literal["raise", "yield"]
-    progress: Progress | None
-    capacity: int = 0  # columns of a place
-    read: int = 0  # prompts
-    waiting: deque[Row] = field(default_factory=deque)  # answers that the last prompt still wants
-    ranks: Ranks = field(default_factory=Ranks)
-    forwards: int = 0
-    begun: int = 0  # tokens of all answers that were begun
-    refused: deque[Answer] = field(default_factory=deque)
-    failure: Exception | None = None  # of a prompt, or of what prompts come from; raised behind the answers in flight
-    flight: Flight | None = None
-
-    @property
-    def reader(self) -> Reader:
-        """What reads answers out of a flight."""
-        return Reader(self.sampler.denoiser.spec, self.sampler.tokenizer, self.stops)
-
-    @property
-    def group(self) -> int:
-        """How many answers begin together: all of a prompt's, where it is computed once for them.
-
-        Not on several ranks: that is a forward, and the others would not make it.
-        """
-        return self.samples if isinstance(self.plugins.cache, Prefills) and self.ranks.mesh is None else 1
-
-    def fit(self, prompts: Sequence[Any]) -> None:
-        """Make places that fit the longest prompt, where all are there: none has to wait for larger ones."""
-        known: list[Any] = []
-        for index, prompt in enumerate(prompts):
-            number = self.new_tokens if isinstance(self.new_tokens, int) else self.new_tokens[index]
-            try:
-                prompt = self._ids(prompt, number)
-                self.capacity = max(self.capacity, len(prompt) + number)
-            except UserError:
-                pass  # refused when its turn comes
-            known.append(prompt)
-        self.prompts = iter(known)
-
-    def in_flight(self) -> Iterator[Answer]:
-        """Answers as they finish: a row that ends gives its place to the next."""
-        late: list[Row] = []
-        try:
-            while True:
-                late = late or self._fill()
-                while self.refused:
-                    yield self.refused.popleft()
-                flying = self.flight is not None and len(self.flight.free) < self.places
-                if not self.ranks.any(flying or (not late and (self._next() is not None or bool(self.refused)))):
-                    break
-                if not flying and self.ranks.mesh is None:
-                    continue
-                self.flight = self.flight or self._flight()
-                ended = self.flight.step()  # an empty one, where only other ranks have rows
-                if self.progress is not None:
-                    self._tell(self.flight.masks())
-                if ended is not None:
-                    yield from self._answers(ended)
-        finally:
-            if self.flight is not None:
-                self.flight.close()
-        if late:  # they cannot join, nor can others
-            yield from self._batch(late)
-            yield from self.in_batches()
-        elif self.failure is not None:
-            raise self.failure
-
-    def in_batches(self) -> Iterator[Answer]:
-        """Answers batch by batch."""
-        while True:
-            batch: list[Row] = []
-            while len(batch) < self.places:
-                while self.refused:
-                    yield self.refused.popleft()
-                if self._next() is not None:
-                    batch.append(self.waiting.popleft())
-                elif not self.refused:
-                    break
-            if not batch:
-                break
-            yield from self._batch(batch)
-        if self.failure is not None:
-            raise self.failure
-
-    def _fill(self) -> list[Row]:
-        """Give free places to the next prompts; to those of a new flight where a prompt is too long for this one's.
-
-        Returns:
-            Rows that cannot join, because something in the state of a generation has no row per place.
-        """
-        free = self.places if self.flight is None else len(self.flight.free)
-        rows: list[Row] = []
-        # Refusals are handed out before more is read: there may be any number of them.
-        while len(rows) + self.group <= free and (row := self._next()) is not None and not self.refused:
-            size = len(row.prompt) + row.new_tokens
-            if size > self.capacity:
-                if self.flight is not None:
-                    if rows or free < self.places:
-                        break  # until the rows in flight have ended
-                    self.flight.close()
-                    self.flight = None
-                size = max(size, self.capacity * 5 // 4)
-                room = self.sampler.denoiser.spec.max_positions
-                self.capacity = self.max_length or min(-(-size // STEP) * STEP, room)
-            rows += [self.waiting.popleft() for _ in range(self.group)]
-        if rows:
-            self.flight = self.flight or self._flight()
-            try:
-                self.flight.admit(rows, self.group)
-            except Unfit as error:
-                if self.ranks.mesh is not None:
-                    raise alone(str(error)) from None
-                warn(f"prompts are answered batch by batch: {error}")
-                return rows
-            self.begun += sum(row.new_tokens for row in rows)
-        return []
-
-    def _next(self) -> Row | None:
-        """The answer that is wanted next; None: there is none left."""
-        while not self.waiting:
-            if self.failure is not None or self.refused:
-                return None
-            try:
-                prompt = next(self.prompts)
-            except StopIteration:
-                self.failure = _uneven(self.new_tokens, self.seed, self.read, self.samples)
-                return None
-            except Exception as error:  # the caller's own: raised again, when the answers in flight are out
-                self.failure = error
-                return None
-            index, given = self.read, self.new_tokens
-            self.read += 1
-            self.failure = _uneven(given, self.seed, self.read, self.samples, more=True)
-            if self.failure is not None:
-                return None
-            number = given if isinstance(given, int) else given[index]
-            try:
-                ids = self._ids(prompt, number)
-            except UserError as error:
-                if self.on_error == "raise":
-                    self.failure = error
-                nothing = torch.full((number,), self.sampler.denoiser.spec.pad_id)
-                for sample in range(self.samples if self.on_error == "yield" else 0):
-                    self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
-                continue
-            bound = self.sampler.max_steps or self.plugins.scheduler.bound(number)
-            for sample in range(self.samples):
-                at = index * self.samples + sample
-                seed = self.seed + at if isinstance(self.seed, int) else self.seed[at]
-                self.waiting.append(Row(ids, number, seed, bound, (index, sample)))
-        return self.waiting[0]
-
-    def _ids(self, prompt: Any, new_tokens: int) -> list[int]:
-        spec = self.sampler.denoiser.spec
-        if isinstance(prompt, int | Mapping):
-            raise UserError(
-                f"prompt {self.read} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
-                " one as well"
-            )
-        (ids,) = texts.encode([prompt], self.sampler.tokenizer, spec, new_tokens, self.read)
-        if self.max_length is not None and len(ids) + new_tokens > self.max_length:
-            raise UserError(
-                f"prompt {self.read} has {len(ids)} tokens and max_new_tokens is {new_tokens}, together more than"
-                f" max_length={self.max_length}"
-            )
-        return ids
-
-    def _flight(self) -> Flight:
-        sampler, plugins = self.sampler, self.plugins
-        engine, spec, length = sampler.engine(plugins), sampler.denoiser.spec, self.capacity
-        lengths = [self.new_tokens] if isinstance(self.new_tokens, int) else self.new_tokens
-
-        def lay_out(rows: Sequence[Row]) -> Canvas:
-            ids, seeds, own = [row.prompt for row in rows], [row.seed for row in rows], [row.new_tokens for row in rows]
-            noise, blocks = sampler.noise, plugins.blocks
-            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, engine.multiple, length, lengths)
-
-        watch = partial(self.reader.stop, engine) if self.stops else None
-        return Flight(engine, lay_out, self.places, watch)
-
-    def _answers(self, ended: Ended) -> Iterator[Answer]:
-        result = self.reader.result(ended.canvas, ended.recorder)
-        for at, (row, end) in enumerate(ended.rows):
-            yield self.reader.answer(result, at, *row.tag, new_tokens=row.new_tokens, failed=end == "not_finite")
-
-    def _batch(self, batch: list[Row]) -> Iterator[Answer]:
-        """The answers of one batch. One that is not finite leaves it, and the others are made again."""
-        self.begun += sum(row.new_tokens for row in batch)
-        while batch:
-            ids, seeds, own = zip(*((row.prompt, row.seed, row.new_tokens) for row in batch), strict=True)
-            commits = self.sampler.commits(self.plugins, ids, own, seeds, self.stops, int(self.progress is not None))
-            last: Commits | None = None
-            try:
-                for last in commits:
-                    self._tell(int(last.masked.sum()))
-                assert last is not None and last.result is not None
-            except NotFiniteError as error:
-                bad = {at - 1 for at in error.rows}
-                for at in sorted(bad):
-                    row = batch[at]
-                    yield self.reader.answer(error.result, at, *row.tag, new_tokens=row.new_tokens, failed=True)
-                batch = [row for at, row in enumerate(batch) if at not in bad]
-                continue
-            for at, row in enumerate(batch):
-                yield self.reader.answer(last.result, at, *row.tag, new_tokens=row.new_tokens)
-            return
-
-    def _tell(self, masks: int) -> None:
-        """Report progress after a forward that left so many `masks`."""
-        self.forwards += 1
-        if self.progress is not None:
-            self.progress(self.forwards, self.begun - masks, self.begun)
 
 
 def answers(
@@ -297,8 +59,8 @@ def answers(
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
-    if isinstance(prompts, Sized) and (uneven := _uneven(new_tokens, seed, len(prompts), samples)):
-        raise uneven
+    if isinstance(prompts, Sized) and (wrong := uneven(new_tokens, seed, len(prompts), samples)):
+        raise wrong
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
     ranks = Ranks.of(sampler.denoiser) if batching == "in_flight" else Ranks()
     if why is not None and ranks.mesh is not None:
@@ -322,28 +84,6 @@ def answers(
             stream.fit(prompts)
         made = stream.in_flight()
     return in_order(made, samples) if order == "given" else made
-
-
-def alone(why: str) -> UserError:
-    """The error where prompts of a model that is sharded over several ranks cannot be answered in flight."""
-    return UserError(
-        f"{why}, so prompts are answered batch by batch, and then ranks that share this model's weights (FSDP2) make"
-        " different numbers of forwards: choose plug-ins that can join a batch that runs"
-    )
-
-
-def _uneven(
-    new_tokens: int | Sequence[int], seed: int | Sequence[int], prompts: int, samples: int, more: bool = False
-) -> UserError | None:
-    """What is wrong with lists of numbers when there are so many `prompts`, or these and perhaps `more`."""
-    for name, given, each, wanted in (
-        ("max_new_tokens", new_tokens, "prompt", prompts),
-        ("seed", seed, "answer", prompts * samples),
-    ):
-        if not isinstance(given, int) and (len(given) < wanted or (len(given) > wanted and not more)):
-            there = f"and there is a prompt {prompts}" if more else f"and there are {prompts} prompts"
-            return UserError(f"{name} has {len(given)} numbers, {there}: give one for each {each}, or one for all")
-    return None
 
 
 def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:

@@ -25,12 +25,12 @@ from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
-from dllm_sampler.many import Progress
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
+from dllm_sampler.stream import Progress
 
 
 class Sampler:
