@@ -1,4 +1,4 @@
-"""Many prompts and few places: reads prompts, runs their rows in flight or batch by batch, and makes answers of them."""
+"""Many prompts and few places: reads prompts, runs their rows in flight or in batches, and makes answers of them."""
 
 from __future__ import annotations
 
