@@ -282,6 +282,9 @@ class Sampler:
         plugins, spec = self._plugins(block_length), self.denoiser.spec
         stops = prompts.stop_strings(stop_strings, self.tokenizer)
         check_count("samples", samples)
+        prompts.check_new_tokens(new_tokens, spec)
+        for guide in plugins.guides:
+            guide.check_length(new_tokens)
         rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
         return self.commits(plugins, rows, new_tokens, prompts.seeds(seed, len(rows)), stops, every, samples)
 

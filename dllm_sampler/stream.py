@@ -202,6 +202,8 @@ class Stream:
                 f"prompt {self.read} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
                 " one as well"
             )
+        for guide in self.plugins.guides:
+            guide.check_length(new_tokens)
         (ids,) = texts.encode([prompt], self.sampler.tokenizer, spec, new_tokens, self.read)
         if self.max_length is not None and len(ids) + new_tokens > self.max_length:
             raise UserError(

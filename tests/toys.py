@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
@@ -129,8 +133,22 @@ def verifier(seed: int = 3, vocab: int = VOCAB) -> Any:
 TOYS = ("llada", "gqa", "dream", "cfg")  # those that every cache but `block_causal` serves
 
 
+SIGNS = [*"abcdefghij0123456789", "ab", "ba", "cd", "abc", *'"{}:,[]- ', "true", "false", "null", "x", "y"]
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Signs and short words; end token and mask where the toys have them."""
+    ids = [token for token in range(VOCAB) if token not in (EOS, MASK)]
+    vocab = dict(zip(SIGNS, ids, strict=True)) | {"<end>": EOS, "<mask>": MASK}
+    made = Tokenizer(WordLevel(vocab, unk_token="<mask>"))
+    made.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>", mask_token="<mask>")
+
+
 def sampler(kind: str = "llada", device: str = "cpu", **plugins: Any) -> Sampler:
-    return Sampler(denoiser(kind, device), **{"blocks": {"name": "fixed", "length": 6}, "stop": "none", **plugins})
+    given = {"blocks": {"name": "fixed", "length": 6}, "stop": "none", "tokenizer": tokenizer(), **plugins}
+    return Sampler(denoiser(kind, device), **given)
 
 
 @dataclass

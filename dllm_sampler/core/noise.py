@@ -22,7 +22,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 # Streams keep the draws of one step apart.
-TOKENS, ORDER, UNIFORM, IDS = 1, 2, 3, 4
+TOKENS, ORDER, UNIFORM, IDS, FORMS = 1, 2, 3, 4, 5
 
 # 2^-31, less one part in 2^24: float32 rounds the largest 31-bit numbers up to 2^31, and uniform noise of 1 would be
 # Gumbel noise of -inf, which lets a token of probability 0 tie with the only possible one.
@@ -45,8 +45,12 @@ def _mix32(x: Tensor) -> Tensor:
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
     """`[B, Q] int64` hash of (row seed, step, position, stream); positions are columns."""
-    row = _row_key(canvas.row_seed, canvas.step, stream)
-    return _mix64(row[:, None] + positions * -0x61C8864680B583EB)
+    return hashed(canvas.row_seed, canvas.step, positions, stream)
+
+
+def hashed(seeds: Tensor, steps: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """`[N, Q] int64` the `key` of positions `[N, Q]` for `seeds [N]` and `steps [N]`."""
+    return _mix64(_row_key(seeds, steps, stream)[:, None] + positions * -0x61C8864680B583EB)
 
 
 def answer_keys(canvas: Canvas, answers: Answers) -> Tensor:

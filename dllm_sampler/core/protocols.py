@@ -203,6 +203,7 @@ class Guide:
 
     truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
+    joint: ClassVar[bool] = False  # the candidates of a step belong together: it chooses last, and none is replaced
 
     @property
     def chooses(self) -> bool:
@@ -227,6 +228,9 @@ class Guide:
     def bind(self, context: Context) -> Guide:
         """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
+
+    def check_length(self, new_tokens: int) -> None:
+        """Refuse, by a `UserError`, answers too short to be what the guide wants; default: none is."""
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
@@ -314,7 +318,6 @@ class Foresees(Protocol):
 
     def expect(self, ahead: Tensor, most: int) -> None:
         """Take note of `Planner.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
-        ...
 
 
 @runtime_checkable
@@ -324,10 +327,8 @@ class Prefills(Protocol):
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
 
-        `template` is the cache this live copy was made from. Returns `[B]` positions computed, each group's on account
-        of its first row; None: nothing was shared.
+        `template`: what this live copy was made from. Returns `[B]` positions computed, on account of each first row.
         """
-        ...
 
 
 @runtime_checkable
@@ -338,7 +339,6 @@ class ReusesGuidance(Protocol):
 
     def reuses_guidance(self) -> bool | None:
         """Whether the next forward may use an earlier one's difference between the branches; None: none ever does."""
-        ...
 
 
 @runtime_checkable

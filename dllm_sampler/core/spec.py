@@ -48,6 +48,7 @@ class Traits:
     exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
     revises: bool = False  # it may take back or replace tokens that are committed
     uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
+    own_tokens: bool = False  # it may write other tokens than this step's candidates
     plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)
     drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
     opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh

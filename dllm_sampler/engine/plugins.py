@@ -94,6 +94,7 @@ def assemble(
         _set(guides, TopK(k=top_k), "k", len(guides))
     if top_p is not None:
         _set(guides, TopP(p=top_p), "p", len(guides))
+    guides.sort(key=lambda one: getattr(one, "joint", False))  # what candidates have in common is chosen last
     unbound = tuple(_of(Guide, "guide", one) for one in guides)
     given = _of(Blocks, "blocks", config.build("blocks", blocks))
     context = Context(spec, given, any(one.draws for one in unbound), tokenizer)
@@ -167,6 +168,16 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} takes several steps in one forward, and {stop} would change the canvas between them: use"
             " stop=prefix, block or none"
         )
+    joint = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint]
+    if len(joint) > 1:
+        yield f"{' and '.join(joint)} both say what form an answer has: leave one of them out"
+    if joint and traits.own_tokens:
+        yield (
+            f"{scheduler} writes other tokens than the candidates of its step, and {joint[0]} vouches for these only:"
+            " use another scheduler, threshold say"
+        )
+    if joint and plugins.stop.fills:
+        yield f"{stop} fills in tokens by itself, and {joint[0]} vouches for candidates of a step only: use stop=prefix"
     if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
         yield (
             f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"

@@ -1,6 +1,7 @@
 """Rewriting logits before a token is chosen."""
 
 from dllm_sampler.guides.end_tokens import EndTokens
+from dllm_sampler.guides.forms.regular import Choices, JsonSchema, Regex
 from dllm_sampler.guides.truncation import Temperature, TopK, TopP
 
-__all__ = ["EndTokens", "Temperature", "TopK", "TopP"]
+__all__ = ["Choices", "EndTokens", "JsonSchema", "Regex", "Temperature", "TopK", "TopP"]

@@ -1,11 +1,12 @@
 """Credit decoding: tokens that were predicted before gain confidence."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 
@@ -39,6 +40,11 @@ class Credit(DInferThreshold):
         check_number("scheduler.gamma", self.gamma, most=64)
         check_share("scheduler.decay", self.decay)
         check_count("scheduler.memory", self.memory)
+
+    @property
+    def traits(self) -> Traits:
+        """It commits remembered tokens."""
+        return replace(super().traits, own_tokens=True)
 
     @property
     def needs(self) -> frozenset[str]:

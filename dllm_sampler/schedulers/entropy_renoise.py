@@ -57,7 +57,7 @@ class EntropyRenoise(Renoising):
     @property
     def traits(self) -> Traits:
         """It judges the block as a whole, by entropy, and nothing stays accepted."""
-        return Traits(asks="window", uniform=True, ranks_by_confidence=False, exact=True, revises=True)
+        return Traits(asks="window", uniform=True, ranks_by_confidence=False, exact=True, revises=True, own_tokens=True)
 
     @property
     def needs(self) -> frozenset[str]:

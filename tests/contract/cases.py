@@ -100,6 +100,9 @@ SETTINGS: dict[str, list[Settings]] = {
     "guide.top_k": [{"k": 4, "measured": True}],
     "guide.top_p": [{"p": 0.7, "measured": True}],
     "guide.end_tokens": [{}, {"mode": "defer"}],
+    "guide.regex": [{"pattern": "([a-j]{1,3}[0-9])+|[a-j]"}, {"pattern": "([a-j][0-9]?)*(true|null)?"}],
+    "guide.choices": [{"choices": ["abc", "cd-xy"]}],
+    "guide.json_schema": [{"schema": '{"type": "boolean"}'}],
 }
 
 

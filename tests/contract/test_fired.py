@@ -230,6 +230,9 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "guide.top_k": ({"guide": [DRAWN, {"name": "top_k", "k": 2}]}, {"guide": DRAWN}, answers_differ),
     "guide.top_p": ({"guide": [DRAWN, {"name": "top_p", "p": 0.4}]}, {"guide": DRAWN}, answers_differ),
     "guide.end_tokens": ({"guide": "end_tokens"}, {}, answers_differ),
+    "guide.regex": ({"guide": {"name": "regex", "pattern": "[a-j]+"}}, {}, answers_differ),
+    "guide.choices": ({"guide": {"name": "choices", "choices": ["abc", "cd-xy"]}}, {}, answers_differ),
+    "guide.json_schema": ({"guide": {"name": "json_schema", "schema": '{"type": "boolean"}'}}, {}, answers_differ),
 }
 # Compared with others, these are what "nothing happens" means.
 NEUTRAL = {"cache.none", "cache.exact", "stop.none", "guide.none"}

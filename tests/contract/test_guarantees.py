@@ -145,7 +145,7 @@ def test_max_steps_gives_up(case: Case) -> None:
     assert torch.equal(cut.nfe, full.nfe.clamp(max=2))
     assert torch.equal(cut.trace.generated, seen.step_map)
     open_ = seen.masked & ~over[:, None]
-    assert open_.any()
+    assert open_.any() or case.sampler.plugins.scheduler.traits.revises, "one that revises goes on without a mask"
     assert (cut.tokens[open_] == toys.EOS).all()  # these toys pad with the end token
 
 

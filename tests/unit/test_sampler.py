@@ -53,7 +53,7 @@ def test_block_length_is_a_shortcut() -> None:
 
 
 def test_a_result_in_full() -> None:
-    sampler = toys.sampler(scheduler=PARALLEL, stop="prefix")
+    sampler = toys.sampler(scheduler=PARALLEL, stop="prefix", tokenizer=None)
     result = sampler.generate(toys.PROMPTS, max_new_tokens=17)
     assert result.tokens.shape == (5, 17) and result.tokens.dtype == torch.int64
     assert result.nfe.dtype == torch.int64

@@ -224,7 +224,7 @@ def test_left_to_right_by_hand() -> None:
 def test_from_a_folder(tmp_path: Path) -> None:
     toys.verifier().save_pretrained(tmp_path)
     rule = {"name": "apd", "mixture_weight": 0.9, "max_lookahead": 8}
-    loaded = run({**rule, "verifier": str(tmp_path)}, stop="none")
+    loaded = run({**rule, "verifier": str(tmp_path)}, stop="none", tokenizer=None)
     assert torch.equal(loaded.trace.ids, run({**rule, "verifier": toys.verifier()}, stop="none").trace.ids)
     judge = autoregressive.load(str(tmp_path), toys.denoiser().spec)
     assert judge.model.dtype == torch.float64

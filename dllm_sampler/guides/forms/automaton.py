@@ -1,0 +1,287 @@
+"""Finite automata over tokens: built from a regular expression once, kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dllm_sampler.errors import UserError
+
+SECONDS, STATES, BYTES = 10, 5000, 100_000  # most time to build, states of an automaton, bytes of an expression
+ENTRIES = 4_000_000  # most states times classes
+MEMORY = 4 << 30  # bytes that building may take
+# Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
+# accepted yet (it sees matches one byte late). The character is none, so no answer has it.
+MARK = "\U0010ffff"
+FORMAT = 3  # of the files
+TENSORS = ("moves", "accepts", "classes")
+
+# Runs in a process of its own: an expression may have exponentially many states, and the library cannot be stopped.
+BUILD = """
+import json, sys
+from outlines_core import Index, Vocabulary
+given = json.load(sys.stdin)
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
+except (ImportError, ValueError, OSError):  # not on this platform: time is limited in any case
+    pass
+try:
+    index = Index(given["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
+except Exception as error:
+    sys.exit(f"invalid: {error}")
+moves = index.get_transitions()
+if len(moves) > given["states"]:
+    sys.exit(f"large: {len(moves)}")
+json.dump([index.get_initial_state(), sorted(index.get_final_states()), list(moves.items())], sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """A deterministic automaton over tokens, minimal. Tokens of one class move every state alike.
+
+    An end token leads from an accepting state to one where anything may follow. Special tokens add nothing to a text
+    and move no state. The last state is dead: no text that leads there can be completed.
+    """
+
+    moves: Tensor  # [S+1, C] int64: the state after a token of each class
+    accepts: Tensor  # [S+1] bool
+    classes: Tensor  # [V] int64: the class of each token
+    start: int
+    shortest: int  # fewest tokens of a text that is accepted; -1: there is none
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """`[C] float64` logarithm of the number of tokens of each class."""
+        ones = torch.ones(len(self.classes), dtype=torch.float64, device=self.classes.device)
+        return ones.new_zeros(self.moves.shape[1]).index_add_(0, self.classes, ones).log()
+
+    def to(self, device: torch.device) -> Automaton:
+        """The same elsewhere."""
+        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
+
+    def accepted(self, tokens: Sequence[int]) -> bool:
+        """Whether a text of these tokens is accepted."""
+        state = self.start
+        for token in tokens:
+            state = int(self.moves[state, self.classes[token]])
+        return bool(self.accepts[state])
+
+
+def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int) -> Automaton:
+    """The automaton of a regular expression, from disk where it was built before.
+
+    Args:
+        tokens: the bytes of each token.
+        vocab: V of the model.
+        mask_id: never chosen.
+
+    Raises:
+        UserError: no expression, one without a text, or one too large to build.
+    """
+    if len(pattern.encode()) > BYTES:
+        raise UserError(f"the form is too long: {len(pattern.encode())} bytes as a regular expression, at most {BYTES}")
+    library = version("outlines-core") if find_spec("outlines_core") else ""
+    about = json.dumps([FORMAT, library, pattern, vocab, eos_id, mask_id])
+    digest = hashlib.sha256(about.encode() + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
+    return _built(_Key(digest, pattern, tuple(tokens), vocab, eos_id, mask_id))
+
+
+@dataclass(frozen=True)
+class _Key:
+    digest: str
+    pattern: str
+    tokens: tuple[bytes, ...]
+    vocab: int
+    eos_id: int
+    mask_id: int
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.digest == other.digest
+
+
+@lru_cache(maxsize=8)
+def _built(key: _Key) -> Automaton:
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dllm_sampler" / "forms"
+    path = folder / f"{key.digest}.safetensors"
+    try:
+        stored = load_file(path)
+        start, shortest = stored["numbers"].tolist()
+        return Automaton(stored["moves"], stored["accepts"], stored["classes"], start, shortest)
+    except (OSError, SafetensorError, KeyError):
+        pass
+    start, finals, moves = _bytes(key.pattern)
+    found = _lifted(key, start, finals, moves)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{key.digest}.{os.getpid()}"
+        numbers = torch.tensor([found.start, found.shortest])
+        save_file({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}, part)
+        part.replace(path)
+    except OSError:
+        pass  # built again next time
+    return found
+
+
+def _bytes(pattern: str) -> tuple[int, list[int], dict[int, dict[int, int]]]:
+    """The automaton over bytes: its first state, the accepting ones, and where each byte leads."""
+    library()
+    pattern = pattern.removeprefix("^")
+    pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern
+    given = json.dumps({"pattern": f"(?:{pattern}){MARK}", "memory": MEMORY, "states": STATES})
+    command = [sys.executable, "-I", "-c", BUILD]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the form {_short(pattern)} takes more than {SECONDS} s to build: make it simpler") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+        if said.startswith("invalid: "):
+            raise UserError(f"{_short(pattern)} is not a regular expression that can be used: {said[9:]}")
+        if said.startswith("large: "):
+            raise UserError(f"the form {_short(pattern)} has {said[7:]} states, at most {STATES} can be served")
+        raise UserError(f"the form {_short(pattern)} takes more than {MEMORY >> 30} GiB to build: make it simpler")
+    start, finals, pairs = json.loads(done.stdout)
+    moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
+    return start, [state for state in moves if _ends(moves, state, finals)], moves
+
+
+def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]) -> bool:
+    """Whether the mark leads from a state to a final one."""
+    for byte in MARK.encode():
+        state = moves.get(state, {}).get(byte) if state is not None else None
+    return state in finals
+
+
+def library() -> Any:
+    """The module `outlines_core`.
+
+    Raises:
+        UserError: it is not there.
+    """
+    try:
+        import outlines_core
+    except ImportError:
+        raise UserError(
+            "guides on the answer's form need outlines-core: pip install 'dllm-sampler[constraints]'"
+        ) from None
+    return outlines_core
+
+
+def _short(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")
+
+
+def _lifted(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
+    """The same over tokens."""
+    names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
+    size = len(names)
+    end, dead = size, size + 1
+    step = torch.full((size + 2, 257), dead)  # 256: no byte
+    step[:, 256] = torch.arange(size + 2)
+    step[end] = end
+    for state, there in moves.items():
+        known = [(byte, names[to]) for byte, to in there.items() if to in names]
+        if known:
+            byte, to = torch.tensor(known).T
+            step[names[state], byte] = to
+    accepts = torch.zeros(size + 2, dtype=torch.bool)
+    accepts[[names[state] for state in finals if state in names] + [end]] = True
+    kinds, classes = _kinds(step, key)
+    kinds[:, classes[key.eos_id]] = torch.where(accepts, end, dead)
+    used, classes = classes.unique(return_inverse=True)
+    kinds = kinds[:, used]  # a kind without a token would be a way that nothing can go
+    moved, accepts, first = _minimal(kinds, accepts, names[start])
+    columns, again = moved.T.unique(dim=0, return_inverse=True)
+    if len(moved) * len(columns) > ENTRIES:
+        raise UserError(
+            f"the form {_short(key.pattern)} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
+            f" is at most {ENTRIES}"
+        )
+    return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))
+
+
+def _shortest(moves: Tensor, accepts: Tensor, start: int) -> int:
+    """Fewest moves to an accepting state; -1: none leads there."""
+    reached = torch.zeros(len(moves), dtype=torch.bool)
+    reached[start] = True
+    for count in range(len(moves) + 1):
+        if bool((reached & accepts).any()):
+            return count
+        reached = reached.index_fill(0, moves[reached].unique(), True)
+    return -1
+
+
+def _kinds(step: Tensor, key: _Key) -> tuple[Tensor, Tensor]:
+    """`[S, C]` where each kind of token leads, and `[V]` the kind of each; end token and mask have their own.
+
+    The end token's column is the last one, and empty.
+    """
+    dead = len(step) - 1
+    texts = sorted({*key.tokens, b""})
+    number = {text: at for at, text in enumerate(texts)}
+    table: list[Tensor] = []
+    seen: dict[bytes, int] = {}
+    of_text = []
+    # Sorted texts share beginnings: the states after each are kept on a stack.
+    stack: list[tuple[bytes, Tensor]] = [(b"", torch.arange(len(step)))]
+    for text in texts:
+        while not text.startswith(stack[-1][0]):
+            stack.pop()
+        while len(stack[-1][0]) < len(text):
+            before, states = stack[-1]
+            stack.append((text[: len(before) + 1], step[states, text[len(before)]]))
+        column = stack[-1][1]
+        name = column.numpy().tobytes()
+        if name not in seen:
+            seen[name] = len(table)
+            table.append(column)
+        of_text.append(seen[name])
+    classes = torch.full((key.vocab,), of_text[number[b""]])  # ids without a token, too, add nothing
+    for token, text in enumerate(key.tokens[: key.vocab]):
+        classes[token] = of_text[number[text]]
+    classes[key.mask_id], classes[key.eos_id] = len(table), len(table) + 1
+    never = torch.full((len(step),), dead)
+    return torch.stack([*table, never, never], 1), classes
+
+
+def _minimal(moves: Tensor, accepts: Tensor, start: int) -> tuple[Tensor, Tensor, int]:
+    """The automaton with as few states as can be; a state from which none accepts is the last one."""
+    alive = accepts.clone()
+    while True:
+        more = alive | alive[moves].any(1)
+        if bool((more == alive).all()):
+            break
+        alive = more
+    group = (accepts.long() + alive.long()).unique(return_inverse=True)[1]
+    while True:
+        found = torch.cat([group[:, None], group[moves]], 1).unique(dim=0, return_inverse=True)[1]
+        if int(found.max()) == int(group.max()):
+            break
+        group = found
+    # The dead state's group becomes the last one.
+    count, dead = int(group.max()) + 1, int(group[-1])
+    place = torch.arange(count)
+    place[dead], place[count - 1] = count - 1, dead
+    group = place[group]
+    first = torch.zeros(count, dtype=torch.long).scatter_(0, group, torch.arange(len(group)))
+    return group[moves[first]], accepts[first], int(group[start])

@@ -1,0 +1,169 @@
+"""Guides on the form of an answer: a regular expression, a list of choices, a JSON schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Context, Guide
+from dllm_sampler.core.spec import learned
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms import automaton
+from dllm_sampler.guides.forms.automaton import Automaton
+from dllm_sampler.guides.forms.choice import restricted
+from dllm_sampler.guides.forms.tokens import token_bytes
+
+
+@dataclass(frozen=True)
+class Form(Guide):
+    """Answers of a regular language, whatever the scheduler commits together.
+
+    The candidates of a step are tokens of one string that has the form, given what stands already: the best such
+    string, or under a temperature an exact draw among all of them (positions that a step does not ask about count as
+    uniform). Every part of it that a scheduler commits can be completed, so an answer that comes to its end has the
+    form. Behind an end token anything may stand. Confidence stays the model's own.
+
+    Source: forward filtering and backward sampling of hidden Markov models, over the token automaton of constrained
+    decoding (arXiv 2307.09702). The expression is compiled by outlines-core; tokens are taken as bytes.
+    """
+
+    joint: ClassVar[bool] = True
+
+    automaton: Automaton | None = field(init=False, default=None, repr=False, compare=False)
+    mask_id: int = field(init=False, default=-1, repr=False, compare=False)
+    drawn: bool = field(init=False, default=False, repr=False, compare=False)
+
+    def expression(self) -> str:
+        """The regular expression of the whole answer."""
+        raise NotImplementedError
+
+    def bind(self, context: Context) -> Self:
+        """Build the automaton over the model's tokens.
+
+        Raises:
+            UserError: it cannot be built, or the model has no tokenizer or no mask.
+        """
+        spec, name = context.spec, f"guide={type(self).__name__}"
+        if context.tokenizer is None:
+            raise UserError(f"{name} needs to know what tokens stand for, and this checkpoint has no tokenizer")
+        if spec.mask_id is None:
+            raise UserError(f"{name} is for models with a mask token, and this one's noise are random tokens")
+        tokens = token_bytes(context.tokenizer)
+        found = automaton.build(self.expression(), tokens, spec.vocab_size, spec.eos_id, spec.mask_id)
+        if found.shortest < 0:
+            raise UserError(f"{name}: no text of this model's tokens has that form")
+        return learned(self, automaton=found.to(spec.device), mask_id=spec.mask_id, drawn=context.draws)
+
+    def check_length(self, new_tokens: int) -> None:
+        """See `Guide.check_length`."""
+        assert self.automaton is not None
+        least = self.automaton.shortest
+        if new_tokens < least:
+            raise UserError(
+                f"guide={type(self).__name__}: the shortest answer of that form has {least} tokens, and max_new_tokens"
+                f" is {new_tokens}"
+            )
+
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.__call__`."""
+        assert self.automaton is not None
+        return restricted(self.automaton, logits, canvas, answers, self.mask_id, self.drawn)
+
+
+@dataclass(frozen=True)
+class Regex(Form):
+    """Answers that match a regular expression as a whole (Rust's syntax, without look-around and back references).
+
+    Args:
+        pattern: the expression; `(?s).*` allows everything.
+    """
+
+    pattern: str = "(?s).*"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not self.pattern:
+            raise UserError(f"guide.pattern must be a regular expression, not {self.pattern!r}")
+
+    def expression(self) -> str:
+        """See `Form.expression`."""
+        return self.pattern
+
+
+@dataclass(frozen=True)
+class Choices(Form):
+    """Answers out of a list.
+
+    Args:
+        choices: the texts.
+    """
+
+    choices: tuple[str, ...] = ("yes", "no")
+
+    def __post_init__(self) -> None:
+        given = self.choices
+        if isinstance(given, str) or not given or not all(isinstance(one, str) and one for one in given):
+            raise UserError(f"guide.choices must be a list of texts, none of them empty, not {given!r}")
+        vars(self)["choices"] = tuple(given)
+
+    def expression(self) -> str:
+        """See `Form.expression`."""
+        return "|".join(map(re.escape, self.choices))
+
+
+@dataclass(frozen=True)
+class JsonSchema(Form):
+    """JSON documents that a schema accepts, as far as outlines-core makes a regular expression of it.
+
+    Properties come in the schema's order. References that lead back to themselves are followed `depth` times.
+
+    Args:
+        schema: a file, the schema as JSON, or a mapping.
+        whitespace: what may stand between the signs of a document, as a regular expression.
+        depth: of recursion.
+    """
+
+    schema: str | Mapping[str, Any] = "{}"
+    whitespace: str = "[ ]?"
+    depth: int = 3
+
+    def __post_init__(self) -> None:
+        check_count("guide.depth", self.depth, 0)
+        given = self.schema
+        if not isinstance(given, str):
+            text = json.dumps(_plain(given))
+        elif given.lstrip().startswith(("{", "true", "false")):
+            text = given
+        else:
+            try:
+                text = Path(given).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"guide.schema={given} is no JSON, and no file that can be read: {error}") from None
+        try:
+            json.loads(text)
+        except ValueError as error:
+            raise UserError(f"guide.schema is not JSON: {error}") from None
+        vars(self)["schema"] = text
+
+    def expression(self) -> str:
+        """See `Form.expression`."""
+        json_schema = automaton.library().json_schema
+        try:
+            return json_schema.build_regex_from_schema(str(self.schema), self.whitespace, self.depth)
+        except Exception as error:  # the library has no type of its own
+            raise UserError(f"guide.schema cannot be made a regular expression: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of a configuration as JSON knows them."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

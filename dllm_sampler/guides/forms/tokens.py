@@ -1,0 +1,58 @@
+"""Which bytes each token adds to a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from dllm_sampler.errors import UserError
+
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """The bytes of each token id; none for special tokens, which a text leaves out.
+
+    Raises:
+        UserError: its texts are not the bytes of its tokens, one after the other.
+    """
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError("a guide on the answer's form needs a fast tokenizer (tokenizer.json), and this one is slow")
+    decoders = _steps(json.loads(backend.to_str())["decoder"])
+    kinds = {step["type"] for step in decoders}
+    replaced = [(step["pattern"].get("String"), step["content"]) for step in decoders if step["type"] == "Replace"]
+    known = {"ByteLevel", "Replace", "ByteFallback", "Fuse"}
+    if not decoders or kinds - known or any(old is None for old, _ in replaced):
+        kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "none: spaces stand between tokens")
+        raise UserError(
+            f"a guide on the answer's form cannot serve this tokenizer: its decoder ({kind}) does not join tokens by"
+            " their bytes"
+        )
+    table = {sign: byte for byte, sign in bytes_to_unicode().items()}
+    added = {int(index): token for index, token in tokenizer.added_tokens_decoder.items()}
+    special = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
+    found = [b""] * len(tokenizer)
+    for text, index in tokenizer.get_vocab().items():
+        if index in special or index >= len(found):
+            continue
+        byte = BYTE.fullmatch(text) if "ByteFallback" in kinds else None
+        if byte:
+            found[index] = bytes([int(byte[1], 16)])
+        elif "ByteLevel" in kinds and index not in added:
+            found[index] = bytes(table[sign] for sign in text)
+        else:
+            for old, new in replaced:
+                text = text.replace(old, new)
+            found[index] = text.encode()
+    return found
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return [one for step in decoder["decoders"] for one in _steps(step)] if decoder["type"] == "Sequence" else [decoder]

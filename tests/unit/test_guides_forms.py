@@ -1,0 +1,300 @@
+"""Answers of a form: against every string there is, and against models that want something else."""
+
+import itertools
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from dllm_sampler import Sampler, UserError, config
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.engine.readout import Rule, read
+from dllm_sampler.guides import Choices, JsonSchema, Regex, Temperature
+from dllm_sampler.guides.forms import automaton
+from dllm_sampler.guides.forms.regular import Form
+from dllm_sampler.guides.forms.tokens import token_bytes
+from tests import toys
+
+TOKENS = [b"a", b"b", b"ab", b"c", b"", b"", b""]  # a special token, the end, the mask
+END, MASK, VOCAB, LENGTH = 5, 6, 7, 4
+PATTERNS = ["(ab|c)*", "a?b{2}c?", "(a|b|c){3,}", "abab|cc"]
+
+
+@pytest.fixture(autouse=True)
+def cached(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def built(pattern: str) -> automaton.Automaton:
+    return automaton.build(pattern, TOKENS, VOCAB, END, MASK)
+
+
+def strings(pattern: str) -> list[tuple[int, ...]]:
+    """Every string of tokens whose text up to an end token matches."""
+    found = []
+    for tokens in itertools.product(range(MASK), repeat=LENGTH):
+        text = b"".join(TOKENS[token] for token in tokens[: tokens.index(END) if END in tokens else None])
+        if re.fullmatch(pattern, text.decode()):
+            found.append(tokens)
+    return found
+
+
+def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
+    """`[B, K, Q]` tokens that the guide makes a step choose from logits `[R, V]`."""
+    guide = Regex(pattern)
+    vars(guide).update(automaton=built(pattern), mask_id=MASK, drawn=draws)
+    spec = replace(toys.denoiser().spec, vocab_size=VOCAB, mask_id=MASK, eos_id=END)
+    rule = Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())
+    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule).token
+
+
+def laid_out(free: Sequence[Sequence[bool]], tokens: Sequence[Sequence[int]]) -> Canvas:
+    canvas = toys.canvas(torch.tensor(free))
+    ids = torch.cat([torch.tensor(tokens), canvas.ids[:, -1:]], 1)
+    return replace(canvas, ids=torch.where(canvas.masked, MASK, ids), row_seed=torch.arange(len(tokens)))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_best_string(pattern: str) -> None:
+    """Whatever stands already; some masks are not asked about, and count for nothing."""
+    generator = torch.Generator().manual_seed(1)
+    legal = strings(pattern)
+    for witness in legal[:: max(1, len(legal) // 12)]:
+        free = [bool(one) for one in torch.rand(LENGTH, generator=generator) < 0.7]
+        if not any(free):
+            continue
+        asked = [at for at in range(LENGTH) if free[at] and (at % 3 or sum(free) == 1)] or [free.index(True)]
+        canvas, logits = laid_out([free], [witness]), torch.randn(len(asked), VOCAB, generator=generator).double()
+        query = Query.at(canvas, torch.tensor([asked]))
+        found = chosen(pattern, logits, canvas, query)[0, 0].tolist()
+        fitting = [one for one in legal if all(free[at] or one[at] == witness[at] for at in range(LENGTH))]
+        best = max(fitting, key=lambda one: sum(float(logits[i, one[at]]) for i, at in enumerate(asked)))
+        assert found == [best[at] for at in asked]
+
+
+def test_several_hypotheses_and_rows_of_their_own_lengths() -> None:
+    """A string for each candidate; a row that ends early asks nothing of what lies behind its end."""
+    canvas = laid_out([[True] * LENGTH] * 2, [[0] * LENGTH] * 2)
+    canvas = replace(
+        canvas, end=torch.tensor([4, 3]), masked=canvas.masked & (torch.arange(5) < torch.tensor([[4], [3]]))
+    )
+    columns = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]])
+    query = Query.at(canvas, columns)
+    ids = torch.tensor([[[MASK] * 4, [3, MASK, MASK, MASK]], [[MASK] * 4, [0, MASK, MASK, MASK]]])
+    query = replace(query, ids=ids)
+    logits = torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(2)).double()
+    found = chosen("(ab|c)*", logits, canvas, query)
+    scores = logits.view(2, 2, 4, VOCAB)
+    for row, size in enumerate((4, 3)):
+        for candidate, first in enumerate((None, (3, 0)[row])):
+            fitting = [
+                one[:size]
+                for one in strings("(ab|c)*")
+                if (first is None or one[0] == first) and (size == 4 or one[3] == 4)  # an empty token behind it
+            ]
+            free = range(0 if first is None else 1, size)
+            best = max(fitting, key=lambda one: sum(float(scores[row, candidate, at, one[at]]) for at in free))
+            assert [int(found[row, candidate, at]) for at in free] == [best[at] for at in free]
+
+
+@pytest.mark.parametrize("asked", [[0, 1, 2, 3], [1, 2]])
+def test_draws_have_the_law_of_the_model_given_the_form(asked: list[int]) -> None:
+    """Positions that are not asked about are uniform."""
+    pattern, rows = "a?b{2}c?", 6000
+    logits = torch.randn(len(asked), VOCAB, generator=torch.Generator().manual_seed(3)).double()
+    canvas = laid_out([[True] * LENGTH] * rows, [[0] * LENGTH] * rows)
+    query = Query.at(canvas, torch.tensor([asked]).expand(rows, -1))
+    found = chosen(pattern, logits.repeat(rows, 1), canvas, query, draws=True)[:, 0]
+    law: Counter[tuple[int, ...]] = Counter()
+    for one in strings(pattern):
+        weight = sum(float(logits[i, one[at]]) for i, at in enumerate(asked))
+        law[tuple(one[at] for at in asked)] += torch.tensor(weight).exp().item()  # type: ignore[assignment]
+    total, counts = sum(law.values()), Counter(map(tuple, found.tolist()))
+    assert set(counts) <= set(law)
+    likely = [one for one in law if law[one] / total * rows >= 5]
+    rest = rows - sum(counts[one] for one in likely)
+    expected = [law[one] / total * rows for one in likely]
+    seen = [counts[one] for one in likely]
+    if rows - sum(expected) > 1:
+        seen, expected = [*seen, rest], [*expected, rows - sum(expected)]
+    distance = sum((one - other) ** 2 / other for one, other in zip(seen, expected, strict=True))
+    freedom = torch.tensor((len(seen) - 1) / 2)
+    assert torch.special.gammaincc(freedom, torch.tensor(distance / 2)) > 1e-3  # chi-square
+
+
+@pytest.mark.parametrize("guide", [None, {"name": "temperature", "value": 1.0}])
+@pytest.mark.parametrize("scheduler", ["threshold", "editing", "wino", "freedave"])
+def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any) -> None:
+    guides = [] if guide is None else [guide]
+    plain = toys.sampler(scheduler=scheduler, guide=guides).generate(toys.PROMPTS, max_new_tokens=14)
+    found = toys.sampler(scheduler=scheduler, guide=[{"name": "regex"}, *guides]).generate(
+        toys.PROMPTS, max_new_tokens=14
+    )
+    for name in ("ids", "step_map", "logprob", "nfe", "rows"):
+        assert torch.equal(getattr(found.trace, name), getattr(plain.trace, name)), name
+
+
+NAMES = "(Ada|Ben|Cal|Dan)"
+
+
+@pytest.mark.parametrize("scheduler", config.names("scheduler"))
+def test_valid_against_the_models_will(scheduler: str) -> None:
+    """The prompt has none of the names that the form demands."""
+    settings: dict[str, Any] = {"apd": {"verifier": toys.verifier(vocab=177)}, "learn2pd": {"length": 32}}.get(
+        scheduler, {}
+    )
+    blocks = {"name": "fixed", "length": settings.pop("length", 8)}
+    pattern = f"{NAMES}(, {NAMES}){{3}}"
+    options: dict[str, Any] = {"guide": {"name": "regex", "pattern": pattern}, "blocks": blocks, "device": "cpu"}
+    try:
+        sampler = Sampler.from_pretrained("mini", scheduler={"name": scheduler, **settings}, **options)
+    except UserError as error:
+        if scheduler in ("apd", "credit", "entropy_renoise") and "vouches" in str(error):
+            return
+        raise
+    found = sampler.generate(["shuffle: Eve, Tom, Zoe, Amy", "copy: Max", "sort: Kim, Leo"], max_new_tokens=16)
+    assert found.texts is not None and bool(found.complete.all())
+    assert all(re.fullmatch(pattern, text) for text in found.texts), found.texts
+
+
+def test_json() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "Ada": {"type": "integer"},
+            "Ben": {"enum": ["red", "blue"]},
+            "Cal": {"type": "object", "properties": {"Dan": {"type": "boolean"}}},
+            "Eve": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+        },
+        "required": ["Ada", "Ben"],
+        "additionalProperties": False,
+    }
+    sampler = Sampler.from_pretrained(
+        "mini", device="cpu", guide={"name": "json_schema", "schema": schema}, scheduler={"name": "fixed", "steps": 4}
+    )
+    found = sampler.generate(["copy: Max", "json: Leo, red"], max_new_tokens=32, block_length=32)
+    assert found.texts is not None
+    for text in found.texts:
+        value = json.loads(text)
+        assert isinstance(value["Ada"], int) and value["Ben"] in ("red", "blue")
+        assert set(value) <= set(schema["properties"])  # type: ignore[arg-type]
+
+
+def byte_level(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, pieces of letters among them, and some words."""
+    signs = bytes_to_unicode()
+    pieces = ["".join(signs[byte] for byte in word.encode()) for word in words]
+    vocab = {piece: at for at, piece in enumerate(dict.fromkeys([*signs.values(), *pieces]))}
+    made = Tokenizer(BPE(vocab=vocab, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", mask_token="<mask>")
+
+
+def test_tokens_that_are_pieces_of_a_letter() -> None:
+    tokenizer = byte_level(["é", "日本", " a"])
+    tokens = token_bytes(tokenizer)
+    assert {"é".encode(), "日本".encode(), b" a", b"\xc3", b"\xa9"} <= set(tokens)
+    mask, end = int(str(tokenizer.mask_token_id)), int(str(tokenizer.eos_token_id))
+    assert tokens[mask] == tokens[end] == b""
+    found = automaton.build("[éà]{2}", tokens, len(tokens), end, mask)
+    at = tokens.index
+    assert found.accepted([at("é".encode()), at(b"\xc3"), at(b"\xa0")])
+    assert not found.accepted([at("é".encode()), at(b"\xc3")]) and not found.accepted([at(b"\xa9"), at(b"\xc3")])
+    assert found.shortest == 2
+
+
+def test_tokenizers_that_join_otherwise_are_refused() -> None:
+    made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(UserError, match="spaces stand between tokens"):
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=made))
+    made.decoder = decoders.Metaspace()
+    with pytest.raises(UserError, match=r"its decoder \(Metaspace\) does not join tokens by their bytes"):
+        token_bytes(PreTrainedTokenizerFast(tokenizer_object=made))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("(a", "is not a regular expression that can be used"),
+        ("a(?=b)", "is not a regular expression that can be used"),
+        ("(a|b)*a(a|b){40}", "make it simpler"),
+        ("(a|b)*a(a|b){13}", r"has \d+ states, at most 5000"),
+        ("a" * 100_001, "100001 bytes as a regular expression, at most 100000"),
+    ],
+)
+def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automaton, "SECONDS", 2)
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=said):
+        built(pattern)
+    assert time.monotonic() - begun < 10
+
+
+def test_what_cannot_be_met_is_said_at_the_start() -> None:
+    sampler = toys.sampler(guide={"name": "choices", "choices": ["abcabc-xy", "cd-x-cd"]})
+    with pytest.raises(UserError, match="the shortest answer of that form has 5 tokens, and max_new_tokens is 4"):
+        sampler.generate([1], max_new_tokens=4)
+    answers = list(sampler.generate_many([[1], [2]], max_new_tokens=[5, 4], on_error="yield", order="given"))
+    assert [answer.finish_reason == "refused" for answer in answers] == [False, True]
+    with pytest.raises(UserError, match="no text of this model's tokens has that form"):
+        toys.sampler(guide=Choices(("Zoe",)))
+    assert toys.sampler(guide=Regex("^abc$")).generate([1], max_new_tokens=4).texts == ["abc"]
+    with pytest.raises(UserError, match="this checkpoint has no tokenizer"):
+        toys.sampler(guide=Regex("a"), tokenizer=None)
+    with pytest.raises(UserError, match="both say what form an answer has"):
+        toys.sampler(guide=[Regex("a"), Choices(("b",))])
+    with pytest.raises(UserError, match="Prophet fills in tokens by itself"):
+        toys.sampler(guide="regex", stop="prophet")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Choices(()), "guide.choices must be a list of texts"),
+        (lambda: Choices("yes"), "guide.choices must be a list of texts"),  # type: ignore[arg-type]
+        (lambda: Regex(""), "guide.pattern must be a regular expression"),
+        (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
+        (lambda: JsonSchema("{"), "guide.schema is not JSON"),
+        (lambda: JsonSchema('{"type": "what"}').expression(), "cannot be made a regular expression"),
+    ],
+)
+def test_wrong_settings(make: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make()
+
+
+def test_a_schema_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "boolean"}')
+    assert JsonSchema(str(file)) == JsonSchema({"type": "boolean"}) == JsonSchema('{"type": "boolean"}')
+
+
+def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And read from disk by the next process, unless the file is damaged."""
+    first = built("(a|b)+c")
+    automaton._built.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(automaton, "_bytes", None)
+        again = built("(a|b)+c")
+    for name in automaton.TENSORS:
+        assert torch.equal(getattr(again, name), getattr(first, name))
+    assert (again.start, again.shortest) == (first.start, first.shortest) and isinstance(Regex("a"), Form)
+    automaton._built.cache_clear()
+    for file in (Path(str(__import__("os").environ["XDG_CACHE_HOME"])) / "dllm_sampler" / "forms").glob(
+        "*.safetensors"
+    ):
+        file.write_bytes(b"torn")
+    assert built("(a|b)+c").shortest == first.shortest
