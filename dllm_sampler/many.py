@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,14 +42,17 @@ def answers(
     check_count("batch_size", places)
     check_count("samples", samples)
     check_count("max_length", max_length, optional=True)
-    if isinstance(new_tokens, Sequence):
+    new_tokens, seed = _numbers("max_new_tokens", new_tokens), _numbers("seed", seed)
+    if isinstance(new_tokens, int):
+        texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
+    else:
         for number, one in enumerate(new_tokens, 1):
             texts.check_new_tokens(one, sampler.denoiser.spec, f"max_new_tokens of prompt {number}")
-    else:
-        texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
-    for one in seed if isinstance(seed, Sequence) else [seed]:
-        if not isinstance(one, int) or isinstance(one, bool) or abs(one) >= 2**62:
-            raise UserError(f"seed must be a whole number of 62 bits, or a list of them, not {one!r}")
+    for one in [seed] if isinstance(seed, int) else seed:
+        if abs(one) >= 2**62:
+            raise UserError(f"seed must be a whole number of 62 bits, not {one!r}")
+    if progress is not None and not callable(progress):
+        raise UserError(f"progress must be a function, not {progress!r}")
     if max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
         raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
     for name, value, choices in (
@@ -62,9 +66,9 @@ def answers(
     if isinstance(prompts, Sized) and (wrong := uneven(new_tokens, seed, len(prompts), samples)):
         raise wrong
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
-    ranks = Ranks.of(sampler.denoiser) if batching == "in_flight" else Ranks()
-    if why is not None and ranks.mesh is not None:
-        raise alone(why)
+    ranks = Ranks.of(sampler.denoiser)
+    if ranks.mesh is not None and (why is not None or batching == "static"):
+        raise alone(why or "batching is static")
     if why is not None:
         warn(f"prompts are answered batch by batch: {why}")
     found = texts.stop_strings(stops, sampler.tokenizer)
@@ -72,18 +76,28 @@ def answers(
         sampler, plugins, iter(prompts), places, new_tokens, seed, found, samples, max_length, on_error, progress,
         ranks=ranks,
     )  # fmt: skip
-    if stream.group > places:
+    flies = batching == "in_flight" and why is None
+    if flies and stream.group > places:
         raise UserError(
             f"batch_size={places} is less than samples={samples}, and this cache computes a prompt once for all of its"
             " answers, which so begin together: raise batch_size"
         )
-    if batching == "static" or why is not None:
-        made = stream.in_batches()
-    else:
-        if isinstance(prompts, Sequence) and max_length is None:
-            stream.fit(prompts)
-        made = stream.in_flight()
+    if flies and isinstance(prompts, list | tuple) and max_length is None:
+        stream.fit(prompts)
+    made = stream.in_flight() if flies else stream.in_batches()
     return in_order(made, samples) if order == "given" else made
+
+
+def _numbers(name: str, given: Any) -> int | list[int]:
+    """A whole number, or a list of them; numpy's and those of a tensor too."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    several = isinstance(values, list | tuple | range)
+    try:
+        if any(isinstance(one, bool) for one in (values if several else [values])):
+            raise TypeError
+        return [operator.index(one) for one in values] if several else operator.index(values)
+    except TypeError:
+        raise UserError(f"{name} must be a whole number, or a list of whole numbers, not {given!r}") from None
 
 
 def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:

@@ -215,7 +215,8 @@ class Sampler:
         number of them; each must take its answers to the end.
 
         Args:
-            prompts: any iterable, also a generator; it is read as places become free.
+            prompts: any iterable. A list is looked through at first, so that places fit its longest prompt; a
+                generator is read as places become free.
             max_new_tokens: of each answer: one number for all, or a list with one per prompt.
             block_length, stop_strings: as in `generate`.
             seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ from dllm_sampler.result import Answer, Commits
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
 
+FAILED = 2  # of a rank whose rows cannot join
 STEP = 64  # columns by which the capacity of a place grows
 
 
@@ -52,6 +54,7 @@ class Stream:
     ranks: Ranks = field(default_factory=Ranks)
     forwards: int = 0
     begun: int = 0  # tokens of all answers that were begun
+    left: int = 0  # masks of answers that ended with some
     refused: deque[Answer] = field(default_factory=deque)
     failure: Exception | None = None  # of a prompt, or of what prompts come from; raised behind the answers in flight
     flight: Flight | None = None
@@ -74,11 +77,10 @@ class Stream:
         known: list[Any] = []
         for index, prompt in enumerate(prompts):
             number = self.new_tokens if isinstance(self.new_tokens, int) else self.new_tokens[index]
-            try:
+            with suppress(UserError):  # refused when its turn comes
+                self._check(number)
                 prompt = self._ids(prompt, number)
                 self.capacity = max(self.capacity, len(prompt) + number)
-            except UserError:
-                pass  # refused when its turn comes
             known.append(prompt)
         self.prompts = iter(known)
 
@@ -91,13 +93,18 @@ class Stream:
                 while self.refused:
                     yield self.refused.popleft()
                 flying = self.flight is not None and len(self.flight.free) < self.places
-                if not self.ranks.any(flying or (not late and (self._next() is not None or bool(self.refused)))):
+                busy = flying or (not late and (self._next() is not None or bool(self.refused)))
+                status = self.ranks.most(FAILED if late and self.ranks.mesh is not None else int(busy))
+                if status == FAILED:
+                    raise alone("a plug-in keeps a state of which no row can be given to the next prompt")
+                if not status:
                     break
                 if not flying and self.ranks.mesh is None:
                     continue
                 self.flight = self.flight or self._flight()
                 ended = self.flight.step()  # an empty one, where only other ranks have rows
                 if self.progress is not None:
+                    self.left += 0 if ended is None else int(ended.canvas.masked.sum())
                     self._tell(self.flight.masks())
                 if ended is not None:
                     yield from self._answers(ended)
@@ -153,8 +160,6 @@ class Stream:
             try:
                 self.flight.admit(rows, self.group)
             except Unfit as error:
-                if self.ranks.mesh is not None:
-                    raise alone(str(error)) from None
                 warn(f"prompts are answered batch by batch: {error}")
                 return rows
             self.begun += sum(row.new_tokens for row in rows)
@@ -180,6 +185,7 @@ class Stream:
                 return None
             number = given if isinstance(given, int) else given[index]
             try:
+                self._check(number)
                 ids = self._ids(prompt, number)
             except UserError as error:
                 if self.on_error == "raise":
@@ -195,6 +201,12 @@ class Stream:
                 self.waiting.append(Row(ids, number, seed, bound, (index, sample)))
         return self.waiting[0]
 
+    def _check(self, new_tokens: int) -> None:
+        """Refuse a length of which the plug-ins cannot make an answer."""
+        self.plugins.blocks.lookahead(new_tokens)
+        for guide in self.plugins.guides:
+            guide.check_length(new_tokens)
+
     def _ids(self, prompt: Any, new_tokens: int) -> list[int]:
         spec = self.sampler.denoiser.spec
         if isinstance(prompt, int | Mapping):
@@ -202,8 +214,6 @@ class Stream:
                 f"prompt {self.read} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
                 " one as well"
             )
-        for guide in self.plugins.guides:
-            guide.check_length(new_tokens)
         (ids,) = texts.encode([prompt], self.sampler.tokenizer, spec, new_tokens, self.read)
         if self.max_length is not None and len(ids) + new_tokens > self.max_length:
             raise UserError(
@@ -215,7 +225,7 @@ class Stream:
     def _flight(self) -> Flight:
         sampler, plugins = self.sampler, self.plugins
         engine, spec, length = sampler.engine(plugins), sampler.denoiser.spec, self.capacity
-        lengths = [self.new_tokens] if isinstance(self.new_tokens, int) else self.new_tokens
+        lengths = self._lengths()
 
         def lay_out(rows: Sequence[Row]) -> Canvas:
             ids, seeds, own = [row.prompt for row in rows], [row.seed for row in rows], [row.new_tokens for row in rows]
@@ -224,6 +234,15 @@ class Stream:
 
         watch = partial(self.reader.stop, engine) if self.stops else None
         return Flight(engine, lay_out, self.places, watch)
+
+    def _lengths(self) -> list[int]:
+        """The lengths of answers that may come; those that are refused do not."""
+        found = []
+        for number in {self.new_tokens} if isinstance(self.new_tokens, int) else {*self.new_tokens}:
+            with suppress(UserError):
+                self._check(number)
+                found.append(number)
+        return found
 
     def _answers(self, ended: Ended) -> Iterator[Answer]:
         result = self.reader.result(ended.canvas, ended.recorder)
@@ -241,6 +260,7 @@ class Stream:
                 for last in commits:
                     self._tell(int(last.masked.sum()))
                 assert last is not None and last.result is not None
+                self.left += int(last.masked.sum())
             except NotFiniteError as error:
                 bad = {at - 1 for at in error.rows}
                 for at in sorted(bad):
@@ -256,7 +276,7 @@ class Stream:
         """Report progress after a forward that left so many `masks`."""
         self.forwards += 1
         if self.progress is not None:
-            self.progress(self.forwards, self.begun - masks, self.begun)
+            self.progress(self.forwards, self.begun - self.left - masks, self.begun)
 
 
 def alone(why: str) -> UserError:
@@ -276,6 +296,7 @@ def uneven(
         ("seed", seed, "answer", prompts * samples),
     ):
         if not isinstance(given, int) and (len(given) < wanted or (len(given) > wanted and not more)):
-            there = f"and there is a prompt {prompts}" if more else f"and there are {prompts} prompts"
-            return UserError(f"{name} has {len(given)} numbers, {there}: give one for each {each}, or one for all")
+            there = f"and there is {each} {wanted}" if more else f"and there are {wanted} {each}s"
+            numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
+            return UserError(f"{name} has {numbers}, {there}: give one for each {each}, or one for all")
     return None

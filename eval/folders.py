@@ -31,7 +31,7 @@ ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock
 class RunFolder:
     """What a run has done so far.
 
-    A process appends whole batches to a part of its own; when the last sample is there the parts become
+    A process appends samples as they are done to a part of its own; when the last sample is there the parts become
     `samples.jsonl`, in order, at once. A line that was cut in the middle is no line.
     """
 

@@ -153,7 +153,9 @@ class Runner:
                     bad = bad or NotFiniteError(one.answer.nfe, [one.sample.index + 1])
                 elif one.sample.index not in done:
                     ready.append(one)
-            fewest = self._oracle(ready) if self.job.options.oracle and ready else [None] * len(ready)
+            if not ready:
+                continue
+            fewest = self._oracle(ready) if self.job.options.oracle else [None] * len(ready)
             yield [self._record(one, least) for one, least in zip(ready, fewest, strict=True)]
         if bad is not None:
             raise bad
@@ -183,7 +185,8 @@ class Runner:
                     yield ready
                     ready = []
                 begun = time.perf_counter()
-        yield ready
+        if ready:
+            yield ready
 
     def _batch(self, batch: Sequence[Sample]) -> list[Answered]:
         """One batch."""
@@ -196,19 +199,25 @@ class Runner:
 
     def _watched(self, batch: Sequence[Sample]) -> list[Answered]:
         """One batch whose scheduler takes tokens back, looked at after each step."""
-        begun, history, last = time.perf_counter(), History(), None
+        begun, found = time.perf_counter(), []
         _reset_peak(self.denoiser)
-        for commits in self.sampler.stream(self._prompts(batch), every=1, **self._settings(batch)):
-            history.note(commits.step, commits.step_map, commits.tokens)
-            last = commits.result
-        assert last is not None
-        times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
         reader, size = Reader(self.denoiser.spec, self.tokenizer, ()), self.job.max_new_tokens
-        rows = zip(batch, history.commits, history.revisions, strict=True)
-        return [
-            Answered(sample, reader.answer(last, row, row, new_tokens=size), made, lost, times)
-            for row, (sample, made, lost) in enumerate(rows)
-        ]
+        left = list(batch)
+        while left:
+            history, result, bad = History(), None, set()
+            try:
+                for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
+                    history.note(commits.step, commits.step_map, commits.tokens)
+                    result = commits.result
+            except NotFiniteError as error:  # these rows end, and the others are made again
+                result, bad = error.result, {row - 1 for row in error.rows}
+            for row in sorted(bad or range(len(left))):
+                answer = reader.answer(result, row, row, new_tokens=size, failed=row in bad)
+                made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
+                found.append((left[row], answer, made, lost))
+            left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []
+        times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
+        return [Answered(*one, times) for one in found]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
         prompts: list[Any] = [sample.prompt for sample in batch]

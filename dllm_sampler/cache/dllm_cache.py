@@ -135,10 +135,11 @@ class IntervalCache(BaseCache):
             stored = _rows(self.slots.values[index], answer)
             precise = torch.promote_types(values.dtype, torch.float32)
             now, then = values.flatten(2).to(precise), stored.flatten(2).to(precise)
-            likeness = F.cosine_similarity(now, then, dim=-1)
-            # Which of the rows that did not change is the least changed, rounding should not say; a cosine is so exact.
+            # As the cosine orders them, without its cancellation: 1 - cosine is half the square of this distance.
+            likeness = -(F.normalize(now, dim=-1) - F.normalize(then, dim=-1)).norm(dim=-1)
+            # Which of the rows that did not change is the least changed, rounding should not say.
             still = (now - then).norm(dim=-1) <= torch.finfo(precise).eps ** 0.5 * then.norm(dim=-1)
-            likeness = likeness.masked_fill(still, 2.0)
+            likeness = likeness.masked_fill(still, 1.0)
             likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
             # As published: the values of all rows are kept, the keys of the chosen ones only.
             _put(self.slots.values[index], answer, values)

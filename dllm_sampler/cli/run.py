@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO, cast
 
 import transformers
 from rich.console import Console
@@ -51,14 +51,14 @@ def run(arguments: Arguments) -> int:
     # every prompt is checked before the first answer is printed
     rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
     totals = Totals()
-    many = len(rows) > options.batch_size
+    many = len(rows) > options.batch_size  # there is progress to show
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
     quiet = options.stream or not many or not sys.stderr.isatty() or sys.stdout.isatty()
     bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
     with bar, Records(options.output, options.prompts_file) if options.output else nullcontext() as records:
-        if many and deer is None and not options.stream and options.batching == "in_flight":
-            flight = InFlight(given, rows, totals, records)
-            for _ in bar.track(flight.run(sampler, options), total=len(rows), description="denoising"):
+        if len(rows) > 1 and deer is None and not options.stream:
+            several = Several(given, rows, totals, records)
+            for _ in bar.track(several.run(sampler, options), total=len(rows), description="denoising"):
                 pass
             rows = []
         for first in bar.track(range(0, len(rows), options.batch_size), description="denoising"):
@@ -76,8 +76,8 @@ def run(arguments: Arguments) -> int:
 
 
 @dataclass
-class InFlight:
-    """Many prompts: one that ends gives its place to the next. Answers come out in the order of the prompts."""
+class Several:
+    """Several prompts. Answers come out in the order of the prompts; those that are early wait."""
 
     given: list[Prompt]
     rows: list[list[int]]
@@ -85,11 +85,10 @@ class InFlight:
     records: Records | None
 
     def run(self, sampler: Sampler, options: Options) -> Iterator[None]:
-        """Yields after each answer.
+        """Yields after each answer. Whatever ends it, answers that are done come out.
 
         Raises:
             NotFiniteError: the model returned NaN for a prompt; the others have been answered.
-            KeyboardInterrupt: after printing what was done.
         """
         answers = sampler.generate_many(
             self.rows,
@@ -98,35 +97,43 @@ class InFlight:
             block_length=options.block_length,
             seed=options.seed,
             stop_strings=_stop_strings(options),
+            batching=cast(Literal["in_flight", "static"], options.batching),
         )
         early: dict[int, tuple[Answer, float]] = {}
         following, bad, begun = 0, None, time.perf_counter()
         try:
             for answer in answers:
-                now = time.perf_counter()
-                early[answer.index] = answer, now - begun
+                early[answer.index] = answer, time.perf_counter() - begun
                 if answer.finish_reason == "not_finite":
                     bad = bad or NotFiniteError(answer.nfe, [answer.index + 1])
                 while following in early:
-                    self._done(*early.pop(following))
+                    self._done(*early[following])
+                    del early[following]
                     following += 1
                 yield
                 begun = time.perf_counter()
-        except KeyboardInterrupt:
+        except BaseException:
             for index in sorted(early):
-                self._done(*early.pop(index))
-            count = self.totals.samples
-            print(f"stopped: {count} of {len(self.rows)} prompts were answered", file=sys.stderr)
+                self._done(*early[index])
+            missing = [index + 1 for index in range(following, len(self.rows)) if index not in early]
+            if missing:
+                print(f"stopped: no answer to prompt {_listed(missing)}", file=sys.stderr)
             raise
         if bad is not None:
             raise bad
 
     def _done(self, answer: Answer, seconds: float) -> None:
         result = Result.stack([answer])
-        _answer(result)
         self.totals.add(result, seconds)
         if self.records:
             self.records.write(answer.index, [self.given[answer.index]], result, seconds)
+        if answer.finish_reason != "not_finite":  # that is no answer
+            _answer(result)
+
+
+def _listed(numbers: list[int]) -> str:
+    few = ", ".join(map(str, numbers[:8]))
+    return few if len(numbers) <= 8 else f"{few} and {len(numbers) - 8} more"
 
 
 def load(chosen: Settings) -> Sampler:

@@ -327,7 +327,7 @@ class Prefills(Protocol):
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
 
-        `template`: what this live copy was made from. Returns `[B]` positions computed, on account of each first row.
+        `template`: what this live copy was made from. Returns `[B]` positions computed, at each first row; or None.
         """
 
 

@@ -26,6 +26,7 @@ from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import Opaque, walk
 
+SHARED = (bool, int, float, str)  # leaves that hold for all rows
 PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away
 End = Literal["done", "max_steps", "not_finite"]
 
@@ -156,7 +157,9 @@ class Flight:
         forced = [place for place, end in ends.items() if end != "done"]
         if forced:
             at = torch.tensor(forced, device=state.canvas.ids.device)
-            state.canvas = replace(state.canvas, done=state.canvas.done.index_fill(0, at, True))
+            canvas = state.canvas
+            done, masked = canvas.done.index_fill(0, at, True), canvas.masked.index_fill(0, at, False)
+            state.canvas = replace(canvas, done=done, masked=masked)
             state.bad = state.bad.index_fill(0, at, 0)
             state.cache = walk(state.cache, partial(_cleaned, rows=at, places=len(self.rows)), "")
             self.engine.ask(state)
@@ -199,12 +202,12 @@ def join(state: Generation, fresh: Generation, places: Tensor) -> None:
         if isinstance(old, Slots) and isinstance(one, Slots):
             old.take(one, places)
         elif isinstance(old, Tensor) and isinstance(one, Tensor) and one.numel():
-            if old.dim() != one.dim() or (len(old), len(one)) != (len(state.canvas.ids), len(places)):
+            if old.dim() != one.dim() or not old.dim() or (len(old), len(one)) != (len(state.canvas.ids), len(places)):
                 raise Unfit(f"{path} is a tensor {[*old.shape]}")
             # A history that is empty at first has one column then, and as many as it needs later.
             return old.index_copy(0, places, one.to(old.dtype).expand(-1, *old.shape[1:]))
-        if type(old) in (int, float) and old != one and not path.startswith("canvas"):
-            raise Unfit(f"{path} is a number that changes with the forwards made")
+        if isinstance(old, SHARED) and type(old) is type(one) and old != one and not path.startswith("canvas"):
+            raise Unfit(f"{path} is {old!r} where it was {one!r} before the first forward")
         return old
 
     joined = {part: walk(getattr(state, part), visit, part) for part in PARTS}

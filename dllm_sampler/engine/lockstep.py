@@ -26,11 +26,11 @@ class Ranks:
         mesh = next((found for weight in weights if (found := getattr(weight, "device_mesh", None)) is not None), None)
         return Ranks(None if mesh is None or mesh.size() == 1 else mesh)
 
-    def any(self, busy: bool) -> bool:
-        """Whether some rank is `busy`; waits for all of them."""
+    def most(self, value: int) -> int:
+        """The largest `value` of any rank; waits for all of them."""
         if self.mesh is None:
-            return busy
-        found = torch.tensor(int(busy), device=self.mesh.device_type)
+            return value
+        found = torch.tensor(value, device=self.mesh.device_type)
         for dimension in range(self.mesh.ndim):
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, self.mesh.get_group(dimension))
-        return bool(found)
+        return int(found)

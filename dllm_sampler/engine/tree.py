@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
     if not isinstance(value, Recorder) and (not is_dataclass(value) or isinstance(value, type)):
         raise Opaque(path, value)
     twin = copy.copy(value)
-    for name, item in vars(value).items():
+    defaults = {one.name: getattr(value, one.name, None) for one in fields(value)} if is_dataclass(value) else {}
+    for name, item in {**defaults, **vars(value)}.items():
         object.__setattr__(twin, name, walk(item, visit, f"{path}.{name}"))
     return twin

@@ -119,7 +119,7 @@ class DistillTrainer(FineTuner):
         examples = self.examples("answers", self.answers)
         with bar("answering", len(examples)) as progress:
             advance = partial(progress.advance, progress.task_ids[0])
-            answers = self.answered(sampler, [prompt for _, prompt, _ in examples], each=advance)
+            answers = self.answered(sampler, [prompt for _, prompt, _ in examples], done=advance)
         for example, answer in zip(examples, answers, strict=True):
             if solved(*example, answer.text or "") if self.keep else answer.complete:
                 tokens = answer.tokens if self.tail else answer.tokens[: answer.length]

@@ -235,9 +235,14 @@ class FineTuner:
         return {"right": right / len(examples), "nfe": nfe / len(examples), "tokens_per_forward": tokens / nfe}
 
     def answered(
-        self, sampler: Sampler, prompts: list[str], seed: int = 0, samples: int = 1, each: Callable[[], object] = bool
+        self,
+        sampler: Sampler,
+        prompts: list[str],
+        seed: int = 0,
+        samples: int = 1,
+        done: Callable[[], object] | None = None,
     ) -> list[Answer]:
-        """Answers in the order of the prompts; `each` is called after each.
+        """Answers in the order of the prompts; `done` is called after each.
 
         Raises:
             NotFiniteError: the model returned NaN.
@@ -250,7 +255,8 @@ class FineTuner:
                 if answer.finish_reason == "not_finite":
                     raise NotFiniteError(answer.nfe, [answer.index + 1])
                 found.append(answer)
-                each()
+                if done is not None:
+                    done()
         return found
 
     # ------------------------------------------------------------------------------------------------------------------

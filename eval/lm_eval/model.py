@@ -95,6 +95,7 @@ class SamplerLM(LM):
         answers: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], tuple[Sampler, list[int]]] = {}
         wanted = [self._request(dict(request.args[1])) for request in requests]
+        prompts = [self._encode(str(one.args[0]), room) for one, (_, room, _) in zip(requests, wanted, strict=True)]
         for i, (sampler, _, until) in enumerate(wanted):
             groups.setdefault((id(sampler), tuple(until)), (sampler, []))[1].append(i)
         bad = None
@@ -102,10 +103,10 @@ class SamplerLM(LM):
             shown = progress.add_task("sampling", total=len(requests))
             for (_, until), (sampler, members) in groups.items():
                 rooms = [wanted[i][1] for i in members]
-                prompts = [self._encode(str(requests[i].args[0]), wanted[i][1]) for i in members]
+                given = [prompts[i] for i in members]
                 options: dict[str, Any] = {"seed": [self.settings.seed + i for i in members], "stop_strings": until}
                 options |= {"batch_size": self.settings.batch_size, "batching": self.settings.batching}
-                for answer in sampler.generate_many(prompts, max_new_tokens=rooms, **options):
+                for answer in sampler.generate_many(given, max_new_tokens=rooms, **options):
                     i, text = members[answer.index], answer.text or ""
                     progress.advance(shown)
                     if answer.finish_reason == "not_finite":

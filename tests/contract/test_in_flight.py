@@ -19,6 +19,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import FallbackWarning
+from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import CASES, Case, thinned
 from tests.taped import pair
@@ -68,21 +69,34 @@ def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
     samples=st.integers(1, 3),
     order=st.sampled_from(["finished", "given"]),
     taken=st.integers(1, 30),
+    options=st.fixed_dictionaries({"max_steps": st.sampled_from([None, 3]), "poll_every": st.sampled_from([1, 3])}),
 )
 def test_whatever_comes_together(
-    case: Case, prompts: list[tuple[list[int], int]], places: int, samples: int, order: Any, taken: int
+    case: Case,
+    prompts: list[tuple[list[int], int]],
+    places: int,
+    samples: int,
+    order: Any,
+    taken: int,
+    options: dict[str, Any],
 ) -> None:
     """Any prompts and lengths, places, orders, and a consumer that leaves early."""
     texts, lengths = [list(row) for row in zip(*prompts, strict=True)]
-    places = max(places, samples)
-    stream = case.sampler.generate_many(
-        texts, max_new_tokens=lengths, batch_size=places, samples=samples, order=order, seed=5
+    sampler = toys.sampler(case.toy, **case.plugins, **options)
+    stream = sampler.generate_many(
+        texts,
+        max_new_tokens=lengths,
+        batch_size=max(places, samples),
+        samples=samples,
+        order=order,
+        seed=5,
+        on_error="yield",
     )
     found = list(islice(stream, taken))
     assert len(found) == min(taken, len(texts) * samples)
-    for answer in found[-3:]:
+    for answer in [one for one in found if one.error is None][-3:]:
         own = 5 + answer.index * samples + answer.sample
-        alone = case.sampler.generate([texts[answer.index]], max_new_tokens=lengths[answer.index], seed=own)
+        alone = sampler.generate([texts[answer.index]], max_new_tokens=lengths[answer.index], seed=own)
         assert torch.equal(answer.tokens, alone.tokens[0]) and answer.nfe == int(alone.nfe[0])
         assert answer.trace is not None and torch.equal(answer.trace.generated, alone.trace.generated)
 
@@ -107,22 +121,93 @@ def test_batches_of_answers_of_several_lengths(case: Case) -> None:
 
 
 @dataclass
-class Counting(NoCache):
-    """Forgets to say that it counts forwards for the batch as a whole: every third one is to refresh something."""
+class Noting(NoCache):
+    """Keeps what holds for the batch as a whole, and forgets to say so."""
 
-    made: int = field(init=False, default=0)
+    kept: Any = field(init=False, default=None)
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        self.made += 1
+        self.kept = {int: 1, bool: True, str: "warm"}[type(self.kept)]
 
 
-def test_a_count_that_nobody_mentioned_is_noticed() -> None:
-    sampler = toys.sampler(cache=Counting())
+@dataclass(frozen=True)
+class Warm(Threshold):
+    """The same in a carry."""
+
+    def init(self, canvas: Canvas) -> Any:
+        return {"first": True}
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
+        return super().tell(canvas, query, readout, None)[0], {"first": False}
+
+
+@dataclass(frozen=True)
+class Total(Threshold):
+    """A number of all rows, as a tensor."""
+
+    def init(self, canvas: Canvas) -> Any:
+        return torch.zeros((), dtype=torch.long)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
+        return super().tell(canvas, query, readout, None)[0], carry + 1
+
+
+@pytest.mark.parametrize("kept", [0, False, "cold", "carry", "total"])
+def test_what_holds_for_the_whole_batch_is_noticed(kept: Any) -> None:
+    plugins: dict[str, Any] = {"carry": {"scheduler": Warm()}, "total": {"scheduler": Total()}}.get(kept, {})
+    if not plugins:
+        made = type("Of", (Noting,), {"kept": kept})
+        plugins = {"cache": made()}
+    sampler = toys.sampler(**plugins)
     backend.warn.cache_clear()
-    with pytest.warns(FallbackWarning, match=r"batch by batch: cache\.made is a number that changes with the forwards"):
+    with pytest.warns(
+        FallbackWarning, match=r"batch by batch: (cache\.kept is|carry\.first is False|carry is a tensor)"
+    ):
         answers = list(sampler.generate_many(PROMPTS, batch_size=3, max_new_tokens=8))
-    assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS))), "rows in flight came to their end"
+    assert sorted(answer.index for answer in answers) == list(range(len(PROMPTS))), "rows in flight ended"
     assert_same(sampler, answers, 8, 0)
+
+
+@pytest.mark.parametrize("max_steps", [2, 5])
+def test_rows_that_are_given_up_disturb_no_other(max_steps: int) -> None:
+    """What they leave in their places is no part of anything."""
+    for seed in range(8):
+        sampler = toys.sampler(
+            "causal",
+            scheduler="hierarchical",
+            max_steps=max_steps,
+            blocks={"name": "fixed", "length": 16},
+            temperature=2.0,
+        )
+        lengths = [24, 4, 3, 17, 9, 30, 12]
+        answers = list(sampler.generate_many(PROMPTS, max_new_tokens=lengths, batch_size=3, seed=seed))
+        assert_same(sampler, answers, lengths, seed)
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        {"scheduler": "random_order", "cache": "dkv_greedy", "blocks": {"name": "ascending", "count": 3}},
+        {"scheduler": "fixed", "cache": {"name": "sparse", "delay": 1}, "blocks": {"name": "fixed", "length": 16}},
+        {"scheduler": {"name": "apd", "verifier": toys.verifier(), "mixture_weight": 0.2}, "blocks": "full"},
+        {"scheduler": "threshold", "cache": {"name": "dllm", "response_every": 2}},
+    ],
+)
+def test_a_short_answer_among_long_ones(plugins: dict[str, Any]) -> None:
+    """With the longest prompt, too: sizes of the batch are not the row's own."""
+    sampler = toys.sampler(**plugins)
+    lengths = [30, 8, 14, 20, 8, 26, 11]  # prompt 1 is the longest
+    answers = list(sampler.generate_many(PROMPTS, max_new_tokens=lengths, batch_size=4, seed=2))
+    assert_same(sampler, answers, lengths, 2)
+
+
+def test_a_length_that_a_plug_in_refuses_costs_no_other_prompt() -> None:
+    sampler = toys.sampler(blocks={"name": "ascending", "count": 3})
+    for batching in ("in_flight", "static"):
+        stream = sampler.generate_many(
+            PROMPTS[:3], max_new_tokens=[14, 4, 14], batch_size=2, on_error="yield", order="given", batching=batching
+        )
+        assert [answer.finish_reason == "refused" for answer in stream] == [False, True, False]
 
 
 @pytest.mark.parametrize(("toy", "cache"), [("causal", "block_causal"), ("llada", "dual")])

@@ -140,9 +140,11 @@ def test_workers_change_nothing(tmp_path: Path, how: list[str]) -> None:
     assert content(tmp_path / "one") == content(tmp_path / "three")
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@pytest.mark.parametrize(
+    ("scheduler", "batching"), [("threshold", "in_flight"), ("threshold", "static"), ("wino", "static")]
+)
 def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, batching: str
 ) -> None:
     loaded = runner._loaded
 
@@ -156,7 +158,7 @@ def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
         return Poisoned(denoiser), tokenizer
 
     monkeypatch.setattr(runner, "_loaded", load)
-    words = ["scheduler=threshold", "task.operation=copy", "oracle=false", f"batching={batching}"]
+    words = [f"scheduler={scheduler}", "task.operation=copy", "oracle=false", f"batching={batching}"]
     (why,) = evaluate(tmp_path, *words).values()
     assert "NaN or infinite logits at step 1 for prompt 5" in why
     (one,) = jobs([*SMALL, *words, f"output={tmp_path}"])
@@ -180,12 +182,13 @@ def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     text = parts[0].read_bytes()
     parts[0].write_bytes(text[: len(text) - 20])
     before = sum(RunFolder(folder).done().__len__() for folder in tmp_path.iterdir())
-    answered: list[int] = []
-    record = Runner._record
-    monkeypatch.setattr(Runner, "_record", lambda self, *given: answered.append(1) or record(self, *given))
+    answered: list[int] = []  # prompts of each generation
+    prompts = Runner._prompts
+    monkeypatch.setattr(Runner, "_prompts", lambda self, batch: answered.append(len(batch)) or prompts(self, batch))
     evaluate(tmp_path)
     assert content(tmp_path) == content(whole)
-    assert before > 0 and sum(answered) < 28, "what was there was not done again"
+    # Each generation's prompts are the oracle's, too; whole batches of three run again under WINO.
+    assert before > 0 and sum(answered) <= 2 * (28 - before) + 8, "what was there was not done again"
     answered.clear()
     evaluate(tmp_path)
     assert not answered

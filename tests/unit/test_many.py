@@ -60,7 +60,7 @@ def test_a_length_for_each_prompt(words: Sampler, batching: Any) -> None:
         for prompt, length in zip(WORDS, lengths, strict=True)
     ]
     for numbers, said in (
-        ([16, 3], "max_new_tokens has 2 numbers, and there is a prompt 3"),
+        ([16, 3], "max_new_tokens has 2 numbers, and there is prompt 3"),
         ([16, 3, 9, 5, 8], "max_new_tokens has 5 numbers, and there are 4 prompts"),
     ):
         with pytest.raises(
@@ -72,7 +72,7 @@ def test_a_length_for_each_prompt(words: Sampler, batching: Any) -> None:
         assert len(got) == min(len(numbers), len(WORDS)), "what was in flight is not lost"
         with pytest.raises(UserError, match=said):
             next(stream)
-    with pytest.raises(UserError, match="seed has 2 numbers, and there are 4 prompts: give one for each answer"):
+    with pytest.raises(UserError, match="seed has 2 numbers, and there are 4 answers: give one for each answer"):
         words.generate_many(WORDS, max_new_tokens=8, seed=[1, 2])
     with pytest.raises(UserError, match="max_new_tokens of prompt 2 must be a whole number of at least 1, not 0"):
         words.generate_many(WORDS, max_new_tokens=[4, 0, 4, 4])
