@@ -100,18 +100,12 @@ class PlugIn:
     """What schedulers, blocks and stops have in common."""
 
     def bind(self, context: Context) -> Self:
-        """Take what the plug-in must know (the model's end token, say), or refuse; default: nothing.
-
-        Called again on what it returned where blocks change (`Sampler.generate(block_length=...)`).
-        """
+        """Take what it must know (the end token, say), or refuse. Called again on what it returned if blocks change."""
         return self
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `Readout` it wants beyond token and confidence; no more is computed.
-
-        `predictions`: whole distributions in the form that is at hand, for `statistics.Predictions.of`.
-        """
+        """Fields of `Readout` it wants beyond token and confidence; `predictions`: see `statistics.Predictions.of`."""
         return frozenset()
 
 
@@ -203,7 +197,7 @@ class Guide:
 
     truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
-    joint: ClassVar[bool] = False  # the candidates of a step belong together: it chooses last, and none is replaced
+    joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
 
     @property
     def chooses(self) -> bool:
@@ -234,6 +228,10 @@ class Guide:
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
+        raise NotImplementedError
+
+    def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
         raise NotImplementedError
 
 

@@ -132,14 +132,17 @@ def read(
 
     def draw(choice: Tensor) -> Tensor:
         """`[R]` tokens that the guides choose from `[R, V]`, always by the same noise."""
+        joint = None
         for guide in guides:
-            if guide.chooses:
+            if guide.joint:
+                joint = guide  # the last one
+            elif guide.chooses:
                 choice = guide(choice, canvas, answers)
-        if noise is None:
-            return argmax(choice)
-        # In half precision the sums would tie, and ties go to the lower id.
-        choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-        return argmax(choice + noise.to(choice.dtype))
+        noisy = choice
+        if noise is not None:  # in half precision the sums would tie, and ties go to the lower id
+            choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
+            noisy = choice + noise.to(choice.dtype)
+        return argmax(noisy) if joint is None else joint.choose(choice, noisy, canvas, answers)
 
     seen = measure(measured, draw(logits), answers.pick(answers.query.ids), needs, hidden)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)

@@ -72,6 +72,11 @@ class Automaton:
         ones = torch.ones(len(self.classes), dtype=torch.float64, device=self.classes.device)
         return ones.new_zeros(self.moves.shape[1]).index_add_(0, self.classes, ones).log()
 
+    @cached_property
+    def short(self) -> Tensor:
+        """`[V] int32` the classes, to be compared with many."""
+        return self.classes.int()
+
     def to(self, device: torch.device) -> Automaton:
         """The same elsewhere."""
         return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})

@@ -14,6 +14,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton
@@ -62,9 +63,9 @@ def by_class(logits: Tensor, classes: Tensor, count: int) -> Tensor:
 def weight_by_class(logits: Tensor, classes: Tensor, count: int) -> Tensor:
     """`[R, C] float64` the logarithm of each class's sum of exp(logits) `[R, V]`."""
     top = logits.amax(1, keepdim=True)
-    weight = torch.exp((logits - top).double())
-    total = weight.new_zeros(count, len(logits)).index_add_(0, classes, weight.T)  # [C, R]
-    return (total.T.log() + top.double()).clamp(min=LEAST)
+    weight = torch.exp(logits - top)
+    total = weight.new_zeros(len(logits), count).scatter_add_(1, classes.expand_as(weight), weight)
+    return (total.double().log() + top.double()).clamp(min=LEAST)
 
 
 def chosen(automaton: Automaton, strings: Strings, best: Tensor, plain: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -105,15 +106,19 @@ def chosen(automaton: Automaton, strings: Strings, best: Tensor, plain: Tensor, 
     return torch.cat(walk, 1)
 
 
-def restricted(
-    automaton: Automaton, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int, draws: bool
+def choose(
+    automaton: Automaton,
+    logits: Tensor,
+    noisy: Tensor,
+    canvas: Canvas,
+    answers: Answers,
+    mask_id: int,
+    draws: bool,
 ) -> Tensor:
-    """Logits `[R, V]` in which each position has the tokens of one class left: see `chosen`."""
+    """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate."""
     query, count = answers.query, automaton.moves.shape[1]
     strings = Strings.of(canvas, query, mask_id)
     shape = (*strings.token.shape, count)
-    noise = canvas.noise.tokens(canvas, answers, logits.shape[1]) if draws else None
-    noisy = logits if noise is None else logits + noise
 
     def spread(values: Tensor, rest: Tensor) -> Tensor:
         """`[N, L, ...]` values of the answers `[R, ...]`, and `rest [N, L, ...]` where none is asked."""
@@ -130,12 +135,13 @@ def restricted(
         weight = spread(weight_by_class(logits, automaton.classes, count), sizes)
         nothing = sizes + unasked(canvas, query, count)
     best = spread(by_class(noisy, automaton.classes, count), nothing)
-    free = automaton.classes[noisy.argmax(1)]  # [R]
+    free = automaton.classes[argmax(noisy)]  # [R]
     pick = chosen(automaton, strings, best, spread(free, nothing.argmax(2)), weight)
     at = torch.cat([pick, pick[:, :1]], 1).gather(1, strings.place)  # [N, Q]
     own = answers.pick(at.view(query.ids.shape))  # [R]
-    kept = automaton.classes == own[:, None]
-    return torch.where(kept, logits.clamp(min=torch.finfo(logits.dtype).min), -torch.inf)
+    # A token that another guide forbids is still better than one of another class.
+    kept = automaton.short == own.to(automaton.short.dtype)[:, None]
+    return argmax(torch.where(kept, noisy.clamp(min=torch.finfo(noisy.dtype).min), -torch.inf))
 
 
 def unasked(canvas: Canvas, query: Query, count: int) -> Tensor:

@@ -19,7 +19,7 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton
-from dllm_sampler.guides.forms.choice import restricted
+from dllm_sampler.guides.forms.choice import choose
 from dllm_sampler.guides.forms.tokens import token_bytes
 
 
@@ -73,10 +73,10 @@ class Form(Guide):
                 f" is {new_tokens}"
             )
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
-        """See `Guide.__call__`."""
+    def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.choose`."""
         assert self.automaton is not None
-        return restricted(self.automaton, logits, canvas, answers, self.mask_id, self.drawn)
+        return choose(self.automaton, logits, noisy, canvas, answers, self.mask_id, self.drawn)
 
 
 @dataclass(frozen=True)
