@@ -1,0 +1,157 @@
+"""Answers of a form: how many are valid with and without a guide, and what the guide costs.
+
+    python benchmarks/forms.py                          # mini, half a minute on one core
+    python benchmarks/forms.py --vocab 126464 --length 256
+
+The table has answers of mini, drawn at temperature 1, by the number of forwards. The form is what the prompt asks for
+(`named`), or the same with names that it does not have (`other`), or a JSON document. The last line is the time of the
+guide alone per step and row: random tokens, a schema of three fields, 32 masks asked of an answer with nothing decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from circumstances import circumstances, show
+from options import command, parser
+from rich.console import Console
+from rich.table import Table
+
+from dllm_sampler import Sampler
+from dllm_sampler.blocks.fixed import FullBlock
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.values import Query
+from dllm_sampler.engine import layout
+from dllm_sampler.eval.arguments import positive
+from dllm_sampler.guides.forms import automaton
+from dllm_sampler.guides.forms.choice import choose
+from dllm_sampler.guides.forms.regular import JsonSchema
+
+NAMED, OTHER = (
+    "|".join(", ".join(order) for order in itertools.permutations(names))
+    for names in (("Ada", "Ben", "Cal", "Dan"), ("Eve", "Tom", "Zoe", "Amy"))
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"Ada": {"type": "integer"}, "Ben": {"enum": ["red", "blue"]}},
+    "required": ["Ada", "Ben"],
+}
+LARGE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+    },
+    "required": ["name", "age", "tags"],
+}
+RULES: dict[str, dict[str, Any]] = {
+    **{f"fixed {steps}": {"name": "fixed", "steps": steps} for steps in (1, 2, 4)},
+    **{f"threshold {value}": {"name": "threshold", "threshold": value} for value in (0.7, 0.9)},
+}
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is a document of `SCHEMA`."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and set(value) == {"Ada", "Ben"} and type(value["Ada"]) is int
+
+
+FORMS: dict[str, tuple[str, dict[str, Any], Callable[[str], object]]] = {
+    "named": ("shuffle: Ada, Ben, Cal, Dan", {"name": "regex", "pattern": NAMED}, re.compile(NAMED).fullmatch),
+    "other": ("shuffle: Ada, Ben, Cal, Dan", {"name": "regex", "pattern": OTHER}, re.compile(OTHER).fullmatch),
+    "JSON": ("json: Ada 3, Ben red", {"name": "json_schema", "schema": SCHEMA}, is_json),
+}
+
+
+def valid(count: int) -> Table:
+    """Valid answers of `count`, in percent, and mean forwards."""
+    shown = Table(title="valid answers, without and with the guide, and mean forwards with it")
+    for head in ("scheduler", *FORMS):
+        shown.add_column(head, justify="right")
+    for label, scheduler in RULES.items():
+        cells = []
+        for prompt, guide, fits in FORMS.values():
+            shares, forwards = [], 0.0
+            for guides in ([], [guide]):
+                sampler = Sampler.from_pretrained(
+                    "mini", device="cpu", scheduler=scheduler, temperature=1.0, guide=guides
+                )
+                found = sampler.generate([prompt] * count, max_new_tokens=24)
+                shares.append(sum(fits(text) is not None and bool(fits(text)) for text in found.texts or []) / count)
+                forwards = float(found.nfe.double().mean())
+            cells.append(f"{100 * shares[0]:.0f} %, {100 * shares[1]:.0f} % in {forwards:.1f}")
+        shown.add_row(label, *cells)
+    return shown
+
+
+def tokens(vocab: int) -> list[bytes]:
+    """Every byte, two special tokens, and random words."""
+    rng, signs = random.Random(0), "etaoinshrdlucmfwypvbgkjqxz ETAOINSHRDLU0123456789.,:;{}[]\"'-_()"
+    found = dict.fromkeys([bytes([byte]) for byte in range(256)])
+    while len(found) < vocab - 2:
+        found["".join(rng.choices(signs, k=rng.randint(2, 8))).encode()] = None
+    return [b"", b"", *list(found)[: vocab - 2]]
+
+
+def milliseconds(vocab: int, length: int, rows: int, repeats: int) -> tuple[float, automaton.Automaton]:
+    """Of a choice, per row."""
+    made = automaton.build(JsonSchema(LARGE).expression(), tokens(vocab), vocab, 0, 1)
+    spec = replace(Sampler.from_pretrained("mini", device="cpu").denoiser.spec, vocab_size=vocab, mask_id=1)
+    prompts = [[2] * 8] * rows
+    canvas = layout.canvas(prompts, length, range(rows), spec, FullBlock(), CounterNoise(), cuts=False)
+    query = Query.at(canvas, canvas.answer()[:, :32])
+    answers, logits = Answers.every(query), torch.randn(query.ids.numel(), vocab)
+    seconds = []
+    for _ in range(repeats + 1):
+        begun = time.process_time()
+        choose(made, logits, logits, canvas, answers, 1, False)
+        seconds.append(time.process_time() - begun)
+    return 1000 * statistics.median(seconds[1:]) / rows, made
+
+
+def arguments(words: Sequence[str] | None) -> argparse.Namespace:
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--count", type=positive, default=20, help="answers of each kind (default %(default)s)")
+    add("--vocab", type=positive, default=32000, help="tokens, 300 at least (default %(default)s)")
+    add("--length", type=positive, default=128, help="tokens of an answer (default %(default)s)")
+    add("--rows", type=positive, default=1, help="of a step (default %(default)s)")
+    add("--repeats", type=positive, default=5, help="choices timed (default %(default)s)")
+    add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    options = it.parse_args(words)
+    if options.vocab < 300 or options.length < 32:
+        it.error("--vocab should be at least 300, and --length at least 32")
+    return options
+
+
+@command
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    options = arguments(words)
+    torch.set_num_threads(options.threads)
+    console = Console(width=120)
+    show(console, circumstances(**vars(options)))
+    console.print(valid(options.count))
+    found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats)
+    states, classes = made.moves.shape
+    print(f"{found:.1f} ms per step and row: {options.vocab} tokens in {classes} classes, {states} states")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
