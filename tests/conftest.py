@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from dllm_sampler.models.families import llada_config, to_checkpoint
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
+# Automata of forms stay in the checkout, not in a home folder.
+os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
 torch.set_num_threads(1)  # two workers share two cores, and the tests' tensors are small
 
 

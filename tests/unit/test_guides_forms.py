@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -35,7 +36,7 @@ PATTERNS = ["(ab|c)*", "a?b{2}c?", "(a|b|c){3,}", "abab|cc"]
 
 @pytest.fixture(autouse=True)
 def cached(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 def built(pattern: str) -> automaton.Automaton:
@@ -293,8 +294,6 @@ def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(getattr(again, name), getattr(first, name))
     assert (again.start, again.shortest) == (first.start, first.shortest) and isinstance(Regex("a"), Form)
     automaton._built.cache_clear()
-    for file in (Path(str(__import__("os").environ["XDG_CACHE_HOME"])) / "dllm_sampler" / "forms").glob(
-        "*.safetensors"
-    ):
+    for file in (Path(os.environ["DLLM_SAMPLER_CACHE"]) / "forms").glob("*.safetensors"):
         file.write_bytes(b"torn")
     assert built("(a|b)+c").shortest == first.shortest

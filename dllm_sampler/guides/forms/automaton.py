@@ -126,7 +126,8 @@ class _Key:
 
 @lru_cache(maxsize=8)
 def _built(key: _Key) -> Automaton:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dllm_sampler" / "forms"
+    home = os.environ.get("DLLM_SAMPLER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
+    folder = Path(home).expanduser() / "forms"
     path = folder / f"{key.digest}.safetensors"
     try:
         stored = load_file(path)
