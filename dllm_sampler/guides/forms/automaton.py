@@ -74,8 +74,8 @@ class Automaton:
 
     @cached_property
     def short(self) -> Tensor:
-        """`[V] int32` the classes, to be compared with many."""
-        return self.classes.int()
+        """`[V]` the classes in few bits: they are compared with many in each step."""
+        return self.classes.to(torch.int16 if self.moves.shape[1] < 2**15 else torch.int32)
 
     def to(self, device: torch.device) -> Automaton:
         """The same elsewhere."""

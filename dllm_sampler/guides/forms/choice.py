@@ -55,9 +55,9 @@ def _put(values: Tensor, place: Tensor, new: Tensor) -> Tensor:
 
 
 def by_class(logits: Tensor, classes: Tensor, count: int) -> Tensor:
-    """`[R, C] float64` the best of logits `[R, V]` in each class."""
+    """`[R, C]` the best of logits `[R, V]` in each class."""
     best = logits.new_full((len(logits), count), -torch.inf)
-    return best.scatter_reduce_(1, classes.expand_as(logits), logits, "amax").double().clamp(min=LEAST)
+    return best.scatter_reduce_(1, classes.expand_as(logits), logits, "amax")
 
 
 def weight_by_class(logits: Tensor, classes: Tensor, count: int) -> Tensor:
@@ -83,12 +83,12 @@ def chosen(automaton: Automaton, strings: Strings, best: Tensor, plain: Tensor, 
     fixed = other[..., None] & (stands[..., None] != select.numbers(count, best.device))  # [N, L, C]
     best = best.masked_fill(fixed, -torch.inf)
     value = best if weight is None else weight.masked_fill(fixed, -torch.inf)
-    number, length = strings.exists.shape
+    (number, length), flat = strings.exists.shape, automaton.moves.flatten()
     goal = torch.zeros(number, len(automaton.moves), dtype=best.dtype, device=best.device)
     goal = goal.masked_fill(~automaton.accepts, -torch.inf)
     ahead = [goal]  # the best, or the sum, of what may follow each state, from the back
     for at in reversed(range(length)):
-        paths = value[:, at, None] + goal[:, automaton.moves]  # [N, S, C]
+        paths = value[:, at, None] + goal.index_select(1, flat).view(number, *automaton.moves.shape)  # [N, S, C]
         before = paths.amax(2) if weight is None else paths.logsumexp(2)
         before = before - before.amax(1, keepdim=True)  # where all are alike this adds 0, so that no bit changes
         goal = torch.where(strings.exists[:, at, None], before, goal)
@@ -96,7 +96,7 @@ def chosen(automaton: Automaton, strings: Strings, best: Tensor, plain: Tensor, 
     state = torch.full((number,), automaton.start, device=best.device)
     walk = []
     for at, following in zip(range(length), ahead[-2::-1], strict=True):
-        moves = automaton.moves[state]  # [N, C]
+        moves = automaton.moves.index_select(0, state)  # [N, C]
         score = best[:, at] + following.gather(1, moves)
         free = plain[:, at, None]
         wins = score.gather(1, free) >= score.amax(1, keepdim=True)
@@ -134,14 +134,15 @@ def choose(
         sizes = automaton.sizes.expand(shape)
         weight = spread(weight_by_class(logits, automaton.classes, count), sizes)
         nothing = sizes + unasked(canvas, query, count)
-    best = spread(by_class(noisy, automaton.classes, count), nothing)
+    tops = by_class(noisy, automaton.classes, count)  # [R, C]
+    best = spread(tops.double().clamp(min=LEAST), nothing)
     free = automaton.classes[argmax(noisy)]  # [R]
     pick = chosen(automaton, strings, best, spread(free, nothing.argmax(2)), weight)
     at = torch.cat([pick, pick[:, :1]], 1).gather(1, strings.place)  # [N, Q]
     own = answers.pick(at.view(query.ids.shape))  # [R]
-    # A token that another guide forbids is still better than one of another class.
-    kept = automaton.short == own.to(automaton.short.dtype)[:, None]
-    return argmax(torch.where(kept, noisy.clamp(min=torch.finfo(noisy.dtype).min), -torch.inf))
+    # The first of the class with its best logit, also if another guide forbids them all.
+    found = (noisy == tops.gather(1, own[:, None])) & (automaton.short == own.to(automaton.short.dtype)[:, None])
+    return argmax(found.view(torch.uint8))
 
 
 def unasked(canvas: Canvas, query: Query, count: int) -> Tensor:
