@@ -267,6 +267,7 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: Choices(()), "guide.choices must be a list of texts"),
         (lambda: Choices("yes"), "guide.choices must be a list of texts"),  # type: ignore[arg-type]
         (lambda: Regex(""), "guide.pattern must be a regular expression"),
+        (lambda: JsonSchema().expression(), "guide=json_schema needs a schema"),
         (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
         (lambda: JsonSchema("{"), "guide.schema is not JSON"),
         (lambda: JsonSchema('{"type": "what"}').expression(), "cannot be made a regular expression"),

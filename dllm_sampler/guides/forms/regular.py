@@ -131,13 +131,15 @@ class JsonSchema(Form):
         depth: of recursion.
     """
 
-    schema: str | Mapping[str, Any] = "{}"
+    schema: str | Mapping[str, Any] = ""
     whitespace: str = "[ ]?"
     depth: int = 3
 
     def __post_init__(self) -> None:
         check_count("guide.depth", self.depth, 0)
         given = self.schema
+        if not given:
+            return  # a template of settings; `expression` refuses it
         if not isinstance(given, str):
             text = json.dumps(_plain(given))
         elif given.lstrip().startswith(("{", "true", "false")):
@@ -155,6 +157,8 @@ class JsonSchema(Form):
 
     def expression(self) -> str:
         """See `Form.expression`."""
+        if not self.schema:
+            raise UserError("guide=json_schema needs a schema: guide.json_schema.schema=FILE, or the schema itself")
         json_schema = automaton.library().json_schema
         try:
             return json_schema.build_regex_from_schema(str(self.schema), self.whitespace, self.depth)
