@@ -273,7 +273,7 @@ class Stream:
             return
 
     def _tell(self, masks: int) -> None:
-        """Report progress after a forward that left so many `masks`."""
+        """Report progress after a forward; `masks` are left."""
         self.forwards += 1
         if self.progress is not None:
             self.progress(self.forwards, self.begun - self.left - masks, self.begun)
@@ -290,7 +290,7 @@ def alone(why: str) -> UserError:
 def uneven(
     new_tokens: int | Sequence[int], seed: int | Sequence[int], prompts: int, samples: int, more: bool = False
 ) -> UserError | None:
-    """What is wrong with lists of numbers when there are so many `prompts`, or these and perhaps `more`."""
+    """What is wrong with lists of numbers for a number of `prompts`, of which there may be `more`."""
     for name, given, each, wanted in (
         ("max_new_tokens", new_tokens, "prompt", prompts),
         ("seed", seed, "answer", prompts * samples),

@@ -217,6 +217,13 @@ def test_tokens_that_are_pieces_of_a_letter() -> None:
     assert found.shortest == 2
 
 
+def test_ids_with_gaps() -> None:
+    made = Tokenizer(WordLevel({"a": 0, "b": 1, "ab": 7, "c": 9, "<end>": 2, "<mask>": 3}, unk_token="a"))
+    made.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", mask_token="<mask>")
+    assert token_bytes(tokenizer) == [b"a", b"b", b"", b"", b"", b"", b"", b"ab", b"", b"c"]
+
+
 def test_tokenizers_that_join_otherwise_are_refused() -> None:
     made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(UserError, match="spaces stand between tokens"):
@@ -229,8 +236,10 @@ def test_tokenizers_that_join_otherwise_are_refused() -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("(a", "is not a regular expression that can be used"),
-        ("a(?=b)", "is not a regular expression that can be used"),
+        ("(a", "cannot be used as a form"),
+        ("a)|(b", "cannot be used as a form"),
+        ("\ud800", "half a surrogate pair"),
+        ("a(?=b)", "cannot be used as a form"),
         ("(a|b)*a(a|b){40}", "make it simpler"),
         ("(a|b)*a(a|b){13}", r"has \d+ states, at most 5000"),
         ("a" * 100_001, "100001 bytes as a regular expression, at most 100000"),
@@ -270,7 +279,15 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: JsonSchema().expression(), "guide=json_schema needs a schema"),
         (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
         (lambda: JsonSchema("{"), "guide.schema is not JSON"),
-        (lambda: JsonSchema('{"type": "what"}').expression(), "cannot be made a regular expression"),
+        (lambda: JsonSchema('{"type": "what"}').expression(), "cannot be used as a form"),
+        (lambda: JsonSchema({"type": "integer", "minimum": 3}).expression(), "has 'minimum', which this guide"),
+        (lambda: JsonSchema({"type": "object", "required": ["a"]}).expression(), "'a' among `required`"),
+        (lambda: JsonSchema({"properties": {'a"b': {}}}).expression(), "signs that JSON escapes"),
+        (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expression(), "only letters, digits"),
+        (lambda: JsonSchema({"type": "string", "format": "email"}).expression(), "the format 'email'"),
+        (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expression(), "`allOf` of several"),
+        (lambda: JsonSchema("[" * 10**5).expression(), "guide.schema"),
+        (lambda: JsonSchema({"a": {1}}).expression(), "must be a mapping as JSON has it"),
     ],
 )
 def test_wrong_settings(make: Any, said: str) -> None:

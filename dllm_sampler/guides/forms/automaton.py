@@ -36,11 +36,21 @@ BUILD = """
 import json, sys
 from outlines_core import Index, Vocabulary
 given = json.load(sys.stdin)
+sys.setrecursionlimit(10**5)
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
 except (ImportError, ValueError, OSError):  # not on this platform: time is limited in any case
     pass
+try:
+    if "schema" in given:
+        from outlines_core.json_schema import build_regex_from_schema
+        json.dump(build_regex_from_schema(given["schema"], given["whitespace"], given["depth"]), sys.stdout)
+        sys.exit()
+    Index(given["bare"], Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
+except Exception as error:
+    if "missing tokens" not in str(error).lower():
+        sys.exit(f"invalid: {error}")
 try:
     index = Index(given["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
 except Exception as error:
@@ -100,8 +110,11 @@ def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_i
     Raises:
         UserError: no expression, one without a text, or one too large to build.
     """
-    if len(pattern.encode()) > BYTES:
-        raise UserError(f"the form is too long: {len(pattern.encode())} bytes as a regular expression, at most {BYTES}")
+    size = len(pattern.encode(errors="replace"))
+    if size > BYTES:
+        raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
+    if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
+        raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
     library = version("outlines-core") if find_spec("outlines_core") else ""
     about = json.dumps([FORMAT, library, pattern, vocab, eos_id, mask_id])
     digest = hashlib.sha256(about.encode() + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
@@ -143,32 +156,49 @@ def _built(key: _Key) -> Automaton:
         numbers = torch.tensor([found.start, found.shortest])
         save_file({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}, part)
         part.replace(path)
-    except OSError:
+    except (OSError, SafetensorError):
         pass  # built again next time
     return found
 
 
 def _bytes(pattern: str) -> tuple[int, list[int], dict[int, dict[int, int]]]:
     """The automaton over bytes: its first state, the accepting ones, and where each byte leads."""
-    library()
-    pattern = pattern.removeprefix("^")
-    pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern
-    given = json.dumps({"pattern": f"(?:{pattern}){MARK}", "memory": MEMORY, "states": STATES})
-    command = [sys.executable, "-I", "-c", BUILD]
-    try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the form {_short(pattern)} takes more than {SECONDS} s to build: make it simpler") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
-        if said.startswith("invalid: "):
-            raise UserError(f"{_short(pattern)} is not a regular expression that can be used: {said[9:]}")
-        if said.startswith("large: "):
-            raise UserError(f"the form {_short(pattern)} has {said[7:]} states, at most {STATES} can be served")
-        raise UserError(f"the form {_short(pattern)} takes more than {MEMORY >> 30} GiB to build: make it simpler")
-    start, finals, pairs = json.loads(done.stdout)
+    bare = pattern.removeprefix("^")
+    slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
+    bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
+    given = {"bare": bare, "pattern": f"(?:{bare}){MARK}", "states": STATES}
+    start, finals, pairs = json.loads(_run(given, _short(pattern)))
     moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
     return start, [state for state in moves if _ends(moves, state, finals)], moves
+
+
+def expression(schema: str, whitespace: str, depth: int) -> str:
+    """The regular expression of a JSON schema.
+
+    Raises:
+        UserError: it cannot be made one, or not within the limits.
+    """
+    given = {"schema": schema, "whitespace": f"(?:{whitespace})", "depth": depth}
+    return json.loads(_run(given, "guide.schema"))
+
+
+def _run(given: dict[str, Any], name: str) -> str:
+    """What the library makes of it, within limits of time and memory."""
+    library()
+    command = [sys.executable, "-I", "-c", BUILD]
+    try:
+        text = json.dumps({**given, "memory": MEMORY})
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
+    if not done.returncode:
+        return done.stdout
+    said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+    if said.startswith("invalid: "):
+        raise UserError(f"{name} cannot be used as a form: {said[9:]}")
+    if said.startswith("large: "):
+        raise UserError(f"the form {name} has {said[7:]} states, at most {STATES} can be served")
+    raise UserError(f"the form {name} takes more than {MEMORY >> 30} GiB to build: make it simpler")
 
 
 def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]) -> bool:

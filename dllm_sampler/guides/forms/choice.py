@@ -19,7 +19,7 @@ from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton
 
-LEAST = -1e30  # of a token that another guide forbids: worse than all others, better than a string that ends nowhere
+LEAST = -1e6  # of a token that another guide forbids: worse than all others, better than a string that ends nowhere
 
 
 @dataclass(frozen=True)

@@ -141,29 +141,32 @@ class JsonSchema(Form):
         if not given:
             return  # a template of settings; `expression` refuses it
         if not isinstance(given, str):
-            text = json.dumps(_plain(given))
+            try:
+                text = json.dumps(_plain(given))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UserError(f"guide.schema must be a mapping as JSON has it: {error}") from None
         elif given.lstrip().startswith(("{", "true", "false")):
             text = given
         else:
             try:
                 text = Path(given).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"guide.schema={given} is no JSON, and no file that can be read: {error}") from None
+            except (OSError, ValueError) as error:
+                raise UserError(f"guide.schema={given!r} is no JSON, and no file that can be read: {error}") from None
         try:
             json.loads(text)
-        except ValueError as error:
-            raise UserError(f"guide.schema is not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"guide.schema is not JSON that can be read: {error}") from None
         vars(self)["schema"] = text
 
     def expression(self) -> str:
         """See `Form.expression`."""
         if not self.schema:
             raise UserError("guide=json_schema needs a schema: guide.json_schema.schema=FILE, or the schema itself")
-        json_schema = automaton.library().json_schema
         try:
-            return json_schema.build_regex_from_schema(str(self.schema), self.whitespace, self.depth)
-        except Exception as error:  # the library has no type of its own
-            raise UserError(f"guide.schema cannot be made a regular expression: {error}") from None
+            check_schema(json.loads(str(self.schema)))
+        except RecursionError:
+            raise UserError("guide.schema is nested too deeply") from None
+        return automaton.expression(str(self.schema), self.whitespace, self.depth)
 
 
 def _plain(value: Any) -> Any:
@@ -171,3 +174,49 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+# What the library turns into an expression; it ignores the rest, or reads it as something else.
+KNOWN = {
+    "type", "properties", "required", "additionalProperties", "enum", "const", "items", "prefixItems", "minItems",
+    "maxItems", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "$ref", "$defs",
+    "definitions", "title", "description", "default", "examples", "$schema", "$id", "$comment",
+}  # fmt: skip
+FORMATS = {"date", "time", "date-time", "uuid"}
+LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
+
+
+def check_schema(schema: Any) -> None:
+    """Refuse what a regular expression would not keep.
+
+    Raises:
+        UserError: the first such thing.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    names = schema.get("properties", {})
+    unknown = sorted(str(name) for name in schema if name not in KNOWN)
+    missing = [name for name in schema.get("required", []) if name not in names]
+    odd = [name for name in names if json.dumps(name) != f'"{name}"']
+    pattern = schema.get("pattern")
+    why = None
+    if unknown:
+        why = f"'{unknown[0]}', which this guide cannot keep"
+    elif missing:
+        why = f"'{missing[0]}' among `required`, which is not among `properties`"
+    elif odd:
+        why = f"the property {odd[0]!r}, whose name has signs that JSON escapes"
+    elif isinstance(pattern, str) and LOOSE.search(pattern):
+        why = f"the pattern {pattern!r}: only letters, digits, sets of them, groups and counts can be served"
+    elif schema.get("format", "date") not in FORMATS:
+        why = f"the format {schema['format']!r}: there are {', '.join(sorted(FORMATS))}"
+    elif len(schema.get("allOf", [])) > 1:
+        why = "an `allOf` of several schemas"
+    if why:
+        raise UserError(f"guide.schema has {why}")
+    inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
+    inner += [schema.get("items"), schema.get("additionalProperties")]
+    for group in ("prefixItems", "anyOf", "oneOf", "allOf"):
+        inner += schema.get(group, [])
+    for one in inner:
+        check_schema(one)

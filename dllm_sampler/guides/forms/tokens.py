@@ -11,6 +11,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dllm_sampler.errors import UserError
 
+TIDIES = "clean_up_tokenization_spaces"
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -27,6 +28,12 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     kinds = {step["type"] for step in decoders}
     replaced = [(step["pattern"].get("String"), step["content"]) for step in decoders if step["type"] == "Replace"]
     known = {"ByteLevel", "Replace", "ByteFallback", "Fuse"}
+    order = [step["type"] for step in decoders]
+    if ("Fuse" in order and "Replace" in order[order.index("Fuse") :]) or getattr(tokenizer, TIDIES, False):
+        raise UserError(
+            "a guide on the answer's form cannot serve this tokenizer: it changes a text after joining the tokens"
+            f" (a Replace behind Fuse in its decoder, or {TIDIES})"
+        )
     if not decoders or kinds - known or any(old is None for old, _ in replaced):
         kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "none: spaces stand between tokens")
         raise UserError(
@@ -36,14 +43,15 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     table = {sign: byte for byte, sign in bytes_to_unicode().items()}
     added = {int(index): token for index, token in tokenizer.added_tokens_decoder.items()}
     special = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
-    found = [b""] * len(tokenizer)
-    for text, index in tokenizer.get_vocab().items():
-        if index in special or index >= len(found):
+    vocab = tokenizer.get_vocab()
+    found = [b""] * (max(vocab.values()) + 1)
+    for text, index in vocab.items():
+        if index in special:
             continue
         byte = BYTE.fullmatch(text) if "ByteFallback" in kinds else None
         if byte:
             found[index] = bytes([int(byte[1], 16)])
-        elif "ByteLevel" in kinds and index not in added:
+        elif "ByteLevel" in kinds and all(sign in table for sign in text):
             found[index] = bytes(table[sign] for sign in text)
         else:
             for old, new in replaced:
