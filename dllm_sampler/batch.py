@@ -57,7 +57,7 @@ class Reader:
         answer, noise = canvas.asked(), canvas.masked
         if engine.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
-        # One read for all: -1 where a row's text is not known yet.
+        # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
         known = canvas.ids.masked_fill(noise, -1).gather(1, answer).tolist()
         texts = prompts.decode([row[: row.index(-1)] if -1 in row else row for row in known], self.tokenizer, ())
         hit = [

@@ -48,12 +48,12 @@ try:
         json.dump(build_regex_from_schema(given["schema"], given["whitespace"], given["depth"]), sys.stdout)
         sys.exit()
     Index(given["bare"], Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
-except Exception as error:
+except Exception as error:  # the library has no type of its own; the caller makes a sentence of it
     if "missing tokens" not in str(error).lower():
         sys.exit(f"invalid: {error}")
 try:
     index = Index(given["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-except Exception as error:
+except Exception as error:  # as above
     sys.exit(f"invalid: {error}")
 moves = index.get_transitions()
 if len(moves) > given["states"]:
