@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.guides.grammar import bounded
+from dllm_sampler.guides.grammar.bounded import Automaton, Nesting
 from dllm_sampler.guides.grammar.emptiness import Emptiness
 from dllm_sampler.guides.grammar.lexing import Scanner
 from dllm_sampler.guides.grammar.partial import END, Partial, Word, graph
@@ -133,3 +135,23 @@ class Language:
     def accepts(self, text: bytes) -> bool:
         """Whether a full text is in the language. It does not depend on what `feasible` is made of."""
         return self.complete([text, END]) is not None
+
+    @property
+    def regular(self) -> bool:
+        """Whether the rules show that the language is regular: no variable stands inside itself, with text around."""
+        return Nesting(self.grammar).variable is None
+
+    def automaton(self, depth: int | None = None) -> Automaton:
+        """The finite automaton over bytes of the language, or of its texts that are not nested too deep.
+
+        Args:
+            depth: how deep texts may be nested (see `bounded`); None if the language is regular.
+
+        Returns:
+            The first state, the final ones, and where each byte leads from each state.
+
+        Raises:
+            UserError: the language is not regular and no depth is given, no text is nested so little, or the automaton
+                is too large.
+        """
+        return bounded.automaton(self.grammar, self.terminals, depth, self.name)

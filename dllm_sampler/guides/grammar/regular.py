@@ -121,3 +121,75 @@ def without_empty(dfa: Dfa) -> Dfa:
         return dfa
     moves = {state + 1: {label: to + 1 for label, to in there.items()} for state, there in enumerate(dfa.moves)}
     return minimal(trimmed(0, {state + 1 for state in dfa.finals}, {0: moves[1], **moves}))
+
+
+class Nfa:
+    """A nondeterministic automaton that is put together piece by piece.
+
+    Args:
+        check: called with the number of states of automata that are built; it may refuse.
+    """
+
+    def __init__(self, check: Callable[[int], None]):
+        self.check = check
+        self.moves: list[dict[int, list[int]]] = []
+        self.silent: list[list[int]] = []  # moves that read nothing
+
+    def state(self) -> int:
+        """A fresh state."""
+        self.moves.append({})
+        self.silent.append([])
+        if len(self.moves) % 256 == 0:
+            self.check(len(self.moves) // 16)  # most of them become one with others
+        return len(self.moves) - 1
+
+    def edge(self, source: int, label: int | None, to: int) -> None:
+        """A move; without a label it reads nothing."""
+        if label is None:
+            self.silent[source].append(to)
+        else:
+            self.moves[source].setdefault(label, []).append(to)
+
+    def inline(self, dfa: Dfa, source: int, to: int) -> None:
+        """A copy of an automaton between two states."""
+        states = [self.state() for _ in dfa.moves]
+        self.silent[source].append(states[0])
+        for state, there in zip(states, dfa.moves, strict=True):
+            self.moves[state] = {label: [states[other]] for label, other in there.items()}
+        for state in dfa.finals:
+            self.silent[states[state]].append(to)
+
+    def determinised(self, start: int, final: int) -> Dfa:
+        """The minimal deterministic automaton of the same language."""
+        number = {self._closed([start]): 0}
+        order, moves, finals = [*number], {}, []
+        for at, states in enumerate(order):
+            if final in states:
+                finals.append(at)
+            reached: dict[int, list[int]] = defaultdict(list)
+            for state in states:
+                for label, there in self.moves[state].items():
+                    reached[label] += there
+            row = moves[at] = {}
+            closed: dict[tuple[int, ...], int] = {}  # many labels lead to the same states
+            for label, there in reached.items():
+                key = tuple(there)
+                if key not in closed:
+                    together = self._closed(there)
+                    if together not in number:
+                        number[together] = len(number)
+                        order.append(together)
+                        self.check(len(number) // 4)
+                    closed[key] = number[together]
+                row[label] = closed[key]
+        return minimal(trimmed(0, finals, moves))
+
+    def _closed(self, states: Iterable[int]) -> frozenset[int]:
+        """Some states, and those that are reached from them by reading nothing."""
+        found, todo = set(states), list(states)
+        while todo:
+            for to in self.silent[todo.pop()]:
+                if to not in found:
+                    found.add(to)
+                    todo.append(to)
+        return frozenset(found)

@@ -26,6 +26,12 @@ class Grammar:
     leaves: tuple[tuple[int, int], ...]  # A -> terminal
     units: tuple[tuple[int, int], ...]  # A -> B
     pairs: tuple[tuple[int, int, int], ...]  # A -> B C
+    bodies: Mapping[str, Sequence[Body]]  # of the same variables, before long bodies were split
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """The variables by name."""
+        return {name: at for at, name in enumerate(self.names) if name}
 
     @cached_property
     def nullable(self) -> int:
@@ -247,4 +253,4 @@ def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
             pairs[head, of(body[:1]), of(body[1:])] = None
         if len(empties) + len(leaves) + len(units) + len(pairs) > RULES:
             raise UserError(f"the grammar has more than {RULES} rules after splitting long ones: make it smaller")
-    return Grammar(tuple(names), number[start], frozenset(empties), (*leaves,), (*units,), (*pairs,))
+    return Grammar(tuple(names), number[start], frozenset(empties), (*leaves,), (*units,), (*pairs,), rules)

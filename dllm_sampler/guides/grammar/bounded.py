@@ -1,0 +1,238 @@
+"""Finite automata of grammars: exact where the grammar is regular, else of texts that are nested so deep and no deeper.
+
+Variables that derive each other are a *group*. If all of them stand only at the right end of each other's bodies, or
+only at the left end, the group is regular; any other group nests.
+
+The depth of a derivation is the highest count on any of its paths from the top. A path counts while it stays in a
+group; where it leaves the group it begins again at nothing. A step from a variable to one inside its body counts one if
+that body has text on both sides of it: so does each pair of brackets. If such steps are all that makes a group nest,
+nothing else counts, and lists may be of any length. What is left of the group otherwise still has variables that derive
+each other by steps with text on one side, be it the left or the right. On a path through these the sides are kept in
+mind, and a step counts one, and forgets them, if it makes them both.
+
+Derivations up to a depth are those of a grammar whose variables carry the depth and the sides. All its groups are
+regular, so automata over terminals are built from the inside out and put into each other (a recursive transition
+network with bounded recursion).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms.automaton import SECONDS, STATES
+from dllm_sampler.guides.grammar.regular import Dfa, Nfa, minimal, trimmed
+from dllm_sampler.guides.grammar.rules import Body, Grammar, components
+from dllm_sampler.guides.grammar.terminals import Terminals
+
+LEFT, RIGHT, BOTH = 1, 2, 3  # the sides of a variable on which there is text
+Level = tuple[str, int, int]  # a variable, its depth, and the sides in mind
+Automaton = tuple[int, list[int], dict[int, dict[int, int]]]
+
+
+class Nesting:
+    """Which variables of a grammar derive each other, and where texts nest.
+
+    Attributes:
+        bodies: of each variable, without what derives nothing but the empty text.
+        group: the number of each variable's group.
+        part: the number of each variable's group once steps with text on both sides are left out.
+        variable: one that nests; None: the grammar is regular.
+    """
+
+    def __init__(self, grammar: Grammar):
+        self.bodies = {head: [_solid(grammar, body) for body in bodies] for head, bodies in grammar.bodies.items()}
+        steps = [
+            (head, one, _sides(body, at))
+            for head, bodies in self.bodies.items()
+            for body in bodies
+            for at, one in enumerate(body)
+            if isinstance(one, str)
+        ]
+        self.group = self._groups(steps)
+        inner = [step for step in steps if self.group[step[0]] == self.group[step[1]]]
+        self.part = self._groups([step for step in inner if step[2] != BOTH])
+        seen: dict[int, int] = {}
+        deep = [head for head, _, sides in inner if sides == BOTH]
+        for head, one, sides in inner:
+            if self.part[head] == self.part[one]:
+                seen[self.part[head]] = seen.get(self.part[head], 0) | sides
+        deep += [head for head in self.bodies if seen.get(self.part[head]) == BOTH]
+        self.variable = deep[0].strip("<>") if deep else None
+
+    def _groups(self, steps: Sequence[tuple[str, str, int]]) -> dict[str, int]:
+        number = {head: at for at, head in enumerate(self.bodies)}
+        edges: list[list[int]] = [[] for _ in number]
+        for head, one, _ in steps:
+            edges[number[head]].append(number[one])
+        found = {one: group for group, members in enumerate(components(edges)) for one in members}
+        return {head: found[at] for head, at in number.items()}
+
+    def inside(self, level: Level) -> Iterator[list[Level | int]]:
+        """The bodies of a variable at a depth, with the depths of what they are made of."""
+        head, depth, kept = level
+        for body in self.bodies[head]:
+            found: list[Level | int] = []
+            for at, one in enumerate(body):
+                sides = _sides(body, at)
+                if isinstance(one, int):
+                    found.append(one)
+                elif self.group[one] != self.group[head]:
+                    found.append((one, 0, 0))
+                elif sides != BOTH and self.part[one] != self.part[head]:
+                    found.append((one, depth, 0))
+                else:
+                    both = sides | kept == BOTH
+                    found.append((one, depth + both, 0 if both else sides | kept))
+            yield found
+
+
+def _solid(grammar: Grammar, body: Body) -> Body:
+    return tuple(one for one in body if isinstance(one, int) or grammar.first[grammar.number[one]])
+
+
+def _sides(body: Body, at: int) -> int:
+    """The sides of an element of a body on which there is text."""
+    return (LEFT if at else 0) | (RIGHT if at < len(body) - 1 else 0)
+
+
+def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: str) -> Automaton:
+    """The automaton over bytes of texts nested at most `depth` deep: first state, final ones, and moves.
+
+    Args:
+        depth: None for a regular grammar.
+        name: of the grammar, for errors.
+
+    Raises:
+        UserError: the grammar nests and no depth is given, no text is nested so little, or the automaton is too large.
+    """
+    nesting = Nesting(grammar)
+    deep = nesting.variable
+    if depth is None and deep is not None:
+        raise UserError(f"{name} is not regular, since {deep} may stand inside {deep}: say how deep, by a depth")
+    if depth is not None and depth < 0:
+        raise UserError(f"the depth of {name} must not be negative, and it is {depth}")
+    until = time.monotonic() + SECONDS
+    where, way = (f" at depth {depth}", "choose a smaller depth") if deep else ("", "make the grammar simpler")
+
+    def check(states: int) -> None:
+        if states > STATES:
+            raise UserError(f"{name} takes more than {STATES} states as an automaton{where}: {way}")
+        if time.monotonic() > until:
+            raise UserError(f"{name} takes more than {SECONDS} s to build as an automaton{where}: {way}")
+
+    words = _Levels(nesting, depth, check).of(grammar.names[grammar.start])
+    if not words.finals:
+        raise UserError(f"{name} has no text at depth {depth}: choose a greater depth")
+    found = _bytes(words, terminals, check)
+    check(len(found.moves))
+    moves = {
+        state: {byte: to for label, to in there.items() for byte in terminals.classes[label]}
+        for state, there in enumerate(found.moves)
+    }
+    return 0, sorted(found.finals), moves
+
+
+class _Levels:
+    """Automata over terminals of variables at a depth."""
+
+    def __init__(self, nesting: Nesting, depth: int | None, check: Callable[[int], None]):
+        self.nesting, self.depth, self.check = nesting, depth, check
+        self.dfas: dict[Level, Dfa] = {}
+
+    def of(self, start: str) -> Dfa:
+        """The automaton of the start variable."""
+        order, number = [(start, 0, 0)], {(start, 0, 0): 0}
+        edges: list[list[int]] = []
+        for level in order:
+            reached = [one for body in self._bodies(level) for one in body if not isinstance(one, int)]
+            for one in reached:
+                if one not in number:
+                    number[one] = len(number)
+                    order.append(one)
+                    self.check(len(number) // 16)
+            edges.append([number[one] for one in reached])
+        for members in components(edges):
+            self._build([order[one] for one in members])
+        return self.dfas[order[0]]
+
+    def _bodies(self, level: Level) -> list[list[Level | int]]:
+        """The bodies of a variable at a depth that are not nested too deep."""
+        return [
+            body
+            for body in self.nesting.inside(level)
+            if self.depth is None or all(isinstance(one, int) or one[1] <= self.depth for one in body)
+        ]
+
+    def _build(self, members: list[Level]) -> None:
+        """The automata of levels that lead to each other; those of other levels that they lead to are built."""
+        nfa = Nfa(self.check)
+        states: dict[Level | int, int] = {level: nfa.state() for level in members}
+        end = nfa.state()  # of all texts, or their begin where the group stands at the left ends of bodies
+        backwards = members[0][2] == RIGHT
+        for level in members:
+            state = states[level]
+            for body in self._bodies(level):
+                here, stop = (end, state) if backwards else (state, end)
+                if body and backwards and body[0] in states:
+                    here = states[body.pop(0)]
+                elif body and not backwards and body[-1] in states:
+                    stop = states[body.pop()]
+                for one in body:
+                    there = nfa.state()
+                    if isinstance(one, int):
+                        nfa.edge(here, one, there)
+                    else:
+                        nfa.inline(self.dfas[one], here, there)
+                    here = there
+                nfa.edge(here, None, stop)
+        for level in members:
+            self.dfas[level] = nfa.determinised(*((end, states[level]) if backwards else (states[level], end)))
+
+
+def _bytes(words: Dfa, terminals: Terminals, check: Callable[[int], None]) -> Dfa:
+    """The automaton over classes of bytes of an automaton over terminals."""
+    nfa = Nfa(check)
+    nodes = [nfa.state() for _ in words.moves]
+    end = nfa.state()
+    lexemes: dict[tuple[int, int], int] = {}
+    for at, there in zip(nodes, words.moves, strict=True):
+        for label in terminals.skip:
+            nfa.edge(at, label, at)
+        for terminal, to in there.items():
+            if (terminal, to) not in lexemes:
+                lexemes[terminal, to] = nfa.state()
+                nfa.inline(terminals.dfas[terminal], lexemes[terminal, to], nodes[to])
+            nfa.edge(at, None, lexemes[terminal, to])
+    for state in words.finals:
+        nfa.edge(nodes[state], None, end)
+    found = nfa.determinised(nodes[0], end)
+    return found if terminals.marks is None else _unmarked(found, terminals)
+
+
+def _unmarked(dfa: Dfa, terminals: Terminals) -> Dfa:
+    """The texts that are in a language once marks are put around their words."""
+    assert terminals.marks is not None
+    opens, closes = (terminals.table[mark] for mark in terminals.marks)
+    order, number = [(0, False)], {(0, False): 0}  # a state, and whether a word may go on
+    moves, finals = {}, []
+    for at, (state, inside) in enumerate(order):
+        outside = dfa.moves[state].get(closes) if inside else state
+        if outside in dfa.finals:
+            finals.append(at)
+        row = moves[at] = {}
+        for label in range(len(terminals.classes)):
+            word = label in terminals.words
+            if label in (opens, closes):
+                continue
+            within = state if inside else dfa.moves[state].get(opens)
+            before = within if word else outside
+            to = None if before is None else dfa.moves[before].get(label)
+            if to is None:
+                continue
+            if (to, word) not in number:
+                number[to, word] = len(number)
+                order.append((to, word))
+            row[label] = number[to, word]
+    return minimal(trimmed(0, finals, moves))
