@@ -204,7 +204,7 @@ class Runner:
         reader, size = Reader(self.denoiser.spec, self.tokenizer, ()), self.job.max_new_tokens
         left = list(batch)
         while left:
-            history, result, bad = History(), None, set()
+            history, result, bad = History(), cast(Any, None), set[int]()
             try:
                 for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
                     history.note(commits.step, commits.step_map, commits.tokens)
@@ -212,7 +212,7 @@ class Runner:
             except NotFiniteError as error:  # these rows end, and the others are made again
                 result, bad = error.result, {row - 1 for row in error.rows}
             for row in sorted(bad or range(len(left))):
-                answer = reader.answer(result, row, row, new_tokens=size, failed=row in bad)
+                answer = reader.answer(result, row, row, new_tokens=size)
                 made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
                 found.append((left[row], answer, made, lost))
             left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []
