@@ -204,13 +204,14 @@ class Runner:
         reader, size = Reader(self.denoiser.spec, self.tokenizer, ()), self.job.max_new_tokens
         left = list(batch)
         while left:
-            history, result, bad = History(), cast(Any, None), set[int]()
+            history, result, bad = History(), None, set()
             try:
                 for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
                     history.note(commits.step, commits.step_map, commits.tokens)
                     result = commits.result
             except NotFiniteError as error:  # these rows end, and the others are made again
                 result, bad = error.result, {row - 1 for row in error.rows}
+            assert result is not None
             for row in sorted(bad or range(len(left))):
                 answer = reader.answer(result, row, row, new_tokens=size)
                 made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
@@ -294,6 +295,9 @@ class Runner:
             seconds=round(seconds, 6),
             batch=batch,
             peak_memory=peak,
+            finish_reason=given.finish_reason,
+            valid=given.valid,
+            rejections=given.rejections,
         )
 
     def _piece(self, token: int) -> str:
