@@ -218,7 +218,7 @@ class Runner:
                 found.append((left[row], answer, made, lost))
             left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []
         times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
-        return [Answered(*one, times) for one in found]
+        return [Answered(*one, times=times) for one in found]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
         prompts: list[Any] = [sample.prompt for sample in batch]
