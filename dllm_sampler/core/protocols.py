@@ -1,8 +1,8 @@
 """Every plug-in contract on one page: what the loop asks, in the order in which it asks.
 
-    ask -> narrow -> plan -> denoiser -> guides, readout -> open -> tell -> stop -> apply -> observe -> close -> advance
+    ask, narrow, plan, denoiser, guides, readout, open, tell, settle, stop, apply, observe, close, advance
 
-Plug-ins answer questions; none writes tokens, owns a loop or reads the host inside a step.
+Plug-ins answer questions; none writes tokens or owns a loop, and only a guide that `vetoes` reads the device in a step.
 """
 
 from __future__ import annotations
