@@ -148,7 +148,7 @@ def _built(key: _Key) -> Automaton:
         return Automaton(stored["moves"], stored["accepts"], stored["classes"], start, shortest)
     except (OSError, SafetensorError, KeyError):
         pass
-    start, finals, moves = _bytes(key.pattern)
+    start, finals, moves = byte_automaton(key.pattern)
     found = _lifted(key, start, finals, moves)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,13 +161,20 @@ def _built(key: _Key) -> Automaton:
     return found
 
 
-def _bytes(pattern: str) -> tuple[int, list[int], dict[int, dict[int, int]]]:
-    """The automaton over bytes: its first state, the accepting ones, and where each byte leads."""
+def byte_automaton(pattern: str, seconds: float = SECONDS) -> tuple[int, list[int], dict[int, dict[int, int]]]:
+    """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
+
+    Args:
+        seconds: most time to build.
+
+    Raises:
+        UserError: no expression, or one too large to build.
+    """
     bare = pattern.removeprefix("^")
     slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
     bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
     given = {"bare": bare, "pattern": f"(?:{bare}){MARK}", "states": STATES}
-    start, finals, pairs = json.loads(_run(given, _short(pattern)))
+    start, finals, pairs = json.loads(_run(given, _short(pattern), seconds))
     moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
     return start, [state for state in moves if _ends(moves, state, finals)], moves
 
@@ -182,13 +189,13 @@ def expression(schema: str, whitespace: str, depth: int) -> str:
     return json.loads(_run(given, "guide.schema"))
 
 
-def _run(given: dict[str, Any], name: str) -> str:
+def _run(given: dict[str, Any], name: str, seconds: float = SECONDS) -> str:
     """What the library makes of it, within limits of time and memory."""
     library()
     command = [sys.executable, "-I", "-c", BUILD]
     try:
         text = json.dumps({**given, "memory": MEMORY})
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
     if not done.returncode:

@@ -1,0 +1,140 @@
+"""Whether a grammar derives a word of a partial text.
+
+The partial text is a graph: edges carry terminals, and lead from lower to higher nodes; a *gap* node has, on top, every
+terminal from itself to itself. For each pair of nodes the set of variables that derive a word between them is one
+integer. Sets of a pair come from those of shorter spans, by products that are remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dllm_sampler.guides.grammar.rules import Grammar, bits, gathered, members
+
+
+@dataclass
+class Graph:
+    """The words over terminals that a partial text may be.
+
+    Attributes:
+        gaps: of each node whether it is a gap.
+        edges: of each node: the set of terminals that lead to later nodes.
+        starts: nodes where a word may begin.
+        final: the node where it ends.
+    """
+
+    gaps: list[bool]
+    edges: list[dict[int, int]]
+    starts: list[int]
+    final: int
+
+
+class Emptiness:
+    """The search for one grammar.
+
+    Args:
+        grammar: in normal form.
+        limit: most products of sets for one graph. A graph that takes more counts as one without a word.
+    """
+
+    def __init__(self, grammar: Grammar, limit: int):
+        self.grammar, self.limit = grammar, limit
+        count = len(grammar.names)
+        self.kinds = [self._upwards(near, far) for near in (False, True) for far in (False, True)]
+        self.lefts = bits(left for _, left, _ in grammar.pairs)
+        self.rights = bits(right for _, _, right in grammar.pairs)
+        self.kept = self.lefts | self.rights | 1 << grammar.start
+        self.by_left: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+        for head, left, right in grammar.pairs:
+            self.by_left[left].append((1 << right, 1 << head))
+        self.of_terminal: dict[int, int] = {}
+        for head, terminal in grammar.leaves:
+            self.of_terminal[terminal] = self.of_terminal.get(terminal, 0) | 1 << head
+        self.seeds: dict[int, int] = {}
+        self.closed: list[dict[int, int]] = [{} for _ in self.kinds]
+        self.products: dict[tuple[int, int], int] = {}
+
+    def __call__(self, graph: Graph) -> bool:
+        """Whether the grammar derives a word of the graph."""
+        gaps, final, start = graph.gaps, graph.final, self.grammar.start
+        begins = set(graph.starts)
+        if final in begins and (gaps[final] or self.grammar.nullable >> start & 1):
+            return True
+        products, lefts, rights = self.products, self.lefts, self.rights
+        right: list[list[tuple[int, int]]] = [[] for _ in gaps]  # by node: later nodes, and right parts up to them
+        left_over = self.limit
+        for node in range(len(gaps) - 1, -1, -1):
+            if node == final:
+                continue
+            found = [0] * (final + 1)
+            for to, which in graph.edges[node].items():
+                if to == final or right[to]:
+                    found[to] = self._seed(which)
+            row = []
+            for to in range(node + 1, final + 1):
+                if not found[to]:
+                    continue
+                mask = self._close(found[to], 2 * gaps[node] + gaps[to])
+                row.append((to, mask))
+                part = mask & lefts
+                if not part:
+                    continue
+                left_over -= len(right[to])
+                for far, other in right[to]:
+                    made = products.get((part, other))
+                    if made is None:
+                        made = self._product(part, other)
+                    if made:
+                        found[far] |= made
+            if left_over < 0:
+                return False
+            if node in begins and row and row[-1][0] == final and row[-1][1] >> start & 1:
+                return True
+            right[node] = [(to, mask & rights) for to, mask in row if mask & rights]
+        return False
+
+    def _upwards(self, near: bool, far: bool) -> list[int]:
+        """Of each variable: those that derive what it derives, with what a gap at either end may add."""
+        grammar = self.grammar
+        edges: list[list[int]] = [[] for _ in grammar.names]
+        for head, body in grammar.units:
+            edges[body].append(head)
+        for head, left, right in grammar.pairs:
+            if near or grammar.nullable >> left & 1:
+                edges[right].append(head)
+            if far or grammar.nullable >> right & 1:
+                edges[left].append(head)
+        return gathered(edges, [1 << number for number in range(len(edges))])
+
+    def _seed(self, which: int) -> int:
+        """The variables with a rule for one of some terminals."""
+        found = self.seeds.get(which)
+        if found is None:
+            found = 0
+            for terminal in members(which):
+                found |= self.of_terminal.get(terminal, 0)
+            self.seeds[which] = found
+        return found
+
+    def _close(self, mask: int, kind: int) -> int:
+        found = self.closed[kind].get(mask)
+        if found is None:
+            found, up = 0, self.kinds[kind]
+            for number in members(mask):
+                found |= up[number]
+            found &= self.kept  # others have done their part
+            self.closed[kind][mask] = found
+        return found
+
+    def _product(self, left: int, right: int) -> int:
+        found = 0
+        for number in members(left):
+            for one, head in self.by_left[number]:
+                if right & one:
+                    found |= head
+        self.products[left, right] = found
+        return found
+
+    def size(self) -> int:
+        """How many results are remembered."""
+        return len(self.products) + len(self.seeds) + sum(map(len, self.closed))

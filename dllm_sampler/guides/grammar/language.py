@@ -1,0 +1,135 @@
+"""A context-free language over bytes, and what partial texts of it can become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides.grammar.emptiness import Emptiness
+from dllm_sampler.guides.grammar.lexing import Scanner
+from dllm_sampler.guides.grammar.partial import END, Partial, Word, graph
+from dllm_sampler.guides.grammar.reading import SKIP, Source, read
+from dllm_sampler.guides.grammar.regular import difference
+from dllm_sampler.guides.grammar.rules import normal
+from dllm_sampler.guides.grammar.scannerless import shortest
+from dllm_sampler.guides.grammar.terminals import compiled
+
+FACTS = 2_000_000  # most facts in the search for a completion
+PRODUCTS = 5_000_000  # most products of sets of variables for one verdict
+HELD = 1_000_000  # most results that are remembered: of lexing, in bytes of text; of the search, in products
+EXAMPLES = Path(__file__).with_name("examples")
+
+
+class Language:
+    """The texts of a grammar.
+
+    Terminals are regular expressions, matched against whole lexemes; bytes to skip may stand before, between and
+    behind lexemes. A text is in the language if *some* way to split it into lexemes is a word of the rules: lexemes
+    need not be the longest ones.
+
+    It never changes; what it remembers only makes it faster. One thread may use it at a time.
+
+    Source: the decision is that of arXiv 2508.10111, with every split into lexemes in place of the longest matches.
+    """
+
+    def __init__(self, source: Source):
+        self.name = source.name
+        self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places)
+        try:
+            self.grammar = normal(source.rules, source.start, self.terminals.possible, self.terminals.nullable)
+        except UserError as error:
+            raise UserError(f"{source.name}: {error}") from None
+        self.forget()
+
+    @staticmethod
+    def parse(text: str, name: str) -> Language:
+        """The language of a grammar in the format of `reading`.
+
+        Args:
+            text: the grammar.
+            name: what errors call it.
+
+        Raises:
+            UserError: with the name and the line.
+        """
+        return Language(read(text, name))
+
+    @staticmethod
+    def load(name: str) -> Language:
+        """The language of a file, or of a grammar that comes with the package (`json`, `arithmetic`, `smiles`).
+
+        Raises:
+            UserError: there is no such file, or it is no grammar.
+        """
+        known = {file.stem: file for file in EXAMPLES.glob("*.grammar")}
+        path = known.get(name, Path(name).expanduser())
+        try:
+            return Language.parse(path.read_text(encoding="utf-8"), path.name)
+        except (OSError, UnicodeError) as error:
+            raise UserError(
+                f"grammar={name!r} is neither a file that can be read nor one of {', '.join(sorted(known))}: {error}"
+            ) from None
+
+    @staticmethod
+    def of(
+        rules: str,
+        terminals: Mapping[str, str],
+        skip: bytes | Iterable[int] = SKIP,
+        prelex: tuple[bytes, bytes] | None = None,
+        subtokens: Mapping[str, Sequence[str]] | None = None,
+    ) -> Language:
+        """The language of rules whose terminals are given apart.
+
+        Args:
+            rules: lines of rules.
+            terminals: regular expressions by name.
+            skip: bytes that may stand between lexemes.
+            prelex: the bytes before and behind each word of a text.
+            subtokens: which terminals have only texts of another one, as published data lists them. Lexemes are tried
+                as every terminal, so this changes nothing; it is checked.
+
+        Raises:
+            UserError: with the line of the rules.
+        """
+        found = Language(read(rules, "grammar", terminals, bytes(skip), prelex))
+        dfas = dict(zip(found.terminals.names, found.terminals.dfas, strict=True))
+        for whole, parts in (subtokens or {}).items():
+            for part in parts:
+                if part in dfas and whole in dfas and difference(dfas[part], dfas[whole]).finals:
+                    raise UserError(f"subtokens: {part} has texts that {whole} does not have")
+        return found
+
+    def forget(self) -> None:
+        """Drop what is remembered."""
+        self._scanner, self._search = Scanner(self.terminals, self.grammar), Emptiness(self.grammar, PRODUCTS)
+
+    def feasible(self, words: Sequence[Word]) -> bool:
+        """Whether a partial text can be completed to one of the language.
+
+        Masks stand for any text: how many there are does not count. What stands behind the first end token does not
+        count either. Without an end token any text may follow. No words are not feasible.
+
+        A partial text that takes more than `PRODUCTS` steps counts as not feasible. So the answer is never wrongly yes.
+
+        Args:
+            words: of each position the bytes of its token, None for a mask, or `END`.
+        """
+        if not words:
+            return False
+        if self._scanner.held > HELD or self._search.size() > HELD:
+            self.forget()
+        found = graph(Partial.of(words), self._scanner)
+        return found is not None and self._search(found)
+
+    def complete(self, words: Sequence[Word]) -> bytes | None:
+        """A shortest text of the language that fits a partial text, as `feasible` reads it.
+
+        Returns:
+            The full text; None if there is none, or none is found among the `FACTS` cheapest facts.
+        """
+        return shortest(Partial.of(words), self.terminals, self.grammar, FACTS) if words else None
+
+    def accepts(self, text: bytes) -> bool:
+        """Whether a full text is in the language. It does not depend on what `feasible` is made of."""
+        return self.complete([text, END]) is not None

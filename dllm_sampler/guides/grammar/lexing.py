@@ -1,0 +1,215 @@
+"""Pieces of a text as lexemes: every way to split them, with the lexemes that a piece cuts off at its two ends.
+
+A *piece* is known text between two gaps. All terminals are followed at once, by an automaton whose states are sets of
+the terminals' states; it is determinised as far as texts need it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dllm_sampler.guides.grammar.rules import Grammar, bits, members
+from dllm_sampler.guides.grammar.terminals import WORD, Terminals
+
+DEAD = 0  # the number of the empty set of states
+EVERY = 1  # the number of the set of all states: what a lexeme may be in behind a gap
+
+
+@dataclass
+class Lexing:
+    """All lexings of one piece. Offsets are ends of lexemes, counted behind what is skipped.
+
+    A piece that nothing stands before begins with a lexeme. Any other one may begin with the rest of a lexeme.
+    """
+
+    text: bytes  # classes
+    starts: tuple[int, ...] = ()  # where the first lexeme of a text begins
+    blank: bool = False  # behind a gap: the piece may be skipped as a whole
+    enter: dict[int, int] = field(default_factory=dict)  # behind a gap: which terminals, begun there, end where
+    leaving: int = DEAD  # behind a gap: the states at the end of lexemes that hold the whole piece
+    inner: dict[int, tuple[dict[int, int], int]] = field(default_factory=dict)
+    # of each offset where a lexeme may begin: which terminals end where, and the states at the piece's end
+    crossings: dict[int, tuple[dict[int, int], int]] = field(default_factory=dict)  # memo of `Scanner.cross`
+
+
+class Scanner:
+    """Lexes pieces and remembers what it found.
+
+    Args:
+        terminals: of the language.
+        grammar: whose terminals may follow each other; splits in which others do are left out.
+    """
+
+    def __init__(self, terminals: Terminals, grammar: Grammar):
+        self.terminals, self.grammar = terminals, grammar
+        self.moves: list[dict[int, int]] = []  # the terminals' automata, numbered through
+        self.owner: list[int] = []
+        self.begins: list[int] = []
+        finals = []
+        for number, dfa in enumerate(terminals.dfas):
+            base = len(self.moves)
+            self.begins.append(base)
+            self.moves += [{label: base + to for label, to in there.items()} for there in dfa.moves]
+            self.owner += [number] * len(dfa.moves)
+            finals += [base + state for state in dfa.finals]
+        self.finals = bits(finals)
+        first = {label for number in members(terminals.possible) for label in terminals.dfas[number].moves[0]}
+        self.solid = terminals.skip - first  # classes that are skipped and begin no lexeme
+        self.sets: list[int] = []
+        self.number: dict[int, int] = {}
+        self.steps: list[list[int]] = []  # of each set and class; -1: not known yet
+        self.accepted: list[int] = []  # the terminals that a set accepts
+        self.owners: list[int] = []  # the terminals that it has states of
+        self.wide: dict[int, int] = {}
+        self.starting: dict[int, int] = {}
+        self.following: dict[int, int] = {}
+        self.lexings: dict[tuple[bytes, bool], Lexing] = {}
+        self.held = 0  # how much is remembered, in bytes of text
+        self._set(0)
+        self._set((1 << len(self.moves)) - 1)
+
+    def lex(self, text: bytes, first: bool) -> Lexing:
+        """All lexings of a piece; `first`: nothing stands before it."""
+        key = (text, first)
+        if key not in self.lexings:
+            self.held += len(text)
+            self.lexings[key] = self._lex(text.translate(self.terminals.table), first)
+        return self.lexings[key]
+
+    def cross(self, lexing: Lexing, states: int) -> tuple[dict[int, int], int]:
+        """Lexemes begun before the piece: which terminals end at which offsets, and the states at its end."""
+        found = lexing.crossings.get(states)
+        if found is None:
+            ends, leaving = self._run(states, lexing.text, 0)
+            found = lexing.crossings[states] = (self._behind(lexing.text, ends), leaving)
+        return found
+
+    def widen(self, states: int) -> int:
+        """The states after any text."""
+        found = self.wide.get(states)
+        if found is None:
+            reached, todo = self.sets[states], [*members(self.sets[states])]
+            for state in todo:
+                for to in self.moves[state].values():
+                    if not reached >> to & 1:
+                        reached |= 1 << to
+                        todo.append(to)
+            found = self.wide[states] = self._set(reached)
+        return found
+
+    def _lex(self, text: bytes, first: bool) -> Lexing:
+        size = len(text)
+        found = Lexing(text)
+        allowed: dict[int, int] = {}  # by offset: the terminals that may begin there
+        if first:
+            found.starts = self._stops(text, 0)
+            allowed = dict.fromkeys(found.starts, self.grammar.first[self.grammar.start])
+        else:
+            ends, found.leaving = self._run(EVERY, text, 0)
+            found.enter = self._behind(text, ends)
+            for at in self._stops(text, 0):
+                if at == size:
+                    found.blank = True
+                elif at:
+                    ends, leaving = self._run(self._start(self.terminals.possible), text, at)
+                    found.leaving = self._set(self.sets[found.leaving] | self.sets[leaving])
+                    for to, which in self._behind(text, ends).items():
+                        found.enter[to] = found.enter.get(to, 0) | which
+            allowed = {at: self._follow(which) for at, which in found.enter.items()}
+        for at in range(size):
+            if not allowed.get(at):
+                continue
+            ends, leaving = self._run(self._start(allowed[at]), text, at)
+            if not ends and not leaving:
+                continue
+            behind = self._behind(text, ends)
+            found.inner[at] = (behind, leaving)
+            for to, which in behind.items():
+                allowed[to] = allowed.get(to, 0) | self._follow(which)
+        return found
+
+    def _run(self, states: int, text: bytes, at: int) -> tuple[list[tuple[int, int]], int]:
+        """Which terminals end where, and the states at the text's end."""
+        ends, steps, accepted = [], self.steps, self.accepted
+        for end, label in enumerate(text[at:] if at else text, at + 1):
+            to = steps[states][label]
+            if to < 0:
+                to = self._step(states, label)
+            if not to:
+                return ends, DEAD
+            states = to
+            if accepted[states]:
+                ends.append((end, accepted[states]))
+        return ends, states
+
+    def _behind(self, text: bytes, ends: list[tuple[int, int]]) -> dict[int, int]:
+        """The same ends behind what is skipped."""
+        found: dict[int, int] = {}
+        for end, which in ends:
+            for at in self._stops(text, end):
+                found[at] = found.get(at, 0) | which
+        return found
+
+    def _stops(self, text: bytes, at: int) -> tuple[int, ...]:
+        """Where a lexeme may begin, or the text end, once bytes from an offset on are skipped."""
+        size = len(text)
+        while at < size and text[at] in self.solid:
+            at += 1
+        if at == size or text[at] not in self.terminals.skip:
+            return (at,)
+        return (at, *self._stops(text, at + 1))  # what stands there may be skipped, or begin a lexeme
+
+    def _start(self, which: int) -> int:
+        """The states in which lexemes of some terminals begin."""
+        found = self.starting.get(which)
+        if found is None:
+            found = self.starting[which] = self._set(bits(self.begins[number] for number in members(which)))
+        return found
+
+    def _follow(self, which: int) -> int:
+        """The terminals that may stand behind one of some terminals."""
+        found = self.following.get(which)
+        if found is None:
+            found = 0
+            for number in members(which):
+                found |= self.grammar.follow.get(number, 0)
+            self.following[which] = found
+        return found
+
+    def _step(self, states: int, label: int) -> int:
+        moves = self.moves
+        reached = bits(moves[state][label] for state in members(self.sets[states]) if label in moves[state])
+        to = self.steps[states][label] = self._set(reached)
+        return to
+
+    def _set(self, states: int) -> int:
+        """The number of a set of states."""
+        if states not in self.number:
+            self.held += len(self.terminals.classes)
+            self.number[states] = len(self.sets)
+            self.sets.append(states)
+            self.steps.append([-1] * len(self.terminals.classes))
+            self.accepted.append(bits(self.owner[state] for state in members(states & self.finals)))
+            self.owners.append(bits(self.owner[state] for state in members(states)))
+        return self.number[states]
+
+
+def marked(text: bytes, marks: tuple[int, int], begins: bool, ends: bool) -> bytes:
+    """A piece with one mark before each of its words and one behind it.
+
+    A word at the piece's edge gets its mark there only if nothing else can continue it.
+
+    Args:
+        begins: nothing stands before the piece.
+        ends: nothing stands behind it.
+    """
+    found, inside = bytearray(), not begins
+    for at, byte in enumerate(text):
+        word = byte in WORD
+        if word != inside and (at or begins):
+            found.append(marks[0] if word else marks[1])
+        inside = word
+        found.append(byte)
+    if ends and inside and text:
+        found.append(marks[1])
+    return bytes(found)

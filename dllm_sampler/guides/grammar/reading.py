@@ -1,0 +1,182 @@
+"""The file format of grammars.
+
+    # JSON, without escapes in strings
+    number = -?(0|[1-9][0-9]*)
+    string = "[^"\\n]*"
+    %skip space newline
+    Value -> Object | Array | string | number | "null"
+    Object -> { } | { Members }
+    Members -> Pair | Pair , Members
+    ...
+
+- `name = expression` is a terminal: a regular expression in Rust's syntax, without look-around. The name begins with no
+  capital letter. `A without B and C` are the texts of A that are in neither B nor C.
+- `Head -> body | body` is a rule, also over several lines that begin with `|`. Blanks separate symbols. A symbol is a
+  terminal that is defined, a variable (it begins with a capital letter), a text in quotes without blanks, or signs
+  that stand for themselves. `$` alone is the empty body. The first rule's head is what texts are derived from.
+- `%skip` names bytes that may stand between lexemes, as single signs or by the words space, tab, newline, return;
+  `%skip nothing` is none. Without it: space, tab, newline, return.
+- `%prelex A B` are two bytes, as signs or as `\\x02`. A text is read as if the first stood before each word (a longest
+  run of letters, digits, `_` and characters beyond ASCII) and the second behind it, and expressions say where they
+  stand. A lexeme holds whole words, so no identifier can be cut into a keyword and a rest.
+- A line that begins with `#` is a comment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.guides.grammar.lexing import marked
+from dllm_sampler.guides.grammar.rules import Body
+
+BYTES = 1_000_000  # longest text
+SKIP = b" \t\n\r"
+SKIPS = {"space": b" ", "tab": b"\t", "newline": b"\n", "return": b"\r"}
+VARIABLE = re.compile(r"[A-Z]\w*")
+
+
+@dataclass
+class Source:
+    """A grammar as it was written.
+
+    Attributes:
+        name: of the file, for errors.
+        expressions: of the terminals, by number; bytes are literal.
+        rules: the bodies of each variable.
+        start: the variable that texts are derived from.
+        skip: bytes that may stand between lexemes.
+        prelex: the bytes before and behind each word.
+        places: what errors call each terminal.
+    """
+
+    name: str
+    expressions: dict[str, str | bytes] = field(default_factory=dict)
+    rules: dict[str, list[Body]] = field(default_factory=dict)
+    start: str = ""
+    skip: bytes = SKIP
+    prelex: tuple[bytes, bytes] | None = None
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def read(
+    text: str,
+    name: str,
+    terminals: Mapping[str, str] | None = None,
+    skip: bytes = SKIP,
+    prelex: tuple[bytes, bytes] | None = None,
+) -> Source:
+    """Read a grammar.
+
+    Args:
+        text: see the format.
+        name: of the file, for errors.
+        terminals, skip, prelex: what is defined already.
+
+    Raises:
+        UserError: with the file's name and the line.
+    """
+    if len(text) > BYTES:
+        raise UserError(f"{name} has {len(text)} characters, at most {BYTES} can be read")
+    found = Source(name, skip=skip, prelex=prelex)
+    defined = dict(terminals or {})
+    found.places = {terminal: f"{name}: terminal {terminal}" for terminal in defined}
+    bodies: list[tuple[int, str, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split(None, 2)
+        if not words or words[0].startswith("#"):
+            continue
+        where, rest = f"{name}, line {number}", words[2] if len(words) > 2 else ""
+        if words[0].startswith("%"):
+            _directive(found, words, where)
+        elif words[0].startswith("|"):
+            if not bodies:
+                raise UserError(f"{where}: no rule stands before it that '|' could go on with")
+            bodies.append((number, bodies[-1][1], line.strip()[1:]))
+        elif words[1:2] == ["->"]:
+            if not VARIABLE.fullmatch(words[0]):
+                raise UserError(f"{where}: the head of a rule begins with a capital letter, and {words[0]!r} does not")
+            bodies.append((number, words[0], rest))
+        elif words[1:2] == ["="]:
+            if VARIABLE.fullmatch(words[0]) or words[0] in ("$", "ε"):
+                raise UserError(f"{where}: {words[0]!r} cannot name a terminal: that is a variable, or the empty body")
+            if words[0] in defined:
+                raise UserError(f"{where}: the terminal {words[0]} is defined twice")
+            defined[words[0]], found.places[words[0]] = rest.strip(), f"{where}: terminal {words[0]}"
+        else:
+            raise UserError(
+                f"{where}: {line.strip()!r} is neither a rule (Head -> body), a terminal (name = expression), a"
+                " directive (%skip, %prelex) nor a comment (#)"
+            )
+    if not bodies:
+        raise UserError(f"{name} has no rule")
+    found.start = bodies[0][1]
+    heads = {head for _, head, _ in bodies}
+    numbers: dict[str, int] = {}
+    for number, head, body in bodies:
+        for part in _alternatives(body):
+            symbols = [] if part in (["$"], ["ε"]) else part
+            where = f"{name}, line {number}"
+            if not part:
+                raise UserError(f"{where}: a body of {head} is missing; the empty body is $")
+            found.rules.setdefault(head, []).append(
+                tuple(_symbol(found, one, where, defined, heads, numbers) for one in symbols)
+            )
+    return found
+
+
+def _alternatives(body: str) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in body.split():
+        if word == "|":
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _symbol(
+    found: Source, word: str, where: str, defined: Mapping[str, str], heads: set[str], numbers: dict[str, int]
+) -> str | int:
+    """The variable or the number of the terminal that a word of a body stands for."""
+    if word not in defined and VARIABLE.fullmatch(word):
+        if word not in heads:
+            raise UserError(f"{where}: {unknown('variable', word, heads)}")
+        return word
+    if word not in numbers:
+        expression: str | bytes
+        if word in defined:
+            expression = defined[word]
+        elif len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
+            expression = word[1:-1].encode()
+        elif word in ("$", "ε") or any(sign.isalnum() for sign in word):
+            raise UserError(f"{where}: {unknown('terminal', word, defined)}")
+        else:
+            expression = word.encode()
+        if isinstance(expression, bytes) and found.prelex is not None:
+            expression = marked(expression, (found.prelex[0][0], found.prelex[1][0]), begins=True, ends=True)
+        found.places.setdefault(word, f"{where}: {word}")
+        numbers[word] = len(numbers)
+        found.expressions[word] = expression
+    return numbers[word]
+
+
+def _directive(found: Source, words: list[str], where: str) -> None:
+    given = " ".join(words[1:]).split()
+    if words[0] == "%skip":
+        skip = [SKIPS.get(one, one.encode()) for one in given if one != "nothing"]
+        if not given or any(len(one) != 1 for one in skip):
+            raise UserError(
+                f"{where}: %skip needs single ASCII signs, or the words {', '.join(SKIPS)}, nothing;"
+                f" not {' '.join(given)!r}"
+            )
+        found.skip = b"".join(skip)
+    elif words[0] == "%prelex":
+        marks = [bytes.fromhex(one[2:]) if re.fullmatch(r"\\x[0-9a-fA-F]{2}", one) else one.encode() for one in given]
+        if len(marks) != 2:
+            raise UserError(f"{where}: %prelex needs two bytes, such as \\x02 \\x03, not {' '.join(given)!r}")
+        found.prelex = (marks[0], marks[1])
+    else:
+        raise UserError(f"{where}: {unknown('directive', words[0], ['%skip', '%prelex'])}")

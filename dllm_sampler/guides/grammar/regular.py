@@ -1,0 +1,123 @@
+"""Deterministic finite automata over any labels (bytes, classes of bytes, terminals)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dfa:
+    """A deterministic automaton that starts in state 0.
+
+    A label that a state has no move for leads nowhere. Functions of this module return automata in which every state
+    can be reached and leads to a final one; only the start of the empty language leads nowhere.
+    """
+
+    moves: tuple[dict[int, int], ...]  # of each state: label to state
+    finals: frozenset[int]
+
+    def accepts(self, word: Iterable[int]) -> bool:
+        """Whether the word is in the language."""
+        state: int | None = 0
+        for label in word:
+            state = self.moves[state].get(label)
+            if state is None:
+                return False
+        return state in self.finals
+
+
+def literal(word: Iterable[int]) -> Dfa:
+    """The language of one word."""
+    labels = list(word)
+    return Dfa((*({label: at + 1} for at, label in enumerate(labels)), {}), frozenset([len(labels)]))
+
+
+def trimmed(start: int, finals: Iterable[int], moves: Mapping[int, Mapping[int, int]]) -> Dfa:
+    """An automaton of any states, without those that cannot be reached or lead to no final one."""
+    backwards: dict[int, list[int]] = defaultdict(list)
+    for state, there in moves.items():
+        for to in there.values():
+            backwards[to].append(state)
+    alive, stack = set(finals), list(finals)
+    while stack:
+        for state in backwards[stack.pop()]:
+            if state not in alive:
+                alive.add(state)
+                stack.append(state)
+    number, order = {start: 0}, [start]
+    for state in order:
+        for _, to in sorted(moves.get(state, {}).items()):
+            if to in alive and to not in number:
+                number[to] = len(number)
+                order.append(to)
+    kept = tuple({label: number[to] for label, to in moves.get(state, {}).items() if to in alive} for state in order)
+    return Dfa(kept, frozenset(number[state] for state in finals if state in number))
+
+
+def minimal(dfa: Dfa) -> Dfa:
+    """The automaton of the same language with the fewest states (Hopcroft's algorithm)."""
+    sources: list[list[tuple[int, int]]] = [[] for _ in dfa.moves]
+    for state, there in enumerate(dfa.moves):
+        for label, to in there.items():
+            sources[to].append((label, state))
+    parts = [set(dfa.finals), set(range(len(dfa.moves))) - dfa.finals]
+    part = [0 if state in dfa.finals else 1 for state in range(len(dfa.moves))]
+    waiting = {0, 1}
+    while waiting:
+        before: dict[int, list[int]] = defaultdict(list)
+        for to in parts[waiting.pop()]:
+            for label, state in sources[to]:
+                before[label].append(state)
+        for states in before.values():
+            hit: dict[int, list[int]] = defaultdict(list)
+            for state in states:
+                hit[part[state]].append(state)
+            for one, members in hit.items():
+                if len(members) == len(parts[one]):
+                    continue
+                fresh = len(parts)
+                parts.append(set(members))
+                parts[one].difference_update(members)
+                for state in members:
+                    part[state] = fresh
+                waiting.add(fresh if one in waiting or len(members) <= len(parts[one]) else one)
+    moves = {part[state]: {label: part[to] for label, to in there.items()} for state, there in enumerate(dfa.moves)}
+    return trimmed(part[0], {part[state] for state in dfa.finals}, moves)
+
+
+def combined(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
+    """The words that are in `one` and for which `keep(True, in the other)` holds, minimal."""
+    number: dict[tuple[int, int | None], int] = {(0, 0): 0}
+    order: list[tuple[int, int | None]] = [(0, 0)]
+    moves, finals = {}, []
+    for at, (left, right) in enumerate(order):
+        if left in one.finals and keep(True, right in other.finals):
+            finals.append(at)
+        row = moves[at] = {}
+        for label, to in one.moves[left].items():
+            pair = (to, None if right is None else other.moves[right].get(label))
+            if pair not in number:
+                number[pair] = len(number)
+                order.append(pair)
+            row[label] = number[pair]
+    return minimal(trimmed(0, finals, moves))
+
+
+def difference(one: Dfa, other: Dfa) -> Dfa:
+    """The words of `one` that are not in `other`."""
+    return combined(one, other, lambda left, right: left and not right)
+
+
+def intersection(one: Dfa, other: Dfa) -> Dfa:
+    """The words of both."""
+    return combined(one, other, lambda left, right: left and right)
+
+
+def without_empty(dfa: Dfa) -> Dfa:
+    """The same language without the empty word."""
+    if 0 not in dfa.finals:
+        return dfa
+    moves = {state + 1: {label: to + 1 for label, to in there.items()} for state, there in enumerate(dfa.moves)}
+    return minimal(trimmed(0, {state + 1 for state in dfa.finals}, {0: moves[1], **moves}))

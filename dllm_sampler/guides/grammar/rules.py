@@ -1,0 +1,250 @@
+"""Context-free rules in a normal form.
+
+Bodies of the normal form are empty, one terminal, one variable, or two variables. Sets of variables and of terminals
+are integers, one bit each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dllm_sampler.errors import UserError
+
+RULES = 20_000  # most rules of a normal form
+Body = tuple[str | int, ...]  # names of variables, numbers of terminals
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Rules in normal form. Each variable derives some word and occurs in a derivation."""
+
+    names: tuple[str, ...]  # of the variables; those that the normal form adds have no name of a file
+    start: int
+    empties: frozenset[int]  # A -> nothing
+    leaves: tuple[tuple[int, int], ...]  # A -> terminal
+    units: tuple[tuple[int, int], ...]  # A -> B
+    pairs: tuple[tuple[int, int, int], ...]  # A -> B C
+
+    @cached_property
+    def nullable(self) -> int:
+        """The variables that derive the empty word."""
+        users: list[list[tuple[int, int]]] = [[] for _ in self.names]
+        for head, body in self.units:
+            users[body].append((head, body))
+        for head, left, right in self.pairs:
+            users[left].append((head, right))
+            users[right].append((head, left))
+        found, ready = bits(self.empties), [*self.empties]
+        for one in ready:
+            for head, other in users[one]:
+                if found >> other & 1 and not found >> head & 1:
+                    found |= 1 << head
+                    ready.append(head)
+        return found
+
+    @cached_property
+    def first(self) -> list[int]:
+        """The terminals that a word of each variable may begin with."""
+        return self._ends(self.pairs)
+
+    @cached_property
+    def last(self) -> list[int]:
+        """The terminals that a word of each variable may end with."""
+        return self._ends([(head, right, left) for head, left, right in self.pairs])
+
+    @cached_property
+    def follow(self) -> dict[int, int]:
+        """The terminals that may stand right behind a terminal."""
+        found: dict[int, int] = {}
+        for _, left, right in self.pairs:
+            for terminal in members(self.last[left]):
+                found[terminal] = found.get(terminal, 0) | self.first[right]
+        return found
+
+    def _ends(self, pairs: Sequence[tuple[int, int, int]]) -> list[int]:
+        edges: list[list[int]] = [[] for _ in self.names]
+        for head, body in self.units:
+            edges[head].append(body)
+        for head, near, far in pairs:
+            edges[head].append(near)
+            if self.nullable >> near & 1:
+                edges[head].append(far)
+        own = [0] * len(self.names)
+        for head, terminal in self.leaves:
+            own[head] |= 1 << terminal
+        return gathered(edges, own)
+
+
+def bits(numbers: Iterable[int]) -> int:
+    """The set of some numbers."""
+    found = 0
+    for one in numbers:
+        found |= 1 << one
+    return found
+
+
+def members(mask: int) -> Iterator[int]:
+    """The numbers of a set, in order."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def components(edges: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Strongly connected components of a graph; one that is reached from another comes before it (Tarjan)."""
+    index, low, found = [-1] * len(edges), [0] * len(edges), []
+    on, stack, count = [False] * len(edges), [], 0
+    for root in range(len(edges)):
+        if index[root] >= 0:
+            continue
+        work = [(root, 0)]
+        while work:
+            node, at = work.pop()
+            if at == 0:
+                index[node] = low[node] = count
+                count += 1
+                stack.append(node)
+                on[node] = True
+            for to in edges[node][at:]:
+                at += 1
+                if index[to] < 0:
+                    work += [(node, at), (to, 0)]
+                    break
+                if on[to]:
+                    low[node] = min(low[node], low[to])
+            else:
+                if low[node] == index[node]:
+                    group = [stack.pop()]
+                    while group[-1] != node:
+                        group.append(stack.pop())
+                    for one in group:
+                        on[one] = False
+                    found.append(group)
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+    return found
+
+
+def gathered(edges: Sequence[Sequence[int]], own: Sequence[int]) -> list[int]:
+    """The union of what is each node's own and that of all nodes it leads to."""
+    found = [0] * len(edges)
+    for group in components(edges):
+        mask = 0
+        for node in group:
+            mask |= own[node]
+            for to in edges[node]:
+                mask |= found[to]
+        for node in group:
+            found[node] = mask
+    return found
+
+
+def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nullable: int) -> Grammar:
+    """The normal form of rules.
+
+    A rule `A -> A x A` makes lists of what else A can be, and is written so: `A -> B | B x A`, `B ->` the other bodies.
+
+    Args:
+        rules: the bodies of each variable.
+        possible: the terminals that have a text that is not empty.
+        nullable: those that have the empty text.
+
+    Raises:
+        UserError: no word can be derived, or there are too many rules.
+    """
+    given = {head: [*bodies] for head, bodies in rules.items()}
+    for terminal in members(nullable):
+        name = f"<{terminal}>"
+        given = {head: [tuple(name if s == terminal else s for s in b) for b in given[head]] for head in given}
+        given[name] = [(), (terminal,)] if possible >> terminal & 1 else [()]
+    given = _lists(_generating(given, possible))
+    if start not in given:
+        raise UserError(f"no text can be derived from {start}: each of its rules leads back to itself")
+    order, seen = [start], {start}
+    for head in order:
+        reached = dict.fromkeys(s for body in given[head] for s in body if isinstance(s, str) and s not in seen)
+        order += reached
+        seen.update(reached)
+    return _short({head: given[head] for head in order}, start)
+
+
+def _generating(rules: dict[str, list[Body]], possible: int) -> dict[str, list[Body]]:
+    """The rules from which words can be derived."""
+    users: dict[str, list[tuple[str, int]]] = {}
+    missing: dict[tuple[str, int], int] = {}
+    found: dict[str, None] = {}
+    ready = []
+    for head, bodies in rules.items():
+        for at, body in enumerate(bodies):
+            if any(isinstance(s, int) and not possible >> s & 1 for s in body):
+                continue
+            wanted = {s for s in body if isinstance(s, str)}
+            missing[head, at] = len(wanted)
+            for one in wanted:
+                users.setdefault(one, []).append((head, at))
+            if not wanted:
+                ready.append(head)
+    while ready:
+        head = ready.pop()
+        if head in found:
+            continue
+        found[head] = None
+        for user in users.get(head, []):
+            missing[user] -= 1
+            if not missing[user]:
+                ready.append(user[0])
+    return {
+        head: [body for at, body in enumerate(bodies) if missing.get((head, at)) == 0]
+        for head, bodies in rules.items()
+        if head in found
+    }
+
+
+def _lists(rules: dict[str, list[Body]]) -> dict[str, list[Body]]:
+    """`A -> A x A` as a list. Both are the least solution of A = X (x X)*, whatever X and x are made of."""
+    found = {}
+    for head, bodies in rules.items():
+        joins = [body for body in bodies if len(body) > 1 and body[0] == body[-1] == head]
+        if joins:
+            item = f"<{head}>"
+            found[item] = [body for body in bodies if body not in joins]
+            bodies = [(item,), *((item, *body[1:]) for body in joins)]
+        found[head] = bodies
+    return found
+
+
+def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
+    """Long bodies split from the right; equal ends share a variable."""
+    number = {head: at for at, head in enumerate(rules)}
+    names = [*rules]
+    ends: dict[Body, int] = {}
+    empties: set[int] = set()
+    leaves, units, pairs = {}, {}, {}
+
+    def of(body: Body) -> int:
+        """The variable of a part of a body."""
+        if len(body) == 1 and isinstance(body[0], str):
+            return number[body[0]]
+        if body not in ends:
+            ends[body] = len(names)
+            names.append("")
+            todo.append((ends[body], body))
+        return ends[body]
+
+    todo = [(number[head], body) for head, bodies in rules.items() for body in bodies]
+    for head, body in todo:
+        if not body:
+            empties.add(head)
+        elif len(body) == 1 and isinstance(body[0], int):
+            leaves[head, body[0]] = None
+        elif len(body) == 1:
+            if of(body) != head:
+                units[head, of(body)] = None
+        else:
+            pairs[head, of(body[:1]), of(body[1:])] = None
+        if len(empties) + len(leaves) + len(units) + len(pairs) > RULES:
+            raise UserError(f"the grammar has more than {RULES} rules after splitting long ones: make it smaller")
+    return Grammar(tuple(names), number[start], frozenset(empties), (*leaves,), (*units,), (*pairs,))

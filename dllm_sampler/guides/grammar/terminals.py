@@ -1,0 +1,150 @@
+"""The terminals of a grammar: finite automata over classes of bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms.automaton import SECONDS, byte_automaton
+from dllm_sampler.guides.grammar.regular import Dfa, difference, intersection, literal, minimal, trimmed, without_empty
+from dllm_sampler.guides.grammar.rules import bits
+
+STATES = 20_000  # most states of all terminals
+# Bytes of words, for `prelex`. Every byte of a character beyond ASCII counts as one, so that a cut through a
+# character leaves no doubt.
+WORD = frozenset(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_"))
+
+
+@dataclass(frozen=True)
+class Terminals:
+    """What the texts of each terminal are, apart from the empty one."""
+
+    names: tuple[str, ...]
+    dfas: tuple[Dfa, ...]  # over classes of bytes that all automata treat alike
+    possible: int  # the set of terminals that have a text that is not empty
+    nullable: int  # the set of terminals that have the empty text
+    table: bytes  # [256] the class of each byte
+    classes: tuple[tuple[int, ...], ...]  # the bytes of each class
+    skip: frozenset[int]  # classes of bytes that may stand between lexemes
+    marks: tuple[int, int] | None  # bytes put around each word
+    words: frozenset[int]  # classes of bytes of words
+
+
+def compiled(
+    expressions: Mapping[str, str | bytes],
+    skip: Iterable[int],
+    prelex: tuple[bytes, bytes] | None,
+    places: Mapping[str, str],
+) -> Terminals:
+    """Build the automata.
+
+    Args:
+        expressions: a regular expression for each terminal, `A without B and C` for a difference; bytes are literal.
+        skip: bytes that may stand between lexemes.
+        prelex: one byte put before each word of a text, and one put behind it.
+        places: what errors call each terminal.
+
+    Raises:
+        UserError: one cannot be built, or not within the limits.
+    """
+    deadline, ignored = time.monotonic() + SECONDS, frozenset(skip)
+    balanced = None
+    if prelex is not None:
+        _check_marks(prelex, ignored)
+        balanced = _balanced(prelex)
+    found, nullable = [], 0
+    for number, (name, expression) in enumerate(expressions.items()):
+        try:
+            dfa = literal(expression) if isinstance(expression, bytes) else _expression(expression, deadline)
+        except UserError as error:
+            raise UserError(f"{places[name]}: {error}") from None
+        nullable |= (0 in dfa.finals) << number
+        dfa = without_empty(dfa)
+        whole = dfa if balanced is None else intersection(dfa, balanced)
+        if dfa.finals and not whole.finals:
+            raise UserError(
+                f"{places[name]} has no text that begins and ends where words do: with prelex, the first mark stands"
+                " before each word of a text, and the second behind it"
+            )
+        found.append(whole)
+    if sum(len(dfa.moves) for dfa in found) > STATES:
+        raise UserError(f"the terminals have more than {STATES} states in all: make their expressions simpler")
+    table, classes = _classes(found, [ignored, WORD, *([frozenset(mark) for mark in prelex] if prelex else [])])
+    moves = [tuple({table[byte]: to for byte, to in there.items()} for there in dfa.moves) for dfa in found]
+    return Terminals(
+        names=tuple(expressions),
+        dfas=tuple(Dfa(rows, dfa.finals) for rows, dfa in zip(moves, found, strict=True)),
+        possible=bits(number for number, dfa in enumerate(found) if dfa.finals),
+        nullable=nullable,
+        table=table,
+        classes=classes,
+        skip=frozenset(table[byte] for byte in ignored),
+        marks=None if prelex is None else (prelex[0][0], prelex[1][0]),
+        words=frozenset(table[byte] for byte in WORD),
+    )
+
+
+def _expression(text: str, deadline: float) -> Dfa:
+    """The automaton of an expression over bytes, minimal."""
+    first, _, rest = text.partition(" without ")
+    found = _one(first.strip(), deadline)
+    for taken in rest.split(" and ") if rest else []:
+        found = difference(found, _one(taken.strip(), deadline))
+    return found
+
+
+def _one(pattern: str, deadline: float) -> Dfa:
+    if not pattern:
+        raise UserError("its regular expression is missing")
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise UserError(f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler")
+    return _built(pattern, Limit(left))
+
+
+class Limit(float):
+    """Seconds left, which do not tell two expressions apart."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Limit)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@lru_cache(maxsize=256)
+def _built(pattern: str, seconds: Limit) -> Dfa:
+    start, finals, moves = byte_automaton(pattern, float(seconds))
+    return minimal(trimmed(start, finals, moves))
+
+
+def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int]) -> None:
+    if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
+        raise UserError(f"prelex must be two different single bytes that are no letters or digits, not {prelex!r}")
+    if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
+        raise UserError(
+            "prelex needs bytes to skip that are neither letters, digits nor its marks: two words can only be told"
+            " apart by what stands between them"
+        )
+
+
+def _balanced(prelex: tuple[bytes, bytes]) -> Dfa:
+    """Texts with the marks around each word and nowhere else, which begin and end outside words."""
+    opens, closes = prelex[0][0], prelex[1][0]
+    other = {byte: 0 for byte in range(256) if byte not in WORD and byte not in (opens, closes)}
+    word = dict.fromkeys(WORD, 2)
+    return Dfa(({**other, opens: 1}, word, {**word, closes: 3}, other), frozenset([0, 3]))
+
+
+def _classes(dfas: Iterable[Dfa], sets: Iterable[frozenset[int]]) -> tuple[bytes, tuple[tuple[int, ...], ...]]:
+    """Bytes that no automaton and no set tells apart: the class of each byte, and the bytes of each class."""
+    kinds = [0] * 256
+    rows = [*(dict.fromkeys(one, 0) for one in sets), *(there for dfa in dfas for there in dfa.moves)]
+    for row in rows:
+        names: dict[tuple[int, int | None], int] = {}
+        kinds = [names.setdefault((kind, row.get(byte)), len(names)) for byte, kind in enumerate(kinds)]
+    members = [tuple(byte for byte in range(256) if kinds[byte] == kind) for kind in range(max(kinds) + 1)]
+    return bytes(kinds), tuple(members)
