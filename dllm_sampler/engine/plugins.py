@@ -37,7 +37,7 @@ class Plugins:
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
-        vetoed = {"scores"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
+        vetoed = {"logits", "scores"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
     def bound(self, tokens: int) -> int:

@@ -45,11 +45,15 @@ class Arguments(BaseModel):
 
 @dataclass(frozen=True)
 class Offset(Guide):
-    """Logits plus `amp * sin(0.37 i (v + 1) + 1.3 v)` at answer position i and token v, and a bias of the end token."""
+    """Logits plus `amp * sin(0.37 i (v + 1) + 1.3 v)` at answer position i and token v, and a bias of the end token.
+
+    The mask is the last choice of all.
+    """
 
     amp: float
     eos_bias: float
     eos_id: int
+    mask_id: int
 
     @property
     def measures(self) -> bool:
@@ -63,7 +67,9 @@ class Offset(Guide):
         token = torch.arange(logits.shape[-1], dtype=torch.float64)
         added = self.amp * torch.sin(0.37 * place * (token + 1) + 1.3 * token)
         added[:, self.eos_id] += self.eos_bias
-        return logits + added.float()
+        logits = logits + added.float()
+        logits[:, self.mask_id] = -1e9
+        return logits
 
 
 def constrained(line: Line, checkpoints: Checkpoints) -> Setup:
@@ -80,7 +86,7 @@ def constrained(line: Line, checkpoints: Checkpoints) -> Setup:
         before=tuple(prompt[len(prompt) - count :]),
         greedy=args.temperature == 0,
     )
-    guides: list[Guide] = [Offset(about["amp"], about["eos_bias"], args.eos_ids[0])]
+    guides: list[Guide] = [Offset(about["amp"], about["eos_bias"], args.eos_ids[0], args.mask_id)]
     if args.temperature > 0:
         guides.append(Temperature(value=args.temperature))
     seed = args.seed
@@ -92,6 +98,7 @@ def constrained(line: Line, checkpoints: Checkpoints) -> Setup:
         cache="none",
         guide=[*guides, guide],
         noise=None if seed is None else ReplayNoise(seed, "llada"),
+        compat=True,
     )
     return Setup(sampler, args.gen_length, counted={"decisions": guide.decisions})
 
