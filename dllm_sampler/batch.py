@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
+from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError
-from dllm_sampler.result import Answer, Commits, FinishReason, Result, summarise
+from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Reader:
 
     Args:
         stop_strings: texts that end an answer.
+        guides: they say which answers are valid.
     """
 
     spec: ModelSpec
     tokenizer: PreTrainedTokenizerBase | None
     stop_strings: Sequence[str]
+    guides: Sequence[Guide] = ()
 
     def commits(self, engine: Engine, canvas: Canvas, bound: int, every: int) -> Iterator[Commits]:
         """The steps of a batch, at most `bound`; one in `every` is transferred, with 0 only the last.
@@ -46,7 +49,7 @@ class Reader:
                 if last:
                     return
         except NotFiniteError as error:
-            error.result = self.result(error.state.canvas, error.state.recorder)
+            error.result = self.result(error.state.canvas, error.state.recorder, {row - 1 for row in error.rows})
             raise
 
     def stop(self, engine: Engine, state: Generation) -> None:
@@ -68,33 +71,28 @@ class Reader:
             state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
             engine.ask(state)
 
-    def result(self, canvas: Canvas, recorder: Recorder) -> Result:
-        """The answers as they stand."""
+    def result(self, canvas: Canvas, recorder: Recorder, failed: Collection[int] = ()) -> Result:
+        """The answers as they stand; for the rows `failed` the model returned no finite statistics."""
         trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id)
         masked = aligned(canvas, canvas.masked, False).cpu()
-        return summarise(trace, masked, canvas.done.cpu(), self.spec, self.tokenizer, self.stop_strings)
+        done, stuck, rejected = (one.cpu().clone() for one in (canvas.done, recorder.stuck, recorder.rejected))
+        ends = Ends(masked, done, stuck, rejected, frozenset(failed))
+        return summarise(trace, ends, self.spec, self.tokenizer, self.stop_strings, self.guides)
 
-    def answer(
-        self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int, failed: bool = False
-    ) -> Answer:
-        """Row `at` of a result as the answer to prompt `index`; `failed`: the model returned NaN."""
-        tokens, length = result.tokens[at, :new_tokens], int(result.lengths[at])
-        text = None if result.texts is None else result.texts[at]
-        reason: FinishReason = "length"
-        if failed:
-            reason = "not_finite"
-        elif not result.complete[at]:
-            reason = "max_steps"
-        elif self.stop_strings and any(one in self._uncut(tokens[:length]) for one in self.stop_strings):
-            reason = "stop_string"
-        elif self.spec.eos_id in tokens[:length].tolist():
-            reason = "end"
-        trace = result.trace.row(at).unpadded(new_tokens)
-        return Answer(index, sample, reason, tokens, length, text, int(result.nfe[at]), trace)
-
-    def _uncut(self, tokens: Tensor) -> str:
-        ids = [token for token in tokens.tolist() if token != self.spec.eos_id]
-        return prompts.decode([ids], self.tokenizer, ())[0]
+    def answer(self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int) -> Answer:
+        """Row `at` of a result as the answer to prompt `index`."""
+        return Answer(
+            index,
+            sample,
+            result.finish_reason[at],
+            result.tokens[at, :new_tokens],
+            int(result.lengths[at]),
+            None if result.texts is None else result.texts[at],
+            int(result.nfe[at]),
+            result.trace.row(at).unpadded(new_tokens),
+            int(result.rejections[at]),
+            None if result.valid is None else bool(result.valid[at]),
+        )
 
 
 def _view(state: Generation, step: int, result: Result | None) -> Commits:

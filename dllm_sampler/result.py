@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
+from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
 
-FinishReason = Literal["end", "stop_string", "length", "max_steps", "not_finite", "refused"]
+FinishReason = Literal["end", "stop_string", "length", "max_steps", "constraint", "not_finite", "refused"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,11 @@ class Result:
     lengths: Tensor  # [B] tokens up to and with the first end token, or to the first hole of an unfinished row
     texts: list[str] | None  # cut at the first end token and stop string; None without a tokenizer
     nfe: Tensor  # [B] int64 forwards the row took part in
-    complete: Tensor  # [B] bool: False where max_steps ended the row before its time
+    complete: Tensor  # [B] bool: False where max_steps or a guide ended the row before its time
     trace: Trace
+    finish_reason: list[FinishReason]  # of each row
+    rejections: Tensor  # [B] int64 commits that a guide refused
+    valid: Tensor | None = None  # [B] bool: the answer is what a guide wants; None: no guide says
 
     @staticmethod
     def stack(answers: Iterable[Answer]) -> Result:
@@ -53,6 +57,9 @@ class Result:
             trace.nfe,
             torch.tensor([answer.complete for answer in given]),
             trace,
+            [answer.finish_reason for answer in given],
+            torch.tensor([answer.rejections for answer in given]),
+            None if any(answer.valid is None for answer in given) else torch.tensor([one.valid for one in given]),
         )
 
     @property
@@ -78,15 +85,27 @@ class Commits:
     result: Result | None = None
 
 
+@dataclass(frozen=True)
+class Ends:
+    """How the rows of a generation ended, on the CPU."""
+
+    masked: Tensor  # [B, L] bool what is still noise, as aligned as the trace
+    done: Tensor  # [B] bool
+    stuck: Tensor  # [B] bool a guide refused every commit
+    rejected: Tensor  # [B] commits that a guide refused
+    failed: frozenset[int] = frozenset()  # rows for which the model returned no finite statistics
+
+
 def summarise(
     trace: Trace,
-    masked: Tensor,
-    complete: Tensor,
+    ends: Ends,
     spec: ModelSpec,
     tokenizer: PreTrainedTokenizerBase | None,
     stop_strings: Sequence[str],
+    guides: Sequence[Guide] = (),
 ) -> Result:
-    """The result of a trace; `masked [B, L]` is what is still noise at its end."""
+    """The result of a trace."""
+    masked = ends.masked
     column = torch.arange(trace.ids.shape[1])
     gone = masked | (column >= trace.end[:, None])
     tokens = torch.where(gone, spec.pad_id, trace.ids)[:, trace.origin :]
@@ -97,10 +116,40 @@ def summarise(
     lengths = torch.minimum(ended + 1, hole)
     texts = None
     if tokenizer is not None:
-        ends = torch.minimum(ended, hole).tolist()
-        rows = [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
+        stops = torch.minimum(ended, hole).tolist()
+        rows = [row[:stop] for row, stop in zip(tokens.tolist(), stops, strict=True)]
         texts = prompts.decode(rows, tokenizer, stop_strings)
-    return Result(tokens, lengths, texts, trace.nfe, complete, trace)
+    complete = ends.done & ~ends.stuck
+    reasons: list[FinishReason] = []
+    answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    for row, answer in enumerate(answers):
+        if row in ends.failed:
+            reasons.append("not_finite")
+        elif ends.stuck[row]:
+            reasons.append("constraint")
+        elif not ends.done[row]:
+            reasons.append("max_steps")
+        elif stop_strings and _stopped(answer, spec, tokenizer, stop_strings):
+            reasons.append("stop_string")
+        else:
+            reasons.append("end" if spec.eos_id in answer else "length")
+    found = [_valid(guides, answer) for answer in answers]
+    valid = None if None in found else complete & torch.tensor(found)
+    return Result(tokens, lengths, texts, trace.nfe, complete, trace, reasons, ends.rejected, valid)
+
+
+def _stopped(
+    answer: list[int], spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]
+) -> bool:
+    """Whether the text of an answer has a stop string."""
+    (text,) = prompts.decode([[token for token in answer if token != spec.eos_id]], tokenizer, ())
+    return any(one in text for one in stop_strings)
+
+
+def _valid(guides: Sequence[Guide], answer: Sequence[int]) -> bool | None:
+    """Whether an answer is what the guides want; None: none says."""
+    said = [valid for guide in guides if (valid := guide.valid(answer)) is not None]
+    return all(said) if said else None
 
 
 @dataclass(frozen=True)
@@ -144,9 +193,11 @@ class Answer:
     text: str | None = None  # cut at the end token and at a stop string; None without a tokenizer
     nfe: int = 0  # forwards that the answer took part in
     trace: Trace | None = None  # of this answer alone; None if the prompt was refused
+    rejections: int = 0  # commits that a guide refused
+    valid: bool | None = None  # whether it is what a guide wants; None: no guide says
     error: str | None = None  # why the prompt was refused
 
     @property
     def complete(self) -> bool:
         """Whether the answer came to its end."""
-        return self.finish_reason not in ("max_steps", "not_finite", "refused")
+        return self.finish_reason not in ("max_steps", "constraint", "not_finite", "refused")

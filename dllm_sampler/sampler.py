@@ -304,8 +304,8 @@ class Sampler:
         canvas = layout.canvas(
             rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple
         )
-        bound = self.max_steps or plugins.scheduler.bound(canvas.longest)
-        return Reader(spec, self.tokenizer, stops).commits(engine, canvas, bound, every)
+        bound = self.max_steps or plugins.bound(canvas.longest)
+        return Reader(spec, self.tokenizer, stops, plugins.guides).commits(engine, canvas, bound, every)
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""

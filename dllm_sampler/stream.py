@@ -62,7 +62,7 @@ class Stream:
     @property
     def reader(self) -> Reader:
         """What reads answers out of a flight."""
-        return Reader(self.sampler.denoiser.spec, self.sampler.tokenizer, self.stops)
+        return Reader(self.sampler.denoiser.spec, self.sampler.tokenizer, self.stops, self.plugins.guides)
 
     @property
     def group(self) -> int:
@@ -194,7 +194,7 @@ class Stream:
                 for sample in range(self.samples if self.on_error == "yield" else 0):
                     self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
                 continue
-            bound = self.sampler.max_steps or self.plugins.scheduler.bound(number)
+            bound = self.sampler.max_steps or self.plugins.bound(number)
             for sample in range(self.samples):
                 at = index * self.samples + sample
                 seed = self.seed + at if isinstance(self.seed, int) else self.seed[at]
@@ -245,9 +245,10 @@ class Stream:
         return found
 
     def _answers(self, ended: Ended) -> Iterator[Answer]:
-        result = self.reader.result(ended.canvas, ended.recorder)
-        for at, (row, end) in enumerate(ended.rows):
-            yield self.reader.answer(result, at, *row.tag, new_tokens=row.new_tokens, failed=end == "not_finite")
+        failed = [at for at, (_, end) in enumerate(ended.rows) if end == "not_finite"]
+        result = self.reader.result(ended.canvas, ended.recorder, failed)
+        for at, (row, _) in enumerate(ended.rows):
+            yield self.reader.answer(result, at, *row.tag, new_tokens=row.new_tokens)
 
     def _batch(self, batch: list[Row]) -> Iterator[Answer]:
         """The answers of one batch. One that is not finite leaves it, and the others are made again."""
@@ -265,7 +266,7 @@ class Stream:
                 bad = {at - 1 for at in error.rows}
                 for at in sorted(bad):
                     row = batch[at]
-                    yield self.reader.answer(error.result, at, *row.tag, new_tokens=row.new_tokens, failed=True)
+                    yield self.reader.answer(error.result, at, *row.tag, new_tokens=row.new_tokens)
                 batch = [row for at, row in enumerate(batch) if at not in bad]
                 continue
             for at, row in enumerate(batch):

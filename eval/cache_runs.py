@@ -15,10 +15,11 @@ from rich.progress import Progress
 from torch import Tensor
 
 from dllm_sampler import config, prompts
+from dllm_sampler.batch import Reader
 from dllm_sampler.cache.base import Slots
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Recorder, Trace, aligned
+from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
@@ -27,7 +28,6 @@ from dllm_sampler.eval.exact_match import held_out_prompts
 from dllm_sampler.eval.scheduler_runs import Setup, settings
 from dllm_sampler.eval.store import Plugins, Store
 from dllm_sampler.prompts import Prompt
-from dllm_sampler.result import summarise
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 
@@ -212,9 +212,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
         held = max(held, bytes_held(state.cache))
         if state.finished:
             break
-    trace = Trace.of(state.canvas, state.recorder, spec.mask_id, spec.pad_id)
-    masked = aligned(state.canvas, state.canvas.masked, False)
-    result = summarise(trace, masked, state.canvas.done, spec, base.tokenizer, ())
+    result = Reader(spec, base.tokenizer, ()).result(state.canvas, state.recorder)
     answers = tuple(
         tuple(row[:length]) for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)
     )

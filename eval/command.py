@@ -93,7 +93,9 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
     table.add_column("configuration", overflow="fold")
     error = comparison.together[:1]  # what a task says first of all answers together
     named = [name.replace("_", " ") for name in error]
-    for title in ("task", "score", *named, "tokens/forward", "forwards", "tokens/s", "oracle's share"):
+    formed = any(one["validity"] is not None for one in comparison.figures["all tasks"].values())
+    titles = ["task", "score", *named, *["valid"] * formed, "tokens/forward", "forwards", "tokens/s", "oracle's share"]
+    for title in titles:
         table.add_column(title, justify="left" if title == "task" else "right", overflow="fold")
     each = comparison.figures["all tasks"]
     if len(found) <= LONG:
@@ -107,6 +109,7 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
             Text(task),
             f"{100 * (figures['score'] or 0):.1f}",
             *("" if (value := figures.get(name)) is None else f"{value:.4f}" for name in error),
+            *["" if (valid := figures["validity"]) is None else f"{100 * valid:.1f}"] * formed,
             f"{figures['answer_tokens_per_forward']:.2f}",
             f"{figures['nfe']:.1f}",
             f"{figures['tokens_per_second']:.0f}",

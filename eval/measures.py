@@ -114,6 +114,12 @@ def _oracle(records: Sequence[Record]) -> float | None:
     return float(sum(known)) if len(known) == len(records) else None
 
 
+def validity(records: Sequence[Record]) -> float | None:
+    """Share of answers that have the form that the task checks, or else the run's guide; None: neither says."""
+    said = [record.scores.get("valid", record.valid) for record in records]
+    return _mean(said) if None not in said else None
+
+
 def recompute_share(records: Sequence[Record]) -> float:
     """Positions computed, over those of as many whole forwards: 1 without a cache."""
     whole = [record.nfe * (record.prompt_tokens + record.canvas) for record in records]
@@ -221,6 +227,13 @@ MEASURES = (
         "forwards that perfect knowledge of these answers needs, over those made",
         oracle_share,
     ),
+    Measure("validity", "valid", "share of answers of the form that the task or the guide asks for", validity),
+    Measure(
+        "rejections",
+        "rejections",
+        "commits that a guide refused, mean per sample",
+        lambda records: fmean(record.rejections for record in records),
+    ),
     Measure("recompute_share", "recomputed", "positions computed over those of whole forwards", recompute_share),
     Measure("commits", "commits", "tokens written per sample, all", lambda records: fmean(r.commits for r in records)),
     Measure(
@@ -254,7 +267,7 @@ MEASURES = (
     Measure(
         "unfinished",
         "unfinished",
-        "share of samples that max_steps ended",
+        "share of samples that max_steps or a guide ended",
         lambda records: fmean(not record.complete for record in records),
     ),
 )

@@ -39,6 +39,10 @@ class Record:
     seconds: float  # of its whole batch, or in flight since the answer before
     batch: int  # samples in the batch; 1 in flight
     peak_memory: int  # bytes: of the GPU during the batch or flight, else of the process so far
+    # Files of earlier versions lack these.
+    finish_reason: str | None = None  # see `dllm_sampler.result.FinishReason`
+    valid: bool | None = None  # whether it is what the run's guide wants; None: no guide says
+    rejections: int = 0  # commits that the guide refused
 
     @property
     def full_equivalents(self) -> float:

@@ -211,13 +211,14 @@ class Runner:
                     result = commits.result
             except NotFiniteError as error:  # these rows end, and the others are made again
                 result, bad = error.result, {row - 1 for row in error.rows}
+            assert result is not None
             for row in sorted(bad or range(len(left))):
-                answer = reader.answer(result, row, row, new_tokens=size, failed=row in bad)
+                answer = reader.answer(result, row, row, new_tokens=size)
                 made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
                 found.append((left[row], answer, made, lost))
             left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []
         times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
-        return [Answered(*one, times) for one in found]
+        return [Answered(*one, times=times) for one in found]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
         prompts: list[Any] = [sample.prompt for sample in batch]
@@ -294,6 +295,9 @@ class Runner:
             seconds=round(seconds, 6),
             batch=batch,
             peak_memory=peak,
+            finish_reason=given.finish_reason,
+            valid=given.valid,
+            rejections=given.rejections,
         )
 
     def _piece(self, token: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from dllm_sampler.result import Speculation
 
 SCHEMA = 1  # of a line of output=FILE.jsonl; docs/formats.md
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """The first few of some numbers, and how many more there are."""
+    few = ", ".join(map(str, numbers[:8]))
+    return few if len(numbers) <= 8 else f"{few} and {len(numbers) - 8} more"
 
 
 class Records:
@@ -60,6 +67,7 @@ class Records:
                 "text": None if result.texts is None else result.texts[row],
                 "tokens": tokens[row][: lengths[row]],
                 "complete": complete[row],
+                **_ending(result, row),
                 "nfe": nfe[row],
                 "tokens_per_forward": tpf[row],
                 "step_map": steps[row][: lengths[row]],
@@ -74,23 +82,55 @@ class Records:
                 raise UserError(f"cannot write output {self.path}: {error.strerror}") from None
 
 
+def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
+    """How a sample ended, and what a guide says of it, where there is one."""
+    if not isinstance(result, Result):
+        return {}
+    said = {} if result.valid is None else {"valid": bool(result.valid[row]), "rejections": int(result.rejections[row])}
+    return {"finish_reason": result.finish_reason[row], **said}
+
+
+# What a sample that did not come to its own end is said to lack.
+SHORT = {
+    "length": "cut at max_new_tokens",
+    "max_steps": "stopped at max_steps",
+    "constraint": "nothing that the guide allows was left to commit",
+    "invalid": "complete, and not of the guide's form",
+}
+
+
 class Totals:
     """The figures of a run, summed over its batches."""
 
     def __init__(self) -> None:
         self.samples = self.tokens = 0
+        self.short: dict[str, list[int]] = {}  # why samples (from 1) did not come to their end
         self.forwards: list[int] = []
         self.accepted: int | None = None  # drafted tokens that a target took
         self.seconds = 0.0
 
-    def add(self, result: Result | Speculation, seconds: float) -> None:
-        """Count one batch."""
+    def add(self, first: int, result: Result | Speculation, seconds: float) -> None:
+        """Count one batch, whose first sample has the number `first` (from 0) in the run."""
         self.samples += len(result.lengths)
         self.tokens += int(result.lengths.sum())
         self.forwards += result.nfe.tolist()
         self.seconds += seconds
-        if not isinstance(result, Result):
+        if isinstance(result, Result):
+            for row, reason in enumerate(result.finish_reason):
+                valid = None if result.valid is None else bool(result.valid[row])
+                why = "invalid" if valid is False and result.complete[row] else reason
+                if why in SHORT and not valid:
+                    self.short.setdefault(why, []).append(first + row + 1)
+        else:
             self.accepted = (self.accepted or 0) + int(result.accepted.clamp(min=0).sum())
+
+    def shortcomings(self) -> str:
+        """Which samples did not come to their own end, and why; empty: all did."""
+        parts = []
+        for why, numbers in self.short.items():
+            name = "the answer:" if self.samples == 1 else f"sample{'s' * (len(numbers) > 1)} {listed(numbers)}:"
+            parts.append(f"{name} {SHORT[why]}")
+        return "; ".join(parts)
 
     def line(self, where: str) -> str:
         """The one line of the run, as in `2 samples, 23 tokens in 0.12 s on cpu: NFE 8 to 12, 1.15 tokens per ...`."""

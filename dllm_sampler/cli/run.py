@@ -21,7 +21,7 @@ from dllm_sampler.cli.compose import Settings, settings
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.output import Records, Totals
+from dllm_sampler.cli.output import Records, Totals, listed
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.result import Answer, Commits, Result
 from dllm_sampler.sampler import Sampler
@@ -68,9 +68,11 @@ def run(arguments: Arguments) -> int:
             else:
                 result, seconds = _verify(deer, options, first, rows[batch])
             _answer(result)
-            totals.add(result, seconds)
+            totals.add(first, result, seconds)
             if records:
                 records.write(first, given[batch], result, seconds)
+    if said := totals.shortcomings():
+        print(said, file=sys.stderr)
     print(totals.line(str(sampler.device)), file=sys.stderr)
     return 0
 
@@ -117,23 +119,18 @@ class Several:
                 self._done(*early[index])
             missing = [index + 1 for index in range(following, len(self.rows)) if index not in early]
             if missing:
-                print(f"stopped: no answer to prompt {_listed(missing)}", file=sys.stderr)
+                print(f"stopped: no answer to prompt {listed(missing)}", file=sys.stderr)
             raise
         if bad is not None:
             raise bad
 
     def _done(self, answer: Answer, seconds: float) -> None:
         result = Result.stack([answer])
-        self.totals.add(result, seconds)
+        self.totals.add(answer.index, result, seconds)
         if self.records:
             self.records.write(answer.index, [self.given[answer.index]], result, seconds)
         if answer.finish_reason != "not_finite":  # that is no answer
             _answer(result)
-
-
-def _listed(numbers: list[int]) -> str:
-    few = ", ".join(map(str, numbers[:8]))
-    return few if len(numbers) <= 8 else f"{few} and {len(numbers) - 8} more"
 
 
 def load(chosen: Settings) -> Sampler:

@@ -99,7 +99,7 @@ def sized(canvas: Canvas, wanted: Request) -> Canvas:
     The host waits for the device here: nothing else tells it how large that forward is.
     """
     measured = measure(canvas, wanted, torch.zeros_like(canvas.start))
-    return replace(canvas, sizes=read(measured.tolist(), len(canvas.ids)).sizes)
+    return replace(canvas, sizes=read(fetch(measured), len(canvas.ids)).sizes)
 
 
 class Found(NamedTuple):
@@ -113,6 +113,16 @@ class Found(NamedTuple):
     def finished(self) -> bool:
         """Whether every row is done."""
         return all(self.done)
+
+
+def fetch(numbers: Tensor) -> list[int]:
+    """Numbers on the host, which waits for the device: through pinned memory where there is a GPU."""
+    if numbers.device.type != "cuda":
+        return numbers.tolist()
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # from torch's cache of such memory
+    host.copy_(numbers, non_blocking=True)
+    torch.cuda.current_stream(numbers.device).synchronize()
+    return host.tolist()
 
 
 def read(measured: list[int], batch: int) -> Found:

@@ -1,12 +1,13 @@
 """Every plug-in contract on one page: what the loop asks, in the order in which it asks.
 
-    ask -> narrow -> plan -> denoiser -> guides, readout -> open -> tell -> stop -> apply -> observe -> close -> advance
+    ask, narrow, plan, denoiser, guides, readout, open, tell, settle, stop, apply, observe, close, advance
 
-Plug-ins answer questions; none writes tokens, owns a loop or reads the host inside a step.
+Plug-ins answer questions; none writes tokens or owns a loop, and only a guide that `vetoes` reads the device in a step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
@@ -37,11 +38,8 @@ class Plan:
 
 
 class Denoiser(Protocol):
-    """A model family.
-
-    Two more methods are optional (see `TransformerDenoiser`): `using(backend)`, the same model on other kernels, and
-    `head_weight()`, a tensor if the head is nothing but a product with it.
-    """
+    """A model family. Two more methods are optional (see `TransformerDenoiser`): `using(backend)`, the same model on
+    other kernels, and `head_weight()`, a tensor if the head is nothing but a product with it."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -143,7 +141,7 @@ class Planner(Protocol):
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """What the next `ask` names and `tell` commits: `[B, L+1] int64` places in the step's order, from 1; 0: not in
-        this step. None, from a scheduler around another one: that one does not know."""
+        this step. None, from a scheduler around another: that one does not know."""
         ...
 
 
@@ -152,11 +150,8 @@ class Paced(Protocol):
     """A scheduler that goes by the clock."""
 
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
-        """Called by the host between steps: how long the last one took, of which `canvas` has the sizes.
-
-        Returns:
-            `Canvas.branches` from then on, None: unbounded; it must not change what is committed in the end.
-        """
+        """`Canvas.branches` from now on, None: unbounded; it must not change what is committed in the end. Called by
+        the host between steps: how long the last one took, of which `canvas` has the sizes."""
         ...
 
 
@@ -198,6 +193,7 @@ class Guide:
     truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
     joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
+    vetoes: ClassVar[bool] = False  # it `settle`s what is committed, for which it reads the device inside a step
 
     @property
     def chooses(self) -> bool:
@@ -234,6 +230,15 @@ class Guide:
         """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
         raise NotImplementedError
 
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """What may stand of an edit, if the guide `vetoes`; where nothing may, other tokens (of `readout.scores`), or
+        the row is `stuck`."""
+        raise NotImplementedError
+
+    def valid(self, tokens: Sequence[int]) -> bool | None:
+        """Whether an answer of these tokens, up to its end token, is what the guide wants; None: it does not say."""
+        return None
+
 
 class Stop(PlugIn):
     """Ends rows early. When a row leaves its block is for schedulers and blocks to say, not for a stop."""
@@ -253,9 +258,8 @@ class Stop(PlugIn):
 class Cache:
     """Decides which columns a forward computes, and keeps keys and values. A dataclass: its fields are its YAML.
 
-    The configured object is a template; `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`. What
-    few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
-    """
+    The configured object is a template, `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`. What
+    few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`."""
 
     stores: ClassVar[bool] = True  # keeps keys and values between forwards
     pads: ClassVar[bool] = False  # drives layers itself, on the padded form
@@ -323,10 +327,8 @@ class Prefills(Protocol):
     """A cache that computes a prompt once for several rows. Its keys must not depend on what is written behind it."""
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """Compute once, before the first step, what each `samples` consecutive rows have in common: their prompt.
-
-        `template`: what this live copy was made from. Returns `[B]` positions computed, at each first row; or None.
-        """
+        """`[B]` positions computed, at each first row, or None: compute once, before the first step, what each
+        `samples` consecutive rows have in common, their prompt. `template`: what this live copy was made from."""
 
 
 @runtime_checkable

@@ -43,7 +43,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    kept = logits if needs & {"logits", "raw"} else None
+    kept = logits if needs & {"logits", "raw", "scores"} else None
     held = bool(needs & {"probabilities", "predictions"})
     present = logits.gather(-1, current[..., None]) if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None

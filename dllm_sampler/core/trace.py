@@ -44,6 +44,8 @@ class Recorder:
         self.logprob = torch.zeros(canvas.ids.shape, dtype=precise, device=canvas.ids.device)  # [B, L+1]
         self.entropy = torch.zeros_like(self.logprob) if entropy else None
         self.revised = torch.zeros_like(canvas.done)  # [B]
+        self.rejected = torch.zeros_like(canvas.step)  # [B] commits that a guide refused
+        self.stuck = torch.zeros_like(canvas.done)  # [B] rows in which a guide refused every commit
 
     def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Take down what one step wrote, by the row's own count of forwards."""
@@ -66,6 +68,9 @@ class Recorder:
         self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
         if self.entropy is not None and readout.entropy is not None:
             self.entropy.scatter_(1, at, readout.entropy[:, 0].to(self.entropy.dtype))
+        if edit.rejected is not None and edit.stuck is not None:
+            self.rejected += edit.rejected
+            self.stuck |= edit.stuck
         if edit.end is not None:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)

@@ -313,6 +313,7 @@ class Readout:
     hidden: Tensor | None = None  # [B, K, Q, D]
     raw: Tensor | None = None  # [B, K, Q, V] logits before any guide
     draw: Callable[[Tensor], Tensor] | None = None  # what the step's guides and noise choose from other logits
+    scores: Tensor | None = None  # [B, K, Q, V] what the candidate is the best of: logits behind all guides and noise
 
     def of(self, candidate: Tensor) -> Readout:
         """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
@@ -339,3 +340,5 @@ class Edit:
     end: Tensor | None = None  # [B] cut the canvas here
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
+    rejected: Tensor | None = None  # [B] commits that a guide refused
+    stuck: Tensor | None = None  # [B] bool: a guide lets the row commit nothing; the row ends

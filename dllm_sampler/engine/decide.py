@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dllm_sampler.core import packing
 from dllm_sampler.core.packing import Request
-from dllm_sampler.core.protocols import Cache, Carry, Foresees, Planner, Stop
+from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Planner, Stop
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine.plugins import Plugins
@@ -78,6 +78,9 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     edit, state.carry = plugins.scheduler.tell(canvas, query, seen, state.carry)
     forbidden = spec.mask_id if plugins.compat else None  # a "committed" mask token is still noise
     state.bad, edit = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)
+    for guide in plugins.guides:
+        if guide.vetoes:
+            edit = _settled(guide, canvas, query, seen, edit)
     edit, after = _stop(plugins.stop, canvas, query, seen, edit)
     state.cache.observe(canvas, query, edit, seen)
     state.recorder.note(canvas, after, query, edit, seen)
@@ -85,6 +88,15 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     state.canvas = after.advance(closed, canvas.lookahead, edit.finish, spent)
     if seen.logits is not None and spec.self_conditioning:
         state.previous = seen.logits[:, 0].to(spec.dtype)
+
+
+def _settled(guide: Guide, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> Edit:
+    """What a guide lets stand of an edit; rows that it lets do nothing end."""
+    settled = guide.settle(canvas, query, seen, edit)
+    if settled.stuck is None:
+        return settled
+    finish = settled.stuck if settled.finish is None else settled.finish | settled.stuck
+    return replace(settled, finish=finish)
 
 
 def _stop(stop: Stop, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> tuple[Edit, Canvas]:

@@ -55,6 +55,9 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return f"{type(noise).__name__} draws on the host"
     if spec.encoder:
         return "this model's encoder keeps what it read in an object of its own"
+    vetoing = next((guide for guide in plugins.guides if guide.vetoes), None)
+    if vetoing is not None:
+        return f"guide={type(vetoing).__name__} looks at each step on the host"
     if not plugins.scheduler.traits.static:
         return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
     return _unfit(nn.ModuleList(networks(denoiser)), spec.device)

@@ -121,7 +121,7 @@ class Engine:
             state.canvas = replace(state.canvas, sizes=packing.largest(state.canvas, state.wanted))
             state.branches = state.canvas.branches
             return
-        found = packing.read(state.measured.tolist(), len(state.canvas.ids))
+        found = packing.read(packing.fetch(state.measured), len(state.canvas.ids))
         before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
         state.done, state.failed = found.done, found.bad
         if self.plugins.paced and (step or before.branches is None):

@@ -37,7 +37,13 @@ class Plugins:
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
-        return self.scheduler.needs | self.blocks.needs | self.stop.needs
+        vetoed = {"logits", "scores"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
+        return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
+
+    def bound(self, tokens: int) -> int:
+        """Most steps a generation of `tokens` can take: a guide that refuses commits leaves one in each."""
+        steps = self.scheduler.bound(tokens)
+        return max(steps, tokens) if any(guide.vetoes for guide in self.guides) else steps
 
     def __post_init__(self) -> None:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
@@ -168,16 +174,24 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} takes several steps in one forward, and {stop} would change the canvas between them: use"
             " stop=prefix, block or none"
         )
-    joint = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint]
-    if len(joint) > 1:
-        yield f"{' and '.join(joint)} both say what form an answer has: leave one of them out"
-    if joint and traits.own_tokens:
+    forms = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint or guide.vetoes]
+    if len(forms) > 1:
+        yield f"{' and '.join(forms)} both say what form an answer has: leave one of them out"
+    if forms and traits.own_tokens:
         yield (
-            f"{scheduler} writes other tokens than the candidates of its step, and {joint[0]} vouches for these only:"
+            f"{scheduler} writes other tokens than the candidates of its step, and {forms[0]} vouches for these only:"
             " use another scheduler, threshold say"
         )
-    if joint and plugins.stop.fills:
-        yield f"{stop} fills in tokens by itself, and {joint[0]} vouches for candidates of a step only: use stop=prefix"
+    if forms and plugins.stop.fills:
+        yield f"{stop} fills in tokens by itself, and {forms[0]} vouches for candidates of a step only: use stop=prefix"
+    if any(guide.vetoes for guide in plugins.guides):
+        if traits.drafts:
+            yield f"{scheduler} counts on commits that {forms[0]} may refuse: use another scheduler, threshold say"
+        if plugins.foresees:
+            yield (
+                f"cache={type(plugins.cache).__name__} counts on commits that {forms[0]} may refuse: use another cache,"
+                " dual say"
+            )
     if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
         yield (
             f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"

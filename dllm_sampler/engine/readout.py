@@ -130,22 +130,26 @@ def read(
     draws = any(guide.draws for guide in guides)
     noise = canvas.noise.tokens(canvas, answers, spec.vocab_size) if draws else None
 
-    def draw(choice: Tensor) -> Tensor:
-        """`[R]` tokens that the guides choose from `[R, V]`, always by the same noise."""
-        joint = None
+    def guided(choice: Tensor) -> tuple[Tensor, Tensor]:
+        """`[R, V]` behind all guides but the joint one, and the same with noise in a draw, always by the same noise."""
         for guide in guides:
-            if guide.joint:
-                joint = guide  # the last one
-            elif guide.chooses:
+            if guide.chooses and not guide.joint:
                 choice = guide(choice, canvas, answers)
-        noisy = choice
-        if noise is not None:  # in half precision the sums would tie, and ties go to the lower id
-            choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-            noisy = choice + noise.to(choice.dtype)
+        if noise is None:
+            return choice, choice
+        # In half precision the sums would tie, and ties go to the lower id.
+        choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
+        return choice, choice + noise.to(choice.dtype)
+
+    def pick(choice: Tensor, noisy: Tensor) -> Tensor:
+        """`[R]` tokens."""
+        joint = next((guide for guide in reversed(guides) if guide.joint), None)
         return argmax(noisy) if joint is None else joint.choose(choice, noisy, canvas, answers)
 
-    seen = measure(measured, draw(logits), answers.pick(answers.query.ids), needs, hidden)
-    seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
+    choice, noisy = guided(logits)
+    seen = measure(measured, pick(choice, noisy), answers.pick(answers.query.ids), needs, hidden)
+    stored = {"raw": logits, "scores": noisy}
+    seen = spread(replace(seen, **{name: kept for name, kept in stored.items() if name in needs}), answers)
     if "draw" not in needs:
         return seen
-    return replace(seen, draw=lambda choice: answers.spread(draw(answers.pick(choice))))
+    return replace(seen, draw=lambda choice: answers.spread(pick(*guided(answers.pick(choice)))))

@@ -273,7 +273,7 @@ class SpeculativeSampler:
         at = canvas.first[:, None] + torch.arange(k, device=ids.device)
         at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
         if self.scheduled:
-            bound = self.drafter.max_steps or self.drafter.plugins.scheduler.bound(k + behind)
+            bound = self.drafter.max_steps or self.drafter.plugins.bound(k + behind)
             engine = Engine(self.drafter.denoiser, self.drafter.plugins, 1, self.drafter.kernels)
             for state in engine.run(canvas, bound):
                 canvas = state.canvas

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -109,7 +110,7 @@ class Setup:
     cut: int | None = None
     empties: bool = False
     accepted: Steps | None = None
-    counted: Mapping[str, list[int]] = field(default_factory=dict)
+    counted: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ends: tuple[int, ...] | None = None
     pad: int | None = None
     steps: Callable[[], Steps] | None = None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.conformance.records import RECORDS
 
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
@@ -177,7 +178,13 @@ def _lines(file: Path) -> Iterator[Line]:
             raise UserError(f"{where}: not JSON ({error})") from None
         if not isinstance(raw, dict):
             raise UserError(f"{where}: should be a JSON object")
-        yield check(Line, {**raw, "where": where}, where)
+        raw = {**raw, "where": where}
+        if raw.get("system") in RECORDS:
+            try:
+                raw = RECORDS[raw["system"]](raw)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise UserError(f"{where}: not a record of {raw['system']} ({type(error).__name__}: {error})") from None
+        yield check(Line, raw, where)
 
 
 def _is_steps(steps: Any) -> bool:

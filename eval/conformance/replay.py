@@ -80,7 +80,11 @@ def _lengths(line: Line, setup: Setup) -> str | None:
     extra = line.model_extra or {}
     for name, made in setup.counted.items():
         if name in extra and extra[name] != made:
-            return f"{name} are {made}, recorded {extra[name]}"
+            wanted = extra[name]
+            at = next((at for at, pair in enumerate(zip(made, wanted, strict=False)) if pair[0] != pair[1]), None)
+            if at is None:
+                return f"there are {len(made)} {name}, recorded {len(wanted)}"
+            return f"number {at + 1} of the {name} is {made[at]}, recorded {wanted[at]}"
     wanted = extra.get("query_lengths") or [shape[1] for shape in extra.get("forward_shapes", [])]
     if setup.measured is None or not wanted or setup.measured.lengths == wanted:
         return None

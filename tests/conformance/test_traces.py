@@ -46,6 +46,7 @@ SYSTEMS = {
     "learn2pd": 7,
     "learn2pd-eot": 2,
     "localleap": 8,
+    "constrained_cfg": 45,
     "diffusion-gemma": 5,
     "sdar/low_confidence_static": 3,
     "sdar/low_confidence_dynamic": 8,

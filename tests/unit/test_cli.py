@@ -44,8 +44,9 @@ def test_answers_and_figures(words: list[str], capsys: pytest.CaptureFixture[str
     assert main([*words, "reverse: Ada, Ben", "stop=none", "copy: Ada"]) == 0
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
-    assert err.startswith("2 samples, ")
-    assert err.count("\n") == 1
+    short, figures = err.splitlines()
+    assert short == "samples 1, 2: cut at max_new_tokens"
+    assert figures.startswith("2 samples, ")
     assert list(tmp_path.iterdir()) == [], "nothing is littered"
 
 
@@ -54,7 +55,8 @@ def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]
     pytest.importorskip("triton")
     backend.warn.cache_clear()
     assert main([*words, "copy: Ada", "backend=triton", "cuda_graph=auto"]) == 0
-    warning, figures = capsys.readouterr().err.splitlines()
+    warning, short, figures = capsys.readouterr().err.splitlines()
+    assert short == "the answer: cut at max_new_tokens"
     assert warning.startswith("dllm-sample: Triton kernels cannot run here, torch takes their place: ")
     assert figures.startswith("1 sample, ")
     assert main([*words, "copy: Ada", "cuda_graph=true"]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -72,6 +72,11 @@ class Form(Guide):
                 f"guide={type(self).__name__}: the shortest answer of that form has {least} tokens, and max_new_tokens"
                 f" is {new_tokens}"
             )
+
+    def valid(self, tokens: Sequence[int]) -> bool:
+        """See `Guide.valid`."""
+        assert self.automaton is not None
+        return self.automaton.accepted(tokens)
 
     def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""

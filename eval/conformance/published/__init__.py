@@ -20,6 +20,7 @@ from dllm_sampler.eval.conformance.published.fixed import (
 )
 from dllm_sampler.eval.conformance.published.forced import ForcedFirst
 from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
+from dllm_sampler.eval.conformance.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
@@ -40,6 +41,7 @@ __all__ = [
     "AllEnd",
     "AmongTop",
     "AnyBlock",
+    "Behind",
     "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
@@ -53,6 +55,7 @@ __all__ = [
     "PublishedFactor",
     "PublishedFixedSteps",
     "PublishedFreeDave",
+    "PublishedGrammar",
     "PublishedKlass",
     "PublishedLocalLeap",
     "PublishedOrigin",

@@ -1,0 +1,222 @@
+"""The guide on a context-free grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.protocols import Context, Guide
+from dllm_sampler.core.spec import learned
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms.tokens import token_bytes
+from dllm_sampler.guides.grammar.language import Language
+from dllm_sampler.guides.grammar.partial import END, Word
+
+
+@dataclass(frozen=True)
+class Grammar(Guide):
+    """Answers of a context-free language: no token is committed that no text of the language has there.
+
+    What a scheduler wants to commit is tested token by token, the surest first, against the text as it stands, in
+    which each run of masks may become any text. What fails is not committed. Where nothing of it may stand, the surest
+    other token of the block that fits is committed instead, so that every step makes progress. A row where `tries`
+    tokens have failed ends, with `finish_reason` "constraint".
+
+    That a gap has a certain number of masks is not considered, so an answer may run out of them. Where the grammar is
+    regular, or with a `depth`, tokens are chosen together instead, as by `guide=regex`: then every answer that comes
+    to its end is of the language.
+
+    Source: arXiv 2508.10111, which tests tokens one after the other until as many fit as the schedule wants.
+
+    Args:
+        grammar: a file (docs/grammars.md), or one that is shipped: json, arithmetic, smiles.
+        depth: most levels of recursion inside an answer, as `Language.automaton` counts them; None: any.
+        tries: most tokens that may fail in a step of a row before it ends.
+    """
+
+    vetoes: ClassVar[bool] = True
+
+    grammar: str = ""
+    depth: int | None = None
+    tries: int = 100
+
+    language: Language | None = field(init=False, default=None, repr=False, compare=False)
+    tokens: tuple[bytes, ...] = field(init=False, default=(), repr=False, compare=False)  # of each id
+    ends: frozenset[int] = field(init=False, default=frozenset(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("guide.depth", self.depth, 0, optional=True)
+        check_count("guide.tries", self.tries)
+        if not isinstance(self.grammar, str):
+            raise UserError(f"guide.grammar must be a file or the name of a shipped grammar, not {self.grammar!r}")
+
+    @property
+    def chooses(self) -> bool:
+        """See `Guide.chooses`. Candidates are the model's own."""
+        return False
+
+    def bind(self, context: Context) -> Guide:
+        """Read the grammar, and take the guide that serves it best.
+
+        Raises:
+            UserError: it cannot be read or compiled, or the model has no tokenizer or no mask.
+        """
+        spec = context.spec
+        if context.tokenizer is None:
+            raise UserError("guide=Grammar needs to know what tokens stand for, and this checkpoint has no tokenizer")
+        if spec.mask_id is None:
+            raise UserError("guide=Grammar is for models with a mask token, and this one's noise are random tokens")
+        language = Language.load(self.grammar)
+        ends = frozenset(token for token in (spec.eos_id, spec.eot_id) if token is not None)
+        return learned(self, language=language, tokens=tuple(token_bytes(context.tokenizer)), ends=ends)
+
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Guide.settle`."""
+        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
+        ids, commit, settled = edit.ids.clone(), edit.commit.clone(), sure.clone()
+        forced = torch.zeros_like(commit) if edit.forced is None else edit.forced.clone()
+        rejected, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
+        for text in self.texts(canvas):
+            row = text.row
+            wanted = Wanted.of(row, canvas, query, edit, sure)
+            for at in wanted.remasked:
+                text.write(wanted.columns[at], None)
+            kept = 0
+            for at in wanted.commits:
+                column, token = wanted.columns[at], wanted.ids[at]
+                if self.fits(text, column, token):
+                    text.write(column, self.word(token))
+                    kept += at in wanted.masks
+                else:
+                    commit[row, at] = False
+                    rejected[row] += 1
+            if kept or not any(at in wanted.masks for at in wanted.commits):
+                continue
+            found = None
+            for tried, (at, token, confidence) in enumerate(surest(row, wanted, readout)):
+                if tried == self.tries:
+                    break
+                if self.fits(text, wanted.columns[at], token):
+                    found = at, token, confidence
+                    break
+                rejected[row] += 1
+            if found is None:
+                stuck[row] = True
+                continue
+            at, token, confidence = found
+            ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
+        return replace(edit, ids=ids, commit=commit, confidence=settled, forced=forced, rejected=rejected, stuck=stuck)
+
+    def valid(self, tokens: Sequence[int]) -> bool:
+        """See `Guide.valid`."""
+        assert self.language is not None
+        words = []
+        for token in tokens:
+            if token in self.ends:
+                break
+            words.append(self.text(token))
+        return self.language.accepts(b"".join(words))
+
+    def texts(self, canvas: Canvas) -> Iterator[Text]:
+        """The texts of rows that are not done, as they stand."""
+        ids, masked = canvas.ids.tolist(), canvas.masked.tolist()
+        first, end, done = canvas.first.tolist(), canvas.end.tolist(), canvas.done.tolist()
+        for row in range(len(ids)):
+            if not done[row]:
+                there = range(first[row], end[row])
+                words = [None if masked[row][at] else self.word(ids[row][at]) for at in there]
+                yield Text(row, first[row], words, [END])
+
+    def word(self, token: int) -> Word:
+        """What a token adds to a text."""
+        return END if token in self.ends else self.text(token)
+
+    def text(self, token: int) -> bytes:
+        """The bytes of a token that is no end token."""
+        return self.tokens[token] if token < len(self.tokens) else b""
+
+    def fits(self, text: Text, column: int, token: int) -> bool:
+        """Whether a text can still be completed with `token` at `column`. A token without a text never fits."""
+        assert self.language is not None
+        word = self.word(token)
+        return word != b"" and self.language.feasible(text.written(column, word))
+
+
+@dataclass
+class Text:
+    """A row's answer, a word for each column: what stands there, None for a mask."""
+
+    row: int
+    first: int  # column of its first word
+    words: list[Word]
+    rest: list[Word]  # what follows the last column
+
+    def write(self, column: int, word: Word) -> None:
+        """Put a word there."""
+        self.words[column - self.first] = word
+
+    def written(self, column: int, word: Word) -> list[Word]:
+        """All words, with another one there."""
+        at = column - self.first
+        return [*self.words[:at], word, *self.words[at + 1 :], *self.rest]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a scheduler wants of one row; numbers are places in the query."""
+
+    columns: list[int]
+    ids: list[int]
+    commits: list[int]  # the surest first; tokens that stand already are none
+    remasked: list[int]
+    masks: set[int]  # what may be committed in place of others: noise of the block
+
+    @staticmethod
+    def of(row: int, canvas: Canvas, query: Query, edit: Edit, sure: Tensor) -> Wanted:
+        """What an edit says of a row; `sure [B, Q]` is the confidence."""
+        columns, ids = query.positions[row].tolist(), edit.ids[row].tolist()
+        order = sure[row].argsort(descending=True, stable=True)
+        standing = canvas.ids[row, query.positions[row]].tolist()
+        masked = canvas.masked[row, query.positions[row]].tolist()
+        frozen = canvas.frozen[row, query.positions[row]].tolist()
+        chosen, remask = edit.commit[row].tolist(), [False] * len(ids)
+        if edit.remask is not None:
+            remask = edit.remask[row].tolist()
+        eligible = canvas.eligible(query.positions)[row].tolist()
+        return Wanted(
+            columns,
+            ids,
+            [at for at in order.tolist() if chosen[at] and not frozen[at] and (masked[at] or ids[at] != standing[at])],
+            [at for at in range(len(ids)) if remask[at] and not frozen[at]],
+            {at for at in range(len(ids)) if eligible[at]},
+        )
+
+
+def surest(row: int, wanted: Wanted, readout: Readout) -> Iterator[tuple[int, int, float]]:
+    """Tokens at the masks of a row, the surest place first: place in the query, token, its probability.
+
+    What is passed over competes no more, and its place goes on with its next best token. Tokens that the scheduler
+    wanted have failed already.
+    """
+    assert readout.scores is not None and readout.logits is not None
+    places = sorted(wanted.masks)
+    at = torch.tensor(places, device=readout.scores.device)
+    scores = readout.scores[row, 0, at].double()  # [P, V]
+    chance = torch.softmax(readout.logits[row, 0, at].double(), -1)
+    for one in set(wanted.commits) & wanted.masks:
+        scores[places.index(one), wanted.ids[one]] = -torch.inf
+    best, token = scores.max(-1)
+    while True:
+        own = chance.gather(1, token[:, None])[:, 0].masked_fill(best == -torch.inf, -1)
+        place = int(own.argmax())
+        if own[place] < 0:
+            return
+        yield places[place], int(token[place]), float(own[place])
+        scores[place, token[place]] = -torch.inf
+        best[place], token[place] = scores[place].max(-1)

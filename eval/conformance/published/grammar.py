@@ -1,0 +1,124 @@
+"""The decoding loop of grammar-constrained decoding, as its code has it (arXiv 2508.10111, LLaDA driver)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Context, Stop
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.guides.grammar.guide import Grammar, Text
+from dllm_sampler.guides.grammar.language import Language
+
+
+@dataclass(frozen=True)
+class PublishedGrammar(Grammar):
+    """The scheduler says how many tokens a step commits; which, each rejection decides again. One row.
+
+    After a rejection the position competes with its next best token, at temperature 0 with probabilities that are
+    normalised again. An end token overwrites everything behind it. The canvas ends open. The number of rejections is
+    limited over the whole generation, and reaching it ends the row at once.
+
+    Args:
+        language, tokens, ends: as learned by `Grammar.bind` elsewhere.
+        before: the last tokens of the prompt that are part of the text.
+        greedy: temperature 0.
+        decisions: forward, position in the answer, token, committed or not, as they are made.
+    """
+
+    known: Language | None = None
+    texts_of: tuple[bytes, ...] = ()
+    ending: frozenset[int] = frozenset()
+    before: tuple[int, ...] = ()
+    greedy: bool = True
+    decisions: list[list[int | bool]] = field(default_factory=list)
+
+    def bind(self, context: Context) -> PublishedGrammar:
+        """Everything is given."""
+        vars(self).update(language=self.known, tokens=self.texts_of, ends=self.ending)
+        return self
+
+    def texts(self, canvas: Canvas) -> Iterator[Text]:
+        """See `Grammar.texts`."""
+        for text in super().texts(canvas):
+            tail = [self.word(token) for token in self.before]
+            yield Text(text.row, text.first - len(tail), tail + text.words, [])
+
+    def fits(self, text: Text, column: int, token: int) -> bool:
+        """See `Grammar.fits`. The text of a token may be empty."""
+        assert self.language is not None
+        return self.language.feasible(text.written(column, self.word(token)))
+
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Guide.settle`."""
+        assert readout.scores is not None and readout.logits is not None
+        text = next(self.texts(canvas), None)
+        if text is None:
+            return edit
+        columns, first = query.positions[0].tolist(), int(canvas.first[0])
+        places = torch.where(canvas.eligible(query.positions)[0])[0]
+        best = readout.scores[0, 0, places].double()  # [P, V]
+        plain = best if self.greedy else readout.logits[0, 0, places].double()
+        ids, commit = edit.ids.clone(), torch.zeros_like(edit.commit)
+        rejected, stuck, left = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done), int(edit.commit.sum())
+        open_ = torch.ones(len(places), dtype=torch.bool)
+        complete = False
+        while left and not complete:
+            place, token = _surest(best, plain, open_)
+            if best[place, token] == -torch.inf or not bool(open_.any()):
+                stuck[0] = True
+                break
+            at = int(places[place])
+            fits = self.fits(text, columns[at], token)
+            self.decisions.append([int(canvas.step[0]), columns[at] - first, token, fits])
+            if not fits:
+                best[place, token] = -torch.inf
+                rejected[0] += 1
+                if self.refused >= self.tries:
+                    stuck[0] = True
+                    break
+                continue
+            left, open_[place] = left - 1, False
+            for later in range(at, len(columns) if token in self.ending else at + 1):
+                if columns[later] < canvas.length:
+                    text.write(columns[later], self.word(token))
+                    ids[0, later], commit[0, later] = token, True
+                    open_ &= places != later
+            complete = _ends(text)
+        finish = torch.full_like(canvas.done, complete)
+        return replace(edit, ids=ids, commit=commit, rejected=rejected, stuck=stuck, finish=finish)
+
+    @property
+    def refused(self) -> int:
+        """Rejections so far."""
+        return sum(not decision[3] for decision in self.decisions)
+
+
+def _surest(best: Tensor, plain: Tensor, open_: Tensor) -> tuple[int, int]:
+    """The position of highest confidence, and its token."""
+    token = best.argmax(-1)
+    sure = torch.softmax(plain, -1).gather(1, token[:, None])[:, 0].masked_fill(~open_, -torch.inf)
+    place = int(sure.argmax())
+    return place, int(token[place])
+
+
+def _ends(text: Text) -> bool:
+    """Whether no mask stands before the first end."""
+    for word in text.words:
+        if word is None:
+            return False
+        if not isinstance(word, bytes):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Behind(Stop):
+    """Ask about everything behind the block too: an end token is written there."""
+
+    def positions(self, canvas: Canvas) -> Tensor:
+        """See `Stop.positions`."""
+        return canvas.seen() & ~canvas.frozen

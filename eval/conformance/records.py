@@ -1,0 +1,26 @@
+"""Records of other shapes, read as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def decisions(raw: dict[str, Any]) -> dict[str, Any]:
+    """A record of decisions (arXiv 2508.10111) with the `steps` that they make, and the forwards that they took.
+
+    An end token is written to everything behind it.
+    """
+    tokens: list[int | None] = [None] * len(raw["output_ids"])
+    ends = raw["params"]["eos_ids"]
+    steps: list[list[int]] = [[] for _ in range(max((one[0] + 1 for one in raw["decisions"]), default=0))]
+    for forward, at, token, committed in raw["decisions"]:
+        if committed:
+            behind = range(at, len(tokens) if token in ends else at + 1)
+            steps[forward] += [place for place in behind if tokens[place] is None]
+            for place in behind:
+                tokens[place] = token
+    return {**raw, "steps": [sorted(step) for step in steps], "nfe": len(steps)}
+
+
+RECORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"constrained_cfg": decisions}

@@ -1,0 +1,135 @@
+"""The guide on grammars inside the loop: no commit that cannot be completed, and what a row without one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Sampler, UserError, config
+from dllm_sampler.guides import Grammar
+from dllm_sampler.guides.grammar import END, Language
+from tests import toys
+
+# Nested lists of letters, in which the toys' tokens are pieces: "ab", "abc", "true" ...
+LISTS = """
+word = [a-j]+|[0-9]+|true|false
+List -> [ ] | [ Items ]
+Items -> Item | Item , Items
+Item -> word | List
+"""
+
+
+@pytest.fixture
+def grammar(tmp_path: Path) -> str:
+    path = tmp_path / "lists.grammar"
+    path.write_text(LISTS)
+    return str(path)
+
+
+def schedulers() -> list[str]:
+    return [name for name in config.names("scheduler") if name not in ("apd", "learn2pd", "svdd")]
+
+
+REFUSED = {"credit", "entropy_renoise", "freedave", "ssd"}
+
+
+@pytest.mark.parametrize("scheduler", schedulers())
+def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
+    """Also a row that ends without a commit: what stands is the beginning of some answer."""
+    guide = Grammar(grammar, tries=8)
+    try:
+        sampler = toys.sampler(scheduler=scheduler, guide=guide, stop="prefix", blocks={"name": "fixed", "length": 6})
+    except UserError as error:
+        assert scheduler in REFUSED and ("vouches" in str(error) or "may refuse" in str(error))
+        return
+    assert scheduler not in REFUSED
+    bound = next(one for one in sampler.plugins.guides if isinstance(one, Grammar))
+    assert bound.language is not None
+    last = None
+    for last in sampler.stream([[1, 2, 3], [4]], max_new_tokens=12):
+        for tokens, masked in zip(last.tokens.tolist(), last.masked.tolist(), strict=True):
+            words = [None if noise else bound.word(token) for token, noise in zip(tokens, masked, strict=True)]
+            assert bound.language.feasible([*words, END]), (words, last.step)
+    assert last is not None and last.result is not None
+    found = last.result
+    assert found.valid is not None and found.texts is not None
+    for row, reason in enumerate(found.finish_reason):
+        assert (reason == "constraint") == (not bool(found.complete[row]))
+        assert bool(found.valid[row]) == bool(found.complete[row])
+        if found.complete[row]:
+            assert Language.parse(LISTS, "lists").accepts(found.texts[row].encode())
+
+
+@pytest.mark.parametrize("cache", ["none", "dual", "prefix", "elastic", "sparse"])
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_rows_are_as_alone(cache: str, temperature: float | None, grammar: str) -> None:
+    options: dict[str, Any] = {"guide": Grammar(grammar, tries=20), "cache": cache, "temperature": temperature}
+    sampler = toys.sampler(scheduler={"name": "fixed", "steps": 5}, stop="prefix", **options)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [7]]
+    together = sampler.generate(prompts, max_new_tokens=12)
+    flying = list(sampler.generate_many(prompts, max_new_tokens=12, batch_size=2, order="given"))
+    assert int(together.rejections.sum()) > 0
+    for row, prompt in enumerate(prompts):
+        alone = sampler.generate(prompt, max_new_tokens=12, seed=row)
+        for tokens, count, reason, valid in (
+            (together.tokens[row], together.rejections[row], together.finish_reason[row], together.valid),
+            (flying[row].tokens, flying[row].rejections, flying[row].finish_reason, flying[row].valid),
+        ):
+            assert torch.equal(tokens, alone.tokens[0])
+            assert int(count) == int(alone.rejections[0]) and reason == alone.finish_reason[0]
+            assert valid is not None
+
+
+def test_what_a_step_commits(grammar: str) -> None:
+    """The surest of the scheduler's tokens that fit; where none does, the surest one of the block that does."""
+    plain = toys.sampler(scheduler={"name": "fixed", "steps": 1}, stop="none", blocks="full")
+    free = plain.generate([3], max_new_tokens=8)
+    guided = toys.sampler(scheduler={"name": "fixed", "steps": 1}, stop="none", blocks="full", guide=Grammar(grammar))
+    first = next(iter(guided.stream([3], max_new_tokens=8)))
+    bound = next(one for one in guided.plugins.guides if isinstance(one, Grammar))
+    assert bound.language is not None
+    words: list[Any] = [None] * 8
+    order = free.trace.logprob[0, free.trace.origin :].argsort(descending=True, stable=True).tolist()
+    for at in order:
+        token = int(free.tokens[0, at])
+        trial = [*words[:at], bound.word(token), *words[at + 1 :], END]
+        if bound.word(token) != b"" and bound.language.feasible(trial):
+            words[at] = bound.word(token)
+    kept = [at for at in range(8) if words[at] is not None]
+    assert kept and kept == (~first.masked[0]).nonzero()[:, 0].tolist()
+    assert [bound.word(int(first.tokens[0, at])) for at in kept] == [words[at] for at in kept]
+
+
+def test_a_row_that_may_commit_nothing_ends(tmp_path: Path) -> None:
+    path = tmp_path / "one.grammar"
+    path.write_text("Text -> 'zz' | ( Text )\n")  # no token of the toys has a z or a bracket
+    sampler = toys.sampler(scheduler="fixed", guide=Grammar(str(path), tries=5))
+    found = sampler.generate([1, 2], max_new_tokens=6)
+    assert found.finish_reason == ["constraint"] and found.complete.tolist() == [False]
+    assert found.rejections.tolist() == [6] and found.nfe.tolist() == [1]  # the scheduler's own, then five
+    assert found.valid is not None and not bool(found.valid.any())
+
+
+def test_refusals(grammar: str, tmp_path: Path) -> None:
+    for options, said in (
+        ({"stop": "prophet"}, "Prophet fills in tokens by itself, and guide=Grammar vouches"),
+        ({"cache": "dkv_greedy", "scheduler": "random_order"}, "counts on commits that guide=Grammar may refuse"),
+        ({"tokenizer": None}, "guide=Grammar needs to know what tokens stand for"),
+        ({"guide": [Grammar(grammar), {"name": "regex", "pattern": "a"}]}, "both say what form an answer has"),
+        ({"guide": {"name": "grammar"}}, "grammar"),
+        ({"guide": {"name": "grammar", "grammar": "jsn"}}, "json"),
+        ({"guide": {"name": "grammar", "grammar": grammar, "tries": 0}}, "guide.tries must be a whole number"),
+    ):
+        with pytest.raises(UserError, match=said):
+            toys.sampler(**{"guide": Grammar(grammar), "scheduler": {"name": "fixed", "steps": 4}, **options})
+
+
+def test_the_shipped_model_writes_json() -> None:
+    sampler = Sampler.from_pretrained("mini", device="cpu", guide={"name": "grammar", "grammar": "json"})
+    found = sampler.generate(["json: age 95, name Julia, city Dublin", "copy: Max"], max_new_tokens=24)
+    assert found.texts is not None and found.valid is not None
+    assert found.texts[0] == '{"age": 95, "name": "Julia", "city": "Dublin"}' and int(found.rejections[0]) == 0
+    assert bool(found.valid[0])
