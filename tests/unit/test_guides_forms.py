@@ -24,10 +24,12 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import Rule, read
 from dllm_sampler.guides import Choices, JsonSchema, Regex, Temperature
-from dllm_sampler.guides.forms import automaton
+from dllm_sampler.guides.forms import automaton, choice, edges
+from dllm_sampler.guides.forms.edges import joined
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
+from tests.contract.test_syncs import no_host_reads
 
 TOKENS = [b"a", b"b", b"ab", b"c", b"", b"", b""]  # a special token, the end, the mask
 END, MASK, VOCAB, LENGTH = 5, 6, 7, 4
@@ -55,11 +57,14 @@ def strings(pattern: str) -> list[tuple[int, ...]]:
 
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
     """`[B, K, Q]` tokens that the guide makes a step choose from logits `[R, V]`."""
+    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), ruled(pattern, draws)).token
+
+
+def ruled(pattern: str, draws: bool = False) -> Rule:
     guide = Regex(pattern)
-    vars(guide).update(automaton=built(pattern), mask_id=MASK, drawn=draws)
+    vars(guide).update(edges=joined((built(pattern),)), mask_id=MASK, drawn=draws)
     spec = replace(toys.denoiser().spec, vocab_size=VOCAB, mask_id=MASK, eos_id=END)
-    rule = Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())
-    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule).token
+    return Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())
 
 
 def laid_out(free: Sequence[Sequence[bool]], tokens: Sequence[Sequence[int]]) -> Canvas:
@@ -134,6 +139,39 @@ def test_draws_have_the_law_of_the_model_given_the_form(asked: list[int]) -> Non
     distance = sum((one - other) ** 2 / other for one, other in zip(seen, expected, strict=True))
     freedom = torch.tensor((len(seen) - 1) / 2)
     assert torch.special.gammaincc(freedom, torch.tensor(distance / 2)) > 1e-3  # chi-square
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_reads_nothing_and_takes_any_room(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are worked on in stretches where their moves are many."""
+    canvas = laid_out([[True] * LENGTH] * 50, [[0] * LENGTH] * 50)
+    query = Query.at(canvas, torch.tensor([[0, 2, 3]]).expand(50, -1))
+    logits = torch.randn(150, VOCAB, generator=torch.Generator().manual_seed(4)).double()
+    at_once = chosen("a?b{2}c?", logits, canvas, query, draws)
+    monkeypatch.setattr(choice, "ROOM", 1)
+    rule, answers = ruled("a?b{2}c?", draws), Answers.every(query)
+    with no_host_reads():
+        found = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+    assert torch.equal(found.token, at_once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_best_of_each_class(dtype: torch.dtype) -> None:
+    """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
+    generator = torch.Generator().manual_seed(5)
+    words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
+    listed = joined((automaton.build("[a-m]{5}n?", [*words, b"", b""], len(words) + 2, 240, 241),))
+    assert int(listed.sizes.exp().max()) > 2 * edges.TILE and int(listed.sizes.exp().min()) == 0
+    logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
+    logits[3:6] = logits[3:6].round()
+    logits[6:] = torch.where(listed.classes == 0, -torch.inf, logits[6:])
+    tops = choice.Tops.of(listed, logits, weigh=True)
+    assert tops.weight is not None
+    for kind in range(listed.stays):
+        own = logits.masked_fill(listed.classes != kind, -torch.inf)
+        first = torch.where((own == own.amax(1, keepdim=True)) & (listed.classes == kind), 1, 0).argmax(1)
+        assert torch.equal(tops.token(listed, logits, torch.full((9,), kind)), first)
+        torch.testing.assert_close(tops.weight[:, kind], own.double().logsumexp(1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("guide", [None, {"name": "temperature", "value": 1.0}])

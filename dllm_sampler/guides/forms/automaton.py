@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +62,7 @@ json.dump([index.get_initial_state(), sorted(index.get_final_states()), list(mov
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Automaton:
     """A deterministic automaton over tokens, minimal. Tokens of one class move every state alike.
 
@@ -75,21 +75,6 @@ class Automaton:
     classes: Tensor  # [V] int64: the class of each token
     start: int
     shortest: int  # fewest tokens of a text that is accepted; -1: there is none
-
-    @cached_property
-    def sizes(self) -> Tensor:
-        """`[C] float64` logarithm of the number of tokens of each class."""
-        ones = torch.ones(len(self.classes), dtype=torch.float64, device=self.classes.device)
-        return ones.new_zeros(self.moves.shape[1]).index_add_(0, self.classes, ones).log()
-
-    @cached_property
-    def short(self) -> Tensor:
-        """`[V]` the classes in few bits: they are compared with many in each step."""
-        return self.classes.to(torch.int16 if self.moves.shape[1] < 2**15 else torch.int32)
-
-    def to(self, device: torch.device) -> Automaton:
-        """The same elsewhere."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
     def accepted(self, tokens: Sequence[int]) -> bool:
         """Whether a text of these tokens is accepted."""

@@ -18,8 +18,8 @@ from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
-from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose
+from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.tokens import token_bytes
 
 
@@ -38,7 +38,8 @@ class Form(Guide):
 
     joint: ClassVar[bool] = True
 
-    automaton: Automaton | None = field(init=False, default=None, repr=False, compare=False)
+    edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
+    shortest: int = field(init=False, default=0, repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
 
@@ -61,16 +62,15 @@ class Form(Guide):
         found = automaton.build(self.expression(), tokens, spec.vocab_size, spec.eos_id, spec.mask_id)
         if found.shortest < 0:
             raise UserError(f"{name}: no text of this model's tokens has that form")
-        return learned(self, automaton=found.to(spec.device), mask_id=spec.mask_id, drawn=context.draws)
+        known = joined((found,)).to(spec.device)
+        return learned(self, edges=known, shortest=found.shortest, mask_id=spec.mask_id, drawn=context.draws)
 
     def check_length(self, new_tokens: int) -> None:
         """See `Guide.check_length`."""
-        assert self.automaton is not None
-        least = self.automaton.shortest
-        if new_tokens < least:
+        if new_tokens < self.shortest:
             raise UserError(
-                f"guide={type(self).__name__}: the shortest answer of that form has {least} tokens, and max_new_tokens"
-                f" is {new_tokens}"
+                f"guide={type(self).__name__}: the shortest answer of that form has {self.shortest} tokens, and"
+                f" max_new_tokens is {new_tokens}"
             )
 
     def valid(self, tokens: Sequence[int]) -> bool:
@@ -80,8 +80,8 @@ class Form(Guide):
 
     def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
-        assert self.automaton is not None
-        return choose(self.automaton, logits, noisy, canvas, answers, self.mask_id, self.drawn)
+        assert self.edges is not None
+        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn)
 
 
 @dataclass(frozen=True)
