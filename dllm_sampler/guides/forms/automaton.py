@@ -146,11 +146,11 @@ def _built(key: _Key) -> Automaton:
     return found
 
 
-def byte_automaton(pattern: str, seconds: float = SECONDS) -> tuple[int, list[int], dict[int, dict[int, int]]]:
+def byte_automaton(pattern: str, seconds: float | None = None) -> tuple[int, list[int], dict[int, dict[int, int]]]:
     """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
 
     Args:
-        seconds: most time to build.
+        seconds: most time to build; None: `SECONDS`.
 
     Raises:
         UserError: no expression, or one too large to build.
@@ -174,13 +174,13 @@ def expression(schema: str, whitespace: str, depth: int) -> str:
     return json.loads(_run(given, "guide.schema"))
 
 
-def _run(given: dict[str, Any], name: str, seconds: float = SECONDS) -> str:
+def _run(given: dict[str, Any], name: str, seconds: float | None = None) -> str:
     """What the library makes of it, within limits of time and memory."""
     library()
     command = [sys.executable, "-I", "-c", BUILD]
     try:
         text = json.dumps({**given, "memory": MEMORY})
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
     if not done.returncode:

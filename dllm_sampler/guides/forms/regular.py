@@ -18,6 +18,7 @@ from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
+from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose
 from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.tokens import token_bytes
@@ -38,6 +39,7 @@ class Form(Guide):
 
     joint: ClassVar[bool] = True
 
+    automaton: Automaton | None = field(init=False, default=None, repr=False, compare=False)
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
     shortest: int = field(init=False, default=0, repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
@@ -63,7 +65,9 @@ class Form(Guide):
         if found.shortest < 0:
             raise UserError(f"{name}: no text of this model's tokens has that form")
         known = joined((found,)).to(spec.device)
-        return learned(self, edges=known, shortest=found.shortest, mask_id=spec.mask_id, drawn=context.draws)
+        return learned(
+            self, automaton=found, edges=known, shortest=found.shortest, mask_id=spec.mask_id, drawn=context.draws
+        )
 
     def check_length(self, new_tokens: int) -> None:
         """See `Guide.check_length`."""
