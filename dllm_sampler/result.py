@@ -122,12 +122,13 @@ def summarise(
     complete = ends.done & ~ends.stuck
     reasons: list[FinishReason] = []
     answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    for row, answer in enumerate(answers):
+    rows = zip(answers, ends.stuck.tolist(), ends.done.tolist(), strict=True)
+    for row, (answer, stuck, done) in enumerate(rows):
         if row in ends.failed:
             reasons.append("not_finite")
-        elif ends.stuck[row]:
+        elif stuck:
             reasons.append("constraint")
-        elif not ends.done[row]:
+        elif not done:
             reasons.append("max_steps")
         elif stop_strings and _stopped(answer, spec, tokenizer, stop_strings):
             reasons.append("stop_string")

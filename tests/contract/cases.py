@@ -102,6 +102,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "guide.end_tokens": [{}, {"mode": "defer"}],
     "guide.regex": [{"pattern": "([a-j]{1,3}[0-9])+|[a-j]"}, {"pattern": "([a-j][0-9]?)*(true|null)?"}],
     "guide.choices": [{"choices": ["abc", "cd-xy"]}],
+    "guide.grammar": [{"grammar": "json", "tries": 12}],
     "guide.json_schema": [{"schema": '{"type": "boolean"}'}],
 }
 

@@ -232,6 +232,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "guide.end_tokens": ({"guide": "end_tokens"}, {}, answers_differ),
     "guide.regex": ({"guide": {"name": "regex", "pattern": "[a-j]+"}}, {}, answers_differ),
     "guide.choices": ({"guide": {"name": "choices", "choices": ["abc", "cd-xy"]}}, {}, answers_differ),
+    "guide.grammar": ({"guide": {"name": "grammar", "grammar": "json"}}, {}, answers_differ),
     "guide.json_schema": ({"guide": {"name": "json_schema", "schema": '{"type": "boolean"}'}}, {}, answers_differ),
 }
 # Compared with others, these are what "nothing happens" means.
