@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,8 +28,9 @@ MEMORY = 4 << 30  # bytes that building may take
 # Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
 # accepted yet (it sees matches one byte late). The character is none, so no answer has it.
 MARK = "\U0010ffff"
-FORMAT = 3  # of the files
+FORMAT = 4  # of the files
 TENSORS = ("moves", "accepts", "classes")
+ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state, accepting ones, where bytes lead
 
 # Runs in a process of its own: an expression may have exponentially many states, and the library cannot be stopped.
 BUILD = """
@@ -101,15 +102,40 @@ def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_i
     if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
         raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
     library = version("outlines-core") if find_spec("outlines_core") else ""
-    about = json.dumps([FORMAT, library, pattern, vocab, eos_id, mask_id])
-    digest = hashlib.sha256(about.encode() + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
-    return _built(_Key(digest, pattern, tuple(tokens), vocab, eos_id, mask_id))
+    about, make = f"{library} {pattern}", partial(byte_automaton, pattern)
+    return lifted(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+
+
+def lifted(
+    name: str,
+    about: str,
+    make: Callable[[], ByteAutomaton],
+    tokens: Sequence[bytes],
+    vocab: int,
+    eos_id: int,
+    mask_id: int,
+) -> Automaton:
+    """An automaton over bytes as one over tokens, from disk where it was built before.
+
+    Args:
+        name: what errors call it.
+        about: what it is made from: equal texts are the same automaton.
+        make: builds the automaton over bytes.
+        tokens, vocab, mask_id: as in `build`.
+
+    Raises:
+        UserError: it is too large.
+    """
+    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
+    digest = hashlib.sha256(known + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
+    return _built(_Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id))
 
 
 @dataclass(frozen=True)
 class _Key:
     digest: str
-    pattern: str
+    name: str
+    make: Callable[[], ByteAutomaton]
     tokens: tuple[bytes, ...]
     vocab: int
     eos_id: int
@@ -133,8 +159,7 @@ def _built(key: _Key) -> Automaton:
         return Automaton(stored["moves"], stored["accepts"], stored["classes"], start, shortest)
     except (OSError, SafetensorError, KeyError):
         pass
-    start, finals, moves = byte_automaton(key.pattern)
-    found = _lifted(key, start, finals, moves)
+    found = _over_tokens(key, *key.make())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{key.digest}.{os.getpid()}"
@@ -146,7 +171,7 @@ def _built(key: _Key) -> Automaton:
     return found
 
 
-def byte_automaton(pattern: str, seconds: float | None = None) -> tuple[int, list[int], dict[int, dict[int, int]]]:
+def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
 
     Args:
@@ -219,7 +244,7 @@ def _short(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")
 
 
-def _lifted(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
+def _over_tokens(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
     """The same over tokens."""
     names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
     size = len(names)
@@ -242,7 +267,7 @@ def _lifted(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int,
     columns, again = moved.T.unique(dim=0, return_inverse=True)
     if len(moved) * len(columns) > ENTRIES:
         raise UserError(
-            f"the form {_short(key.pattern)} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
+            f"the form {key.name} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
             f" is at most {ENTRIES}"
         )
     return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))

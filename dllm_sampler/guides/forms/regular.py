@@ -14,7 +14,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
@@ -49,6 +49,15 @@ class Form(Guide):
         """The regular expression of the whole answer."""
         raise NotImplementedError
 
+    def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> Automaton:
+        """The automaton over a model's tokens, whose bytes are `tokens`.
+
+        Raises:
+            UserError: it cannot be built.
+        """
+        assert spec.mask_id is not None
+        return automaton.build(self.expression(), tokens, spec.vocab_size, spec.eos_id, spec.mask_id)
+
     def bind(self, context: Context) -> Self:
         """Build the automaton over the model's tokens.
 
@@ -61,7 +70,7 @@ class Form(Guide):
         if spec.mask_id is None:
             raise UserError(f"{name} is for models with a mask token, and this one's noise are random tokens")
         tokens = token_bytes(context.tokenizer)
-        found = automaton.build(self.expression(), tokens, spec.vocab_size, spec.eos_id, spec.mask_id)
+        found = self.build(tokens, spec)
         if found.shortest < 0:
             raise UserError(f"{name}: no text of this model's tokens has that form")
         known = joined((found,)).to(spec.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms.automaton import Automaton, lifted
+from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from dllm_sampler.guides.grammar.language import Language
 from dllm_sampler.guides.grammar.partial import END, Word
@@ -73,6 +76,8 @@ class Grammar(Guide):
         if spec.mask_id is None:
             raise UserError("guide=Grammar is for models with a mask token, and this one's noise are random tokens")
         language = Language.load(self.grammar)
+        if self.depth is not None or language.regular:
+            return BoundedGrammar(language, self.depth).bind(context)
         ends = frozenset(token for token in (spec.eos_id, spec.eot_id) if token is not None)
         return learned(self, language=language, tokens=tuple(token_bytes(context.tokenizer)), ends=ends)
 
@@ -146,6 +151,20 @@ class Grammar(Guide):
         assert self.language is not None
         word = self.word(token)
         return word != b"" and self.language.feasible(text.written(column, word))
+
+
+@dataclass(frozen=True)
+class BoundedGrammar(Form):
+    """Answers of a grammar that is regular, or whose derivations nest at most `depth` deep."""
+
+    language: Language
+    depth: int | None = None
+
+    def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> Automaton:
+        """See `Form.build`."""
+        made = self.language.automaton(self.depth)
+        about = f"grammar {json.dumps(made)}"
+        return lifted(self.language.name, about, lambda: made, tokens, spec.vocab_size, spec.eos_id, spec.mask_id or 0)
 
 
 @dataclass
