@@ -55,8 +55,11 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return f"{type(noise).__name__} draws on the host"
     if spec.encoder:
         return "this model's encoder keeps what it read in an object of its own"
-    if not plugins.scheduler.traits.static:
-        return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+    traits, scheduler = plugins.scheduler.traits, f"scheduler={type(plugins.scheduler).__name__}"
+    if traits.shared:
+        return f"{scheduler} asks a second model, which keeps a state of its own"
+    if not traits.static:
+        return f"{scheduler} reads the device inside a step"
     return _unfit(nn.ModuleList(networks(denoiser)), spec.device)
 
 

@@ -165,8 +165,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
-            f"{scheduler} takes several steps in one forward, and {stop} would change the canvas between them: use"
-            " stop=prefix, block or none"
+            f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
+            " use stop=prefix, block or none"
         )
     joint = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint]
     if len(joint) > 1:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.draw import Draw
 from dllm_sampler.core.noise import CounterNoise, answer_keys
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Denoiser, Guide
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.statistics import argmax, measure
+from dllm_sampler.core.statistics import measure
 from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.kernels.sampling import Sampling
@@ -127,25 +128,7 @@ def read(
     for guide in guides:
         if guide.measures:
             measured = guide(measured, canvas, answers)
-    draws = any(guide.draws for guide in guides)
-    noise = canvas.noise.tokens(canvas, answers, spec.vocab_size) if draws else None
-
-    def draw(choice: Tensor) -> Tensor:
-        """`[R]` tokens that the guides choose from `[R, V]`, always by the same noise."""
-        joint = None
-        for guide in guides:
-            if guide.joint:
-                joint = guide  # the last one
-            elif guide.chooses:
-                choice = guide(choice, canvas, answers)
-        noisy = choice
-        if noise is not None:  # in half precision the sums would tie, and ties go to the lower id
-            choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-            noisy = choice + noise.to(choice.dtype)
-        return argmax(noisy) if joint is None else joint.choose(choice, noisy, canvas, answers)
-
-    seen = measure(measured, draw(logits), answers.pick(answers.query.ids), needs, hidden)
+    draw = Draw.of(guides, canvas, answers, spec.vocab_size)
+    seen = measure(measured, draw.chosen(logits), answers.pick(answers.query.ids), needs, hidden)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
-    if "draw" not in needs:
-        return seen
-    return replace(seen, draw=lambda choice: answers.spread(draw(answers.pick(choice))))
+    return replace(seen, draw=draw) if "draw" in needs else seen
