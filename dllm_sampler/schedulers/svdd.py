@@ -82,8 +82,8 @@ class SoftValueGuided(Choosing):
         draws = context.draws or any(guide.draws for guide in bound.guides(()))
         if not draws and not bound.inner.traits.draws_order:
             raise UserError(
-                f"scheduler=svdd chooses among candidates, and {type(self.inner).__name__} draws nothing, so that all are"
-                " the same: use temperature=1, say, or scheduler.inner.score=random"
+                f"scheduler=svdd chooses among candidates, and {type(self.inner).__name__} draws nothing, so that all"
+                " are the same: use temperature=1, say, or scheduler.inner.score=random"
             )
         eos = spec.eos_id if self.looks_ahead else None
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, eos)
