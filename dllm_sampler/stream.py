@@ -105,7 +105,7 @@ class Stream:
                 try:
                     ended = self.flight.step()  # an empty one, where only other ranks have rows
                 except RowError as error:
-                    raise self._named(error, self.flight.rows) from None
+                    raise self._named(error, self.flight.rows) from error.__cause__
                 if self.progress is not None:
                     self.left += 0 if ended is None else int(ended.canvas.masked.sum())
                     self._tell(self.flight.masks())
@@ -265,7 +265,7 @@ class Stream:
                 assert last is not None and last.result is not None
                 self.left += int(last.masked.sum())
             except RowError as error:
-                raise self._named(error, batch) from None
+                raise self._named(error, batch) from error.__cause__
             except NotFiniteError as error:
                 bad = {at - 1 for at in error.rows}
                 for at in sorted(bad):
