@@ -66,9 +66,7 @@ def unit(keys: Tensor) -> Tensor:
 
 
 def candidate_seeds(canvas: Canvas, candidate: int) -> Tensor:
-    """`[B] int64` row seeds of this step's candidate number `candidate`; candidate 0 has the row's own."""
-    if candidate == 0:
-        return canvas.row_seed
+    """`[B] int64` row seeds for candidate number `candidate` (from 1) of this step; the first has the row's own."""
     return hashed(canvas.row_seed, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
 
 

@@ -88,10 +88,6 @@ class Choosing(Around):
         """See `Traits.plans`: not known where drafts wait for a forward."""
         return None if self._holds else super().ahead(canvas, carry)
 
-    def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`; a block of which some drafts are full and others not takes one more forward."""
-        return super().bound(tokens) + tokens * self._holds
-
     def init(self, canvas: Canvas) -> Carry:
         """The inner scheduler's carry, and no drafts."""
         inner = super().init(canvas)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, nan
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Canvas, Query, Result, Sampler, UserError
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.engine.loop import Engine
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import UNKNOWN
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.svdd import SoftValueGuided
 from tests import toys
 from tests.enumerated import Enumerated, Joint, Probabilities, Value, divergence
 from tests.sampling import crossed
@@ -176,69 +180,6 @@ def test_a_choice_at_once_takes_any_step(inner: str) -> None:
     assert not torch.equal(chosen.tokens, alone.tokens)
 
 
-@pytest.mark.parametrize("inner", ["fixed", "threshold"])
-def test_a_reward_sees_what_stands_and_what_the_block_may_become(inner: str) -> None:
-    """Whole blocks and no later ones, tokens of earlier blocks unchanged, once per step."""
-    calls: list[list[list[int]]] = []
-
-    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        calls.append(completion_ids)
-        assert completions == toys.tokenizer().batch_decode(completion_ids, skip_special_tokens=True)
-        assert prompts == [toys.tokenizer().decode(toys.PROMPTS[1])] * len(completions)
-        return [float(len(set(ids))) for ids in completion_ids]
-
-    sampler = toys.sampler(
-        scheduler=guided(INNER[inner], reward=reward, candidates=3), temperature=1.0, guide="end_tokens"
-    )
-    *_, last = sampler.stream([toys.PROMPTS[1]], max_new_tokens=17, seed=1)
-    assert last.result is not None
-    (tokens,), steps = last.tokens.tolist(), int(last.result.nfe)
-    ends = [len(ids) for call in calls for ids in call]
-    assert set(ends) == {6, 12, 17} and ends == sorted(ends)
-    assert all(
-        ids[: len(ids) - (len(ids) % 6 or 6)] == tokens[: len(ids) - (len(ids) % 6 or 6)] for c in calls for ids in c
-    )
-    assert all(len(call) == 3 for call in calls)
-    assert tokens in calls[-1], "the last one is full: its value is its reward"
-    assert len(calls) == steps if inner == "fixed" else steps - 3 <= len(calls) <= steps
-    assert max(toys.reward(calls[-1])) == toys.reward([tokens])[0]
-
-
-def test_a_value_sees_the_masks() -> None:
-    calls: list[list[list[int]]] = []
-
-    def value(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        calls.append(completion_ids)
-        return [0.0] * len(completion_ids)
-
-    result = run(guided(INNER["fixed"], reward=value, value="masked"), guide="end_tokens")
-    assert len(calls) == int(result.nfe.max())
-    assert all(len(ids) == 17 for call in calls for ids in call)
-    masks = [max(ids.count(toys.MASK) for ids in call) for call in calls]
-    assert masks == sorted(masks, reverse=True) and masks[-1] == 0 and masks[0] >= 14
-    assert [len(call) for call in calls] == [4 * int((result.nfe > step).sum()) for step in range(len(calls))]
-
-
-def test_the_device_is_read_once_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, calls, step, tolist = Counter[str](), [0], Engine.step, Tensor.tolist
-
-    def reward(**given: Any) -> list[float]:
-        calls[0] += 1
-        return toys.reward(**given)
-
-    def watched(engine: Engine, state: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(Tensor, "tolist", lambda it: (reads.update(["tolist"]), tolist(it))[1])
-            for name in ("item", "__bool__", "__int__", "cpu", "nonzero"):
-                patch.setattr(Tensor, name, lambda *_, name=name: pytest.fail(name))
-            step(engine, state)
-
-    monkeypatch.setattr(Engine, "step", watched)
-    nfe = run(guided(INNER["fixed"], reward=reward)).nfe
-    # Twice a step, before a choice and where a block may be full, whether there is a choice or not.
-    assert reads["tolist"] == 2 * int(nfe.max()) >= calls[0] > 0
-
-
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_minus_infinity_is_never_chosen(alpha: float) -> None:
     def without_seven(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -264,46 +205,6 @@ def test_every_candidate_has_the_form(scheduler: str) -> None:
     found = run(guided(INNER[scheduler], reward=reward), guide={"name": "regex", "pattern": pattern}, blocks="full")
     assert found.texts is not None and len(seen) > 50
     assert all(re.fullmatch(pattern, text) for text in (*found.texts, *seen))
-
-
-def failing(kind: str) -> Any:
-    """A reward that fails for the prompt that begins with token 4."""
-
-    def reward(prompt_ids: list[list[int]], **_: Any) -> Any:
-        bad = [ids[0] == 4 for ids in prompt_ids]
-        if kind == "raise" and any(bad):
-            raise ZeroDivisionError("no\nluck")
-        odd = {"nan": nan, "inf": inf, "none": None, "text": "high"}
-        return [odd.get(kind, 1.0) if one else 1.0 for one in bad][: -1 if kind == "short" else None]
-
-    return reward
-
-
-WRONG = {
-    "raise": r"failed for prompt 4 \(ZeroDivisionError: no luck\)",
-    "nan": "returned nan for prompt 4: it must",
-    "inf": "returned inf for prompt 4: it must",
-    "none": "returned None for prompt 4: it must",
-    "text": "returned 'high' for prompt 4: it must",
-    "short": r"returned 19 numbers for the 20 answers of prompts 1, 2, 3, 4, 5: it must return one for each",
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_what_a_reward_must_not_do_is_one_sentence_with_the_prompts_number(kind: str) -> None:
-    rule = guided(INNER["random"], reward=failing(kind))
-    with pytest.raises(UserError, match=f"^scheduler.reward=reward {WRONG[kind]}[^\\n]*$"):
-        run(rule)
-
-
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
-def test_the_number_is_that_of_the_prompt_wherever_its_row_is(batching: Any) -> None:
-    sampler = toys.sampler(scheduler=guided(INNER["random"], reward=failing("raise")))
-    prompts = [[5, 1], [6], [7, 7, 7], [8], [9, 3], [4, 2], [10]]
-    with pytest.raises(UserError, match="failed for prompt 6 "):
-        list(sampler.generate_many(prompts, batch_size=3, max_new_tokens=[6, 9, 12, 9, 6, 9, 6], batching=batching))
-    with pytest.raises(UserError, match="failed for prompt 2 "):
-        sampler.generate([[5], [4], [6]], max_new_tokens=8, samples=2)
 
 
 TAKEN = "cannot draft for"
@@ -339,5 +240,75 @@ def test_an_order_drawn_before_is_no_choice() -> None:
     """`random_order` knows its order before the first step: without a temperature its candidates are one."""
     with pytest.raises(UserError, match="RandomOrder draws nothing"):
         run(guided(FREE["random_order"], value="masked"), temperature=None)
-    kept = run(guided(FREE["random_order"], value="masked"), cache="dkv_greedy")
+    stop = {"name": "end_of_text", "mode": "predicted", "min_conf": 1.0}  # joins positions to the query
+    kept = run(guided(FREE["random_order"], value="masked"), cache="dkv_greedy", stop=stop, guide="end_tokens")
     assert torch.equal(kept.trace.generated, run(FREE["random_order"]).trace.generated)
+
+
+@dataclass(frozen=True)
+class Counting(FixedSteps):
+    """Its carry is the number of steps that it took, and must be that of the canvas."""
+
+    def init(self, canvas: Canvas) -> Carry:
+        return torch.zeros_like(canvas.step), super().init(canvas)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        assert torch.equal(carry[0][~canvas.done], canvas.step[~canvas.done])
+        edit, inner = super().tell(canvas, query, readout, carry[1])
+        few = query.positions[:, :1] % 2 == 0  # a step of its own length for every candidate
+        late = (edit.ids % 3 == 0) & few & (canvas.noise_left()[:, None] > 2)
+        return replace(edit, commit=edit.commit & ~late), (carry[0] + 1, inner)
+
+
+@pytest.mark.parametrize("blocks", [5, 17])
+def test_the_scheduler_inside_counts_its_own_steps(blocks: int) -> None:
+    """Steps of several lengths: some candidates fill a block when others do not, which takes a forward more."""
+    spy, picks, pick = toys.Spy(toys.denoiser()), list[tuple[int, int]](), SoftValueGuided.pick
+
+    def noted(it: SoftValueGuided, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
+        picks.extend((row, int(step[row])) for row in range(len(step)) if judged[row])
+        return pick(it, canvas, step, ids, judged)
+
+    rule = SoftValueGuided(Counting(steps=5), reward=toys.reward, candidates=3, alpha=1.0)
+    plugins: Settings = {"blocks": {"name": "fixed", "length": blocks}, "stop": "none", "temperature": 1.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SoftValueGuided, "pick", noted)
+        result = Sampler(spy, scheduler=rule, **plugins).generate(toys.PROMPTS, max_new_tokens=17)
+    assert len(picks) == len(set(picks)), "each choice has noise of its own"
+    steps = Counter(row for row, _ in picks)
+    assert all(steps[row] <= int(result.nfe[row]) for row in steps) and result.complete.all()
+    for canvas, query, _ in spy.calls:
+        assert query.live is not None
+        block = (query.positions >= canvas.start[:, None]) & (query.positions < canvas.stop[:, None])
+        masks = ((query.ids == toys.MASK) & block[:, None]).any(2)  # [B, K]
+        assert (masks | ~query.live)[~canvas.done].all(), "what is full needs no forward"
+        assert query.live.any(1)[~canvas.done].all()
+    waiting = [query.live[canvas.age > 0] for canvas, query, _ in spy.calls if query.live is not None]
+    assert blocks == 17 or any((~live).any() for live in waiting), "some were full"
+
+
+@pytest.mark.parametrize("value", ["fill", "masked"])
+def test_the_trace_has_the_models_probability_of_what_was_taken(value: str) -> None:
+    """One position a step: the chain rule gives that of the whole answer, in any order."""
+    inner = {"name": "fixed", "score": "random"}
+    sampler = Sampler(
+        LawDenoiser(LAW),
+        scheduler=guided(inner, value=value),
+        blocks="full",
+        stop="none",
+        cache="none",
+        temperature=1.0,
+    )
+    found = sampler.generate([[0]] * 50, max_new_tokens=3)
+    chances = LAW.weights[torch.tensor([LAW.outcomes.index(tuple(row)) for row in found.tokens.tolist()])]
+    assert torch.allclose(found.trace.logprob.sum(1), chances.log(), rtol=0, atol=1e-5)
+
+
+def test_a_chosen_mask_token_is_still_noise() -> None:
+    spy = toys.Spy(toys.denoiser(), raise_mask=50.0)
+    for value in ("fill", "masked"):
+        sampler = Sampler(
+            spy, scheduler=guided(INNER["random"], value=value), compat=True, stop="none", temperature=1.0
+        )
+        result = sampler.generate(toys.PROMPTS, max_new_tokens=9)
+        assert (result.trace.generated == -1).all() and not result.complete.any()
