@@ -138,11 +138,11 @@ class Choosing(Around):
         at, write = query.positions, holds[:, None] & canvas.masked & ~held.masked
         now = canvas.apply(at, Edit(held.ids.gather(1, at), write.gather(1, at)))
         now = replace(now, step=carry.step + holds)
-        over = (holds & held.closed) | (now.noise_left() == 0)
+        over = holds & held.closed
 
         seen, asked = readout.of(taken), replace(query, ids=now.ids.gather(1, at)[:, None], live=None)
         drafts = tuple(draft for _, draft in self._made(now, asked, seen, inner))
-        full = torch.stack([draft.closed for draft in drafts]).all(0) & judged & ~over
+        full = torch.stack([draft.closed for draft in drafts]).all(0) & judged & ~over & (canvas.noise_left() > 0)
         ids = torch.stack([torch.where(draft.masked, NOTHING, draft.ids) for draft in drafts], 1)
         last = _taken(drafts, self.pick(canvas, now.step, ids, full), canvas)
         inner = choose(full, last.inner, inner, canvas.length)

@@ -118,6 +118,7 @@ INNER: dict[str, Settings] = {
     "threshold": {"name": "threshold", "threshold": 0.5},
     "ccd": {"name": "ccd", "warmup": 1},
     "klass": {"name": "klass", "threshold": 0.3, "divergence": 1.0},
+    "editing": {"name": "editing", "threshold": 0.5, "edit": 1.0},  # looks at a full block once more
 }
 # Only the choice at once takes these: they take tokens back, or their queries are no blocks.
 FREE: dict[str, Settings] = {
@@ -125,7 +126,7 @@ FREE: dict[str, Settings] = {
     "random_order": {"name": "random_order", "steps": 7},
     "wino": {"name": "wino", "threshold": 0.4, "back": 0.5, "least": 2},
     "leftright": {"name": "leftright", "tokens_per_step": 2},
-    "editing": {"name": "editing", "threshold": 0.5, "edit": 0.3, "extra": 3},
+    "edits": {"name": "editing", "threshold": 0.5, "edit": 0.3, "extra": 3},
 }
 
 
@@ -156,7 +157,7 @@ def test_where_all_are_worth_the_same_the_first_candidate_is_the_scheduler_insid
     turn = list(INNER).index(inner)
     plugins: Settings = {"cache": ("none", "prefix", "dual")[turn % 3]}
     if toy == "causal":
-        store = ("ride", "separate")[turn % 2]
+        store = ("separate", "ride")[turn % 2]
         plugins = {"cache": {"name": "block_causal", "store_pass": store}, "blocks": {"name": "fixed", "length": 5}}
     alone = run(INNER[inner], toy, **plugins)
     found = run(guided(INNER[inner], reward=same_for_all, candidates=3), toy, **plugins)
