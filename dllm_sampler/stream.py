@@ -19,7 +19,7 @@ from dllm_sampler.engine import layout
 from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer, Commits
 
@@ -102,7 +102,10 @@ class Stream:
                 if not flying and self.ranks.mesh is None:
                     continue
                 self.flight = self.flight or self._flight()
-                ended = self.flight.step()  # an empty one, where only other ranks have rows
+                try:
+                    ended = self.flight.step()  # an empty one, where only other ranks have rows
+                except RowError as error:
+                    raise self._named(error, self.flight.rows) from error.__cause__
                 if self.progress is not None:
                     self.left += 0 if ended is None else int(ended.canvas.masked.sum())
                     self._tell(self.flight.masks())
@@ -262,6 +265,8 @@ class Stream:
                     self._tell(int(last.masked.sum()))
                 assert last is not None and last.result is not None
                 self.left += int(last.masked.sum())
+            except RowError as error:
+                raise self._named(error, batch) from error.__cause__
             except NotFiniteError as error:
                 bad = {at - 1 for at in error.rows}
                 for at in sorted(bad):
@@ -272,6 +277,11 @@ class Stream:
             for at, row in enumerate(batch):
                 yield self.reader.answer(last.result, at, *row.tag, new_tokens=row.new_tokens)
             return
+
+    @staticmethod
+    def _named(error: RowError, rows: Sequence[Row | None]) -> RowError:
+        """The error with the numbers of these rows' prompts."""
+        return error.numbered([0 if row is None else row.tag[0] + 1 for row in rows])
 
     def _tell(self, masks: int) -> None:
         """Report progress after a forward; `masks` are left."""

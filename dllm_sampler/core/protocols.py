@@ -231,8 +231,8 @@ class Guide:
         raise NotImplementedError
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """What may stand of an edit, if the guide `vetoes`; where nothing may, other tokens (of `readout.scores`), or
-        the row is `stuck`."""
+        """What may stand of an edit, if the guide `vetoes`. Where nothing may, another token (`readout` has `logits`,
+        `raw`, `draw`), or the row is `stuck`."""
         raise NotImplementedError
 
     def valid(self, tokens: Sequence[int]) -> bool | None:

@@ -37,7 +37,7 @@ class Plugins:
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
-        vetoed = {"logits", "scores"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
+        vetoed = {"draw", "logits", "raw"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
     def bound(self, tokens: int) -> int:
@@ -171,8 +171,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
-            f"{scheduler} takes several steps in one forward, and {stop} would change the canvas between them: use"
-            " stop=prefix, block or none"
+            f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
+            " use stop=prefix, block or none"
         )
     forms = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:

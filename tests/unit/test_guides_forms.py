@@ -192,9 +192,11 @@ NAMES = "(Ada|Ben|Cal|Dan)"
 @pytest.mark.parametrize("scheduler", config.names("scheduler"))
 def test_valid_against_the_models_will(scheduler: str) -> None:
     """The prompt has none of the names that the form demands."""
-    settings: dict[str, Any] = {"apd": {"verifier": toys.verifier(vocab=177)}, "learn2pd": {"length": 32}}.get(
-        scheduler, {}
-    )
+    settings: dict[str, Any] = {
+        "apd": {"verifier": toys.verifier(vocab=177)},
+        "learn2pd": {"length": 32},
+        "svdd": {"inner": {"name": "fixed", "score": "random", "steps": 6}, "reward": "tests.toys:reward"},
+    }.get(scheduler, {})
     blocks = {"name": "fixed", "length": settings.pop("length", 8)}
     pattern = f"{NAMES}(, {NAMES}){{3}}"
     options: dict[str, Any] = {"guide": {"name": "regex", "pattern": pattern}, "blocks": blocks, "device": "cpu"}

@@ -87,6 +87,8 @@ class Grammar(Guide):
         ids, commit, settled = edit.ids.clone(), edit.commit.clone(), sure.clone()
         forced = torch.zeros_like(commit) if edit.forced is None else edit.forced.clone()
         rejected, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
+        assert readout.draw is not None and readout.raw is not None and readout.logits is not None
+        scores: Tensor | None = None  # made when a row wants them
         for text in self.texts(canvas):
             row = text.row
             wanted = Wanted.of(row, canvas, query, edit, sure)
@@ -104,7 +106,8 @@ class Grammar(Guide):
             if kept or not any(at in wanted.masks for at in wanted.commits):
                 continue
             found = None
-            for tried, (at, token, confidence) in enumerate(surest(row, wanted, readout)):
+            scores = readout.draw.scores(readout.raw) if scores is None else scores
+            for tried, (at, token, confidence) in enumerate(surest(row, wanted, scores, readout.logits)):
                 if tried == self.tries:
                     break
                 if self.fits(text, wanted.columns[at], token):
@@ -217,17 +220,19 @@ class Wanted:
         )
 
 
-def surest(row: int, wanted: Wanted, readout: Readout) -> Iterator[tuple[int, int, float]]:
+def surest(row: int, wanted: Wanted, scores: Tensor, logits: Tensor) -> Iterator[tuple[int, int, float]]:
     """Tokens at the masks of a row, the surest place first: place in the query, token, its probability.
 
     What is passed over competes no more, and its place goes on with its next best token. Tokens that the scheduler
     wanted have failed already.
+
+    Args:
+        scores: `[B, 1, Q, V]` of which a place's token is the best.
+        logits: `[B, 1, Q, V]` that probabilities are of.
     """
-    assert readout.scores is not None and readout.logits is not None
     places = sorted(wanted.masks)
-    at = torch.tensor(places, device=readout.scores.device)
-    scores = readout.scores[row, 0, at].double()  # [P, V]
-    chance = torch.softmax(readout.logits[row, 0, at].double(), -1)
+    at = torch.tensor(places, device=scores.device)
+    scores, chance = scores[row, 0, at].double(), torch.softmax(logits[row, 0, at].double(), -1)  # [P, V]
     for one in set(wanted.commits) & wanted.masks:
         scores[places.index(one), wanted.ids[one]] = -torch.inf
     best, token = scores.max(-1)
