@@ -18,7 +18,7 @@ from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
-from dllm_sampler.guides.forms.choice import choose
+from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.tokens import token_bytes
 
@@ -30,18 +30,28 @@ class Form(Guide):
     The candidates of a step are tokens of one string that has the form, given what stands already: the best such
     string, or under a temperature an exact draw among all of them (positions that a step does not ask about count as
     uniform). Every part of it that a scheduler commits can be completed, so an answer that comes to its end has the
-    form. Behind an end token anything may stand. Confidence stays the model's own.
+    form. Behind an end token anything may stand.
 
     Source: forward filtering and backward sampling of hidden Markov models, over the token automaton of constrained
     decoding (arXiv 2307.09702). The expression is compiled by outlines-core; tokens are taken as bytes.
+
+    Args:
+        posterior: read confidence from the law of each token given what stands and that the answer has the form, so
+            that what the form decides is certain; else from the model's own.
     """
 
     joint: ClassVar[bool] = True
 
+    posterior: bool = field(default=False, kw_only=True)
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
     shortest: int = field(init=False, default=0, repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
+
+    @property
+    def measures(self) -> bool:
+        """See `Guide.measures`."""
+        return self.posterior
 
     def expression(self) -> str:
         """The regular expression of the whole answer."""
@@ -73,6 +83,11 @@ class Form(Guide):
                 f" max_new_tokens is {new_tokens}"
             )
 
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.__call__`: the logits of the posterior."""
+        assert self.edges is not None
+        return posterior(self.edges, logits, canvas, answers, self.mask_id)
+
     def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
@@ -85,6 +100,7 @@ class Regex(Form):
 
     Args:
         pattern: the expression; `(?s).*` allows everything.
+        posterior: see `Form`.
     """
 
     pattern: str = "(?s).*"
@@ -104,6 +120,7 @@ class Choices(Form):
 
     Args:
         choices: the texts.
+        posterior: see `Form`.
     """
 
     choices: tuple[str, ...] = ("yes", "no")
@@ -129,6 +146,7 @@ class JsonSchema(Form):
         schema: a file, the schema as JSON, or a mapping.
         whitespace: what may stand between the signs of a document, as a regular expression.
         depth: of recursion.
+        posterior: see `Form`.
     """
 
     schema: str | Mapping[str, Any] = ""
