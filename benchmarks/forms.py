@@ -112,7 +112,7 @@ def tokens(vocab: int) -> list[bytes]:
 
 def milliseconds(vocab: int, length: int, rows: int, repeats: int) -> tuple[dict[str, float], automaton.Automaton]:
     """Of what a guide does in a step, per row; each in turn, so that all meet the same machine."""
-    made = automaton.build(JsonSchema(LARGE).expression(), tokens(vocab), vocab, 0, 1)
+    made = automaton.build(JsonSchema(LARGE).expressions()[0], tokens(vocab), vocab, 0, 1)
     listed = joined((made,))
     spec = replace(Sampler.from_pretrained("mini", device="cpu").denoiser.spec, vocab_size=vocab, mask_id=1)
     prompts = [[2] * 8] * rows

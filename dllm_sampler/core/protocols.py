@@ -198,6 +198,7 @@ class Guide:
     truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
     joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
+    forms: int = 0  # of answers, one of which each prompt names (`Canvas.form`); 0: none is named
 
     @property
     def chooses(self) -> bool:
@@ -223,8 +224,8 @@ class Guide:
         """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
 
-    def check_length(self, new_tokens: int) -> None:
-        """Refuse, by a `UserError`, answers too short to be what the guide wants; default: none is."""
+    def check_length(self, new_tokens: int, form: int = 0) -> None:
+        """Refuse, by a `UserError`, answers of `form` too short to be what the guide wants; default: none is."""
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""

@@ -39,6 +39,11 @@ class Plugins:
         """Readout fields that any of them wants."""
         return self.scheduler.needs | self.blocks.needs | self.stop.needs
 
+    @property
+    def forms(self) -> int:
+        """How many forms of answers each prompt names one of; 0: none is named."""
+        return max((guide.forms for guide in self.guides), default=0)
+
     def __post_init__(self) -> None:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
         vars(self).update(paced=isinstance(self.scheduler, Paced), foresees=isinstance(self.cache, Foresees))

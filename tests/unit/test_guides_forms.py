@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,64 +15,26 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dllm_sampler import Sampler, UserError, config
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.statistics import measure
-from dllm_sampler.core.values import Canvas, Query
-from dllm_sampler.engine.readout import Rule, read
-from dllm_sampler.guides import Choices, EndTokens, JsonSchema, Regex, Temperature
+from dllm_sampler.core.values import Query
+from dllm_sampler.engine.readout import read
+from dllm_sampler.guides import Choices, JsonSchema, Regex
 from dllm_sampler.guides.forms import automaton, choice, edges
 from dllm_sampler.guides.forms.edges import joined
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
-
-TOKENS = [b"a", b"b", b"ab", b"c", b"", b"", b""]  # a special token, the end, the mask
-END, MASK, VOCAB, LENGTH = 5, 6, 7, 4
-PATTERNS = ["(ab|c)*", "a?b{2}c?", "(a|b|c){3,}", "abab|cc"]
+from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, chosen, laid_out, ruled, strings
 
 
 @pytest.fixture(autouse=True)
 def cached(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def built(pattern: str) -> automaton.Automaton:
-    return automaton.build(pattern, TOKENS, VOCAB, END, MASK)
-
-
-@cache
-def strings(pattern: str, ids: Sequence[int] = range(MASK)) -> list[tuple[int, ...]]:
-    """Every string of tokens whose text up to an end token matches; ids beyond the tokenizer's add nothing."""
-    found, words = [], [*TOKENS, b"", b""]
-    for tokens in itertools.product(ids, repeat=LENGTH):
-        text = b"".join(words[token] for token in tokens[: tokens.index(END) if END in tokens else None])
-        if re.fullmatch(pattern, text.decode()):
-            found.append(tokens)
-    return found
-
-
-def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
-    """`[B, K, Q]` tokens that the guide makes a step choose from logits `[R, V]`."""
-    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), ruled(pattern, draws)).token
-
-
-def ruled(pattern: str, draws: bool = False, posterior: bool = False, vocab: int = VOCAB) -> Rule:
-    guide, made = Regex(pattern, posterior=posterior), automaton.build(pattern, TOKENS, vocab, END, MASK)
-    vars(guide).update(edges=joined((made,)), mask_id=MASK, drawn=draws)
-    spec = replace(toys.denoiser().spec, vocab_size=vocab, mask_id=MASK, eos_id=END)
-    return Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())
-
-
-def laid_out(free: Sequence[Sequence[bool]], tokens: Sequence[Sequence[int]]) -> Canvas:
-    canvas = toys.canvas(torch.tensor(free))
-    ids = torch.cat([torch.tensor(tokens), canvas.ids[:, -1:]], 1)
-    return replace(canvas, ids=torch.where(canvas.masked, MASK, ids), row_seed=torch.arange(len(tokens)))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -142,89 +103,6 @@ def test_draws_have_the_law_of_the_model_given_the_form(asked: list[int]) -> Non
     distance = sum((one - other) ** 2 / other for one, other in zip(seen, expected, strict=True))
     freedom = torch.tensor((len(seen) - 1) / 2)
     assert torch.special.gammaincc(freedom, torch.tensor(distance / 2)) > 1e-3  # chi-square
-
-
-def law(pattern: str, ids: Tensor, logits: Tensor, asked: Sequence[int], size: int) -> Tensor:
-    """`[Q, V]` probabilities at each asked place by counting all strings.
-
-    Args:
-        ids: `[L]` what stands, or masks.
-        logits: `[Q, V]` of the places `asked`.
-        size: positions that exist.
-    """
-    vocab, found = logits.shape[1], torch.zeros_like(logits)
-    free = ids == MASK
-    legal = torch.tensor(strings(pattern, (*range(MASK), *range(MASK + 1, vocab))))
-    legal = legal[(legal[:, size:] == 4).all(1), :size]  # a token without a text behind the end
-    weights = logits.log_softmax(1).exp()
-    for row, place in enumerate(asked):
-        others = [at for at in range(size) if at != place and not free[at]]
-        fitting = legal[(legal[:, others] == ids[others]).all(1)]
-        weight = torch.ones(len(fitting), dtype=logits.dtype)
-        for one, at in enumerate(asked):
-            if free[at] or at == place:
-                weight = weight * weights[one, fitting[:, at]]
-        found[row].index_add_(0, fitting[:, place], weight)
-    return found / found.sum(1, keepdim=True)
-
-
-@pytest.mark.parametrize("temperature", [None, Temperature(0.6), Temperature(0.6, measured=True)])
-@pytest.mark.parametrize("pattern", [*PATTERNS, "(?s).*"])
-def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Temperature | None) -> None:
-    """All statistics: some masks are not asked about, some that stands is; rows end early; ids beyond the tokenizer."""
-    generator, vocab, needs = torch.Generator().manual_seed(6), 9, {"margin", "gap", "entropy", "current", "logits"}
-    rule = ruled(pattern, posterior=True, vocab=vocab)
-    guides = rule.guides if temperature is None else (temperature, *rule.guides)
-    vars(rule.guides[0]).update(drawn=temperature is not None)
-    rule = rule._replace(guides=guides, needs=frozenset(needs))
-    legal = [one for one in strings(pattern) if one[3] == 4]
-    for witness, size in itertools.product(legal[:: max(1, len(legal) // 5)], (3, 4)):
-        free = torch.rand(2, LENGTH, generator=generator) < 0.7
-        free[:, 1], free[:, size:] = True, False
-        canvas = laid_out(free.tolist(), [witness, witness])
-        canvas = replace(canvas, end=torch.tensor([size, size]))
-        columns = torch.tensor([[1, 2, LENGTH], [0, 1, 2]])
-        ids = canvas.ids.gather(1, columns)[:, None].repeat(1, 2, 1)
-        ids[1, 1, 1] = witness[1]  # another hypothesis
-        query = replace(Query.at(canvas, columns), ids=ids)
-        logits = 2 * torch.randn(12, vocab, generator=generator).double()
-        found = read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule)
-        assert found.logits is not None
-        cold = logits / 0.6 if temperature is not None and temperature.measured else logits
-        cold[:, MASK] = -torch.inf
-        for row, candidate in itertools.product(range(2), range(2)):
-            there = [at for at in range(3) if int(columns[row, at]) < size]
-            places = columns[row, there].tolist()
-            stands = torch.where(canvas.masked[row, :LENGTH], MASK, torch.tensor(witness))
-            stands[places] = ids[row, candidate, there]
-            own = law(pattern, stands, cold.view(2, 2, 3, vocab)[row, candidate, there], places, size)
-            torch.testing.assert_close(found.logits[row, candidate, there].softmax(-1), own)
-            token, current = found.token[row, candidate, there], ids[row, candidate, there]
-            wanted = measure(own.log(), token, current, frozenset(needs), None)
-            for name in ("confidence", "margin", "gap", "entropy", "current"):
-                torch.testing.assert_close(getattr(found, name)[row, candidate, there], getattr(wanted, name), msg=name)
-
-
-@pytest.mark.parametrize("ban", [END, 0])
-def test_a_posterior_where_all_that_fits_is_forbidden(ban: int) -> None:
-    """Then nothing else is possible."""
-    rule = ruled("a", posterior=True)
-    rule = rule._replace(guides=(EndTokens("ban", (ban, 3, 4)), *rule.guides))
-    canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
-    found = read(torch.randn(4, VOCAB).double(), torch.zeros(4, 1), canvas, Answers.every(Query.window(canvas)), rule)
-    assert built("a").accepted(found.token[0, 0].tolist()) and bool(found.confidence.isfinite().all())
-
-
-def test_a_posterior_commits_what_the_form_decides() -> None:
-    """The model would not write these names, and is sure of nothing else."""
-    prompts, nfe = ["shuffle: Eve, Tom, Zoe, Amy", "copy: Max"], []
-    for posterior in (False, True):
-        guide = {"name": "choices", "choices": ["Ada, Ben, Cal", "Ada, Ben, Dan"], "posterior": posterior}
-        sampler = Sampler.from_pretrained("mini", device="cpu", scheduler="threshold", guide=guide)
-        found = sampler.generate(prompts, max_new_tokens=12)
-        assert found.texts is not None and {text[:8] for text in found.texts} == {"Ada, Ben"}
-        nfe.append(int(found.nfe.sum()))
-    assert nfe[1] * 2 <= nfe[0]
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -409,18 +287,18 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: Choices(()), "guide.choices must be a list of texts"),
         (lambda: Choices("yes"), "guide.choices must be a list of texts"),  # type: ignore[arg-type]
         (lambda: Regex(""), "guide.pattern must be a regular expression"),
-        (lambda: JsonSchema().expression(), "guide=json_schema needs a schema"),
+        (lambda: JsonSchema().expressions(), "guide=json_schema needs a schema"),
         (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
         (lambda: JsonSchema("{"), "guide.schema is not JSON"),
-        (lambda: JsonSchema('{"type": "what"}').expression(), "cannot be used as a form"),
-        (lambda: JsonSchema({"type": "integer", "minimum": 3}).expression(), "has 'minimum', which this guide"),
-        (lambda: JsonSchema({"type": "object", "required": ["a"]}).expression(), "'a' among `required`"),
-        (lambda: JsonSchema({"properties": {'a"b': {}}}).expression(), "signs that JSON escapes"),
-        (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expression(), "only letters, digits"),
-        (lambda: JsonSchema({"type": "string", "format": "email"}).expression(), "the format 'email'"),
-        (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expression(), "`allOf` of several"),
-        (lambda: JsonSchema("[" * 10**5).expression(), "guide.schema"),
-        (lambda: JsonSchema({"a": {1}}).expression(), "must be a mapping as JSON has it"),
+        (lambda: JsonSchema('{"type": "what"}').expressions(), "cannot be used as a form"),
+        (lambda: JsonSchema({"type": "integer", "minimum": 3}).expressions(), "has 'minimum', which this guide"),
+        (lambda: JsonSchema({"type": "object", "required": ["a"]}).expressions(), "'a' among `required`"),
+        (lambda: JsonSchema({"properties": {'a"b': {}}}).expressions(), "signs that JSON escapes"),
+        (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expressions(), "only letters, digits"),
+        (lambda: JsonSchema({"type": "string", "format": "email"}).expressions(), "the format 'email'"),
+        (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expressions(), "`allOf` of several"),
+        (lambda: JsonSchema("[" * 10**5).expressions(), "guide.schema"),
+        (lambda: JsonSchema({"a": {1}}).expressions(), "must be a mapping as JSON has it"),
     ],
 )
 def test_wrong_settings(make: Any, said: str) -> None:

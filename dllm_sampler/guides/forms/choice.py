@@ -137,7 +137,8 @@ class Lattice:
         there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
         place = strings.place.masked_fill(there == 0, strings.token.shape[1])
         asked = _put(torch.zeros_like(strings.free), place, torch.ones_like(place, dtype=torch.bool))
-        form = torch.zeros_like(place[:, 0])
+        form = torch.zeros_like(canvas.first) if canvas.form is None else canvas.form
+        form = form.repeat_interleave(len(place) // len(form), 0)
         unasked = strings.exists & strings.free & ~asked
         return Lattice(edges, answers, replace(strings, place=place), form, unasked)
 
