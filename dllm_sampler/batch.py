@@ -78,8 +78,10 @@ class Reader:
         """The answers as they stand; for the rows `failed` the model returned no finite statistics."""
         trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id)
         masked = aligned(canvas, canvas.masked, False).cpu()
-        done, stuck, rejected = (one.cpu().clone() for one in (canvas.done, recorder.stuck, recorder.rejected))
-        ends = Ends(masked, done, stuck, rejected, frozenset(failed))
+        form = torch.zeros_like(canvas.step) if canvas.form is None else canvas.form
+        known = (canvas.done, recorder.stuck, recorder.rejected, form)
+        done, stuck, rejected, form = (one.cpu().clone() for one in known)
+        ends = Ends(masked, done, stuck, rejected, form, frozenset(failed))
         return summarise(trace, ends, self.spec, self.tokenizer, self.stop_strings, self.guides)
 
     def answer(self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int) -> Answer:

@@ -194,6 +194,7 @@ class Guide:
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
     joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
     vetoes: ClassVar[bool] = False  # it `settle`s what is committed, for which it reads the device inside a step
+    forms: int = 0  # of answers, one of which each prompt names (`Canvas.form`); 0: none is named
 
     @property
     def chooses(self) -> bool:
@@ -219,8 +220,8 @@ class Guide:
         """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
 
-    def check_length(self, new_tokens: int) -> None:
-        """Refuse, by a `UserError`, answers too short to be what the guide wants; default: none is."""
+    def check_length(self, new_tokens: int, form: int = 0) -> None:
+        """Refuse, by a `UserError`, answers of `form` too short to be what the guide wants; default: none is."""
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
@@ -231,11 +232,10 @@ class Guide:
         raise NotImplementedError
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """What may stand of an edit, if the guide `vetoes`. Where nothing may, another token (`readout` has `logits`,
-        `raw`, `draw`), or the row is `stuck`."""
+        """What may stand of an edit, if the guide `vetoes`; where nothing may, another token, or the row is `stuck`."""
         raise NotImplementedError
 
-    def valid(self, tokens: Sequence[int]) -> bool | None:
+    def valid(self, tokens: Sequence[int], form: int = 0) -> bool | None:
         """Whether an answer of these tokens, up to its end token, is what the guide wants; None: it does not say."""
         return None
 

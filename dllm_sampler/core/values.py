@@ -88,6 +88,7 @@ class Canvas:
     width: int  # no block is ever wider
     grid: int | None = None  # no block crosses a multiple of it
     surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
+    form: Tensor | None = None  # [B] which of a guide's forms each answer has (`Guide.forms`); None: there is no list
     branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
 
     @property

@@ -40,6 +40,7 @@ class Row:
     seed: int
     bound: int  # most forwards
     tag: Any = None  # the caller's
+    form: int = 0  # of its answer, where a guide has a list of forms
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Plugins:
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
+        # Such a guide looks for another token where it refuses one.
         vetoed = {"draw", "logits", "raw"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
@@ -44,6 +45,11 @@ class Plugins:
         """Most steps a generation of `tokens` can take: a guide that refuses commits leaves one in each."""
         steps = self.scheduler.bound(tokens)
         return max(steps, tokens) if any(guide.vetoes for guide in self.guides) else steps
+
+    @property
+    def forms(self) -> int:
+        """How many forms of answers each prompt names one of; 0: none is named."""
+        return max((guide.forms for guide in self.guides), default=0)
 
     def __post_init__(self) -> None:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.

@@ -25,6 +25,7 @@ from dllm_sampler.errors import UserError
 SECONDS, STATES, BYTES = 10, 5000, 100_000  # most time to build, states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes
 MEMORY = 4 << 30  # bytes that building may take
+KEPT = 64  # automata and expressions in memory
 # Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
 # accepted yet (it sees matches one byte late). The character is none, so no answer has it.
 MARK = "\U0010ffff"
@@ -148,7 +149,7 @@ class _Key:
         return isinstance(other, _Key) and self.digest == other.digest
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=KEPT)
 def _built(key: _Key) -> Automaton:
     home = os.environ.get("DLLM_SAMPLER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
     folder = Path(home).expanduser() / "forms"
@@ -189,6 +190,7 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     return start, [state for state in moves if _ends(moves, state, finals)], moves
 
 
+@lru_cache(maxsize=KEPT)
 def expression(schema: str, whitespace: str, depth: int) -> str:
     """The regular expression of a JSON schema.
 

@@ -23,7 +23,8 @@ from dllm_sampler.guides.forms.edges import Edges
 
 LEAST = -1e6  # of a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
-ROOM = 2**21  # numbers of all positions' moves, or of several rows' logits, that are worked on at once
+ROOM = 2**21  # numbers of several positions' moves that are worked on at once
+CACHE = 2**20  # logits that a CPU works on at once: its time goes into buffers that it has not touched yet
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,7 @@ class Tops:
     @staticmethod
     def of(edges: Edges, logits: Tensor, weigh: bool = False) -> Tops:
         """Those of logits `[R, V]`; `weigh`: their sums too."""
-        rows = max(1, ROOM // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
-        parts = [_tiles(edges, part, weigh) for part in logits.split(rows)]
+        parts = [_tiles(edges, part, weigh) for part in logits.split(_rows(logits))]
         tiles, sums = (torch.cat(part) for part in zip(*parts, strict=True))
         size = len(edges.sizes)
         weight = total(sums, edges.tile_kind, nothing(sums, size)) if weigh else None
@@ -101,6 +101,11 @@ class Tops:
         tokens = edges.tiles.index_select(0, tile).long()  # [R, TILE]
         place = (logits.gather(1, tokens) == top).view(torch.uint8).argmax(1, keepdim=True)
         return tokens.gather(1, place)[:, 0]
+
+
+def _rows(logits: Tensor) -> int:
+    """How many rows of logits `[R, V]` are worked on at once."""
+    return max(1, CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
 
 
 def _tiles(edges: Edges, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
@@ -132,7 +137,8 @@ class Lattice:
         there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
         place = strings.place.masked_fill(there == 0, strings.token.shape[1])
         asked = _put(torch.zeros_like(strings.free), place, torch.ones_like(place, dtype=torch.bool))
-        form = torch.zeros_like(place[:, 0])
+        form = torch.zeros_like(canvas.first) if canvas.form is None else canvas.form
+        form = form.repeat_interleave(len(place) // len(form), 0)
         unasked = strings.exists & strings.free & ~asked
         return Lattice(edges, answers, replace(strings, place=place), form, unasked)
 
@@ -182,14 +188,41 @@ class Lattice:
 
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
+        accepts = self.edges.accepts.index_select(0, self.form)
+        goal = torch.zeros_like(values[:, 0, :1]).where(accepts, -torch.inf)
         source, target, _, _ = self.lists
-        goal = torch.zeros_like(values[:, 0, :1]).where(self.edges.accepts.index_select(0, self.form), -torch.inf)
         reduce, none, found = total if several else best, nothing(goal, goal.shape[1]), [goal]
         for begin, end in reversed(self.parts(values.shape[1])):
             for weight in reversed(self.weights(values[:, begin:end], several).unbind(1)):
                 goal = reduce(weight + goal.gather(1, target), source, none)
                 found.append(goal)
         return torch.stack(found[::-1], 1)
+
+    def behind(self, values: Tensor) -> Tensor:
+        """`[N, L, S]` the sum of what may lead to each state at each position."""
+        source, target, _, _ = self.lists
+        none = values.new_full((len(self.form), self.edges.accepts.shape[1]), -torch.inf)
+        goal, found = none.scatter(1, self.edges.start.index_select(0, self.form)[:, None], 0), []
+        for begin, end in self.parts(values.shape[1]):
+            for weight in self.weights(values[:, begin:end], True).unbind(1):
+                found.append(goal)
+                goal = total(weight + goal.gather(1, source), target, none)
+        return torch.stack(found, 1)
+
+    def factors(self, behind: Tensor, ahead: Tensor) -> Tensor:
+        """`[N, Q, C+2]` the sum of what leads to, and what follows, a token of each class at the queried positions.
+
+        Args:
+            behind, ahead: `[N, L, S]` of the states before and after each position.
+        """
+        source, target, edge, kind = (one[:, None] for one in self.lists)
+        before, after, found = self.at(behind), self.at(ahead), []
+        for begin, end in self.parts(before.shape[1]):
+            both = before[:, begin:end].gather(2, source.expand(-1, end - begin, -1))
+            both = both + after[:, begin:end].gather(2, target.expand_as(both))  # [N, T, E]
+            each = both.gather(2, edge.expand(-1, end - begin, -1))  # [N, T, M]
+            found.append(total(each, kind, nothing(each, len(self.edges.sizes))))
+        return torch.cat(found, 1)
 
     def walk(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:
         """`[N, L]` the edge at each position of the best string, or of a drawn one.
@@ -225,6 +258,29 @@ class Lattice:
             move = each.masked_fill(edge != taken[:, begin:end, None], -torch.inf).argmax(2, keepdim=True)
             found.append(kind.expand(each.shape).gather(2, move)[..., 0])
         return torch.cat(found, 1)
+
+
+def posterior(edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int) -> Tensor:
+    """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
+
+    To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
+    certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
+    """
+    lattice, tops = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, logits, weigh=True)
+    assert tops.weight is not None
+    mass = lattice.values(_relative(tops.weight, tops.weight.amax(1, keepdim=True)), edges.sizes)
+    factor = answers.pick(
+        lattice.factors(lattice.behind(mass), lattice.ahead(mass, True)[:, 1:]).view(*answers.query.ids.shape, -1)
+    )  # [R, C+2]
+    factor[:, -2:] = -torch.inf
+    factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
+    # Where another guide forbids all that fits, tokens of a class are alike.
+    barred = (tops.classes + factor).amax(1, keepdim=True) == -torch.inf
+    factor = factor.to(torch.promote_types(logits.dtype, torch.float32))
+    found, rows = factor.index_select(1, edges.classes), _rows(logits)
+    for into, part, none in zip(found.split(rows), logits.split(rows), barred.split(rows), strict=True):
+        into.add_(part.masked_fill(none, 0))
+    return found
 
 
 def choose(

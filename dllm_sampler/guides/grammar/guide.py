@@ -121,7 +121,7 @@ class Grammar(Guide):
             ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
         return replace(edit, ids=ids, commit=commit, confidence=settled, forced=forced, rejected=rejected, stuck=stuck)
 
-    def valid(self, tokens: Sequence[int]) -> bool:
+    def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
         assert self.language is not None
         words = []
@@ -163,11 +163,13 @@ class BoundedGrammar(Form):
     language: Language
     depth: int | None = None
 
-    def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> Automaton:
+    def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
         """See `Form.build`."""
         made = self.language.automaton(self.depth)
         about = f"grammar {json.dumps(made)}"
-        return lifted(self.language.name, about, lambda: made, tokens, spec.vocab_size, spec.eos_id, spec.mask_id or 0)
+        assert spec.mask_id is not None
+        numbers = spec.vocab_size, spec.eos_id, spec.mask_id
+        return (lifted(self.language.name, about, lambda: made, tokens, *numbers),)
 
 
 @dataclass
