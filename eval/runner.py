@@ -26,6 +26,7 @@ from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
+from dllm_sampler.guides import Regex
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.result import Answer
@@ -123,6 +124,10 @@ class Runner:
         self.job = job
         self.denoiser, self.tokenizer = _model(job, device)
         self.plugins = {group: config.build(group, spec) for group, spec in job.plugins.items()}
+        self.forms: tuple[str, ...] = ()  # each once
+        if options.guided:
+            self.forms = tuple(dict.fromkeys(self._form(sample) for sample in task.samples()))
+            self.plugins["guide"] = (*self.plugins["guide"], Regex(self.forms))
         self.guides: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         self.sampler = Sampler(
             self.denoiser,
@@ -226,8 +231,16 @@ class Runner:
             return [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in prompts]
         return [list(prompt) if not isinstance(prompt, str) else prompt for prompt in prompts]
 
+    def _form(self, sample: Sample) -> str:
+        form = self.job.built_task.form(sample)
+        if form is None:
+            raise UserError(f"guided=true: task={self.job.choices['task']} gives no form, task=formed does")
+        return form
+
     def _settings(self, batch: Sequence[Sample]) -> dict[str, Any]:
+        forms = {"forms": [self.forms.index(self._form(sample)) for sample in batch]} if self.forms else {}
         return {
+            **forms,
             "max_new_tokens": self.job.max_new_tokens,
             "block_length": self.job.options.block_length,
             "seed": [self.job.options.seed + sample.index for sample in batch],
