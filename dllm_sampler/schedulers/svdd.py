@@ -83,7 +83,7 @@ class SoftValueGuided(Choosing):
         if not draws and not bound.inner.traits.draws_order:
             raise UserError(
                 f"scheduler=svdd chooses among candidates, and {type(self.inner).__name__} draws nothing, so that all"
-                " are the same: use temperature=1, say, or scheduler.inner.score=random"
+                " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}"
             )
         eos = spec.eos_id if self.looks_ahead else None
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, eos)

@@ -237,6 +237,12 @@ def test_refused_with_a_reason(name: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_other_blocks_keep_the_reward() -> None:
+    it = toys.sampler(scheduler=guided(INNER["random"]))
+    found = [it.generate(toys.PROMPTS, max_new_tokens=12, block_length=length).tokens for length in (6, 4, 6)]
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
+
+
 def test_an_order_drawn_before_is_no_choice() -> None:
     """`random_order` knows its order before the first step: without a temperature its candidates are one."""
     with pytest.raises(UserError, match="RandomOrder draws nothing"):
