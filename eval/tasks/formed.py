@@ -20,8 +20,9 @@ NAMES = 5  # orders of more would make long expressions
 class Formed(Mini):
     """An operation of the shipped model, and the regular expression that every answer to the prompt must match.
 
-    The form of `shuffle` are the prompt's names, at most five, in any order, of `latin` all latin squares, of `json` objects with the
-    prompt's keys. It does not say which one is right. With `guided=true` a run demands it of each answer.
+    The form of `latin` are all latin squares, of `shuffle` the prompt's names, at most five, in any order, of `json`
+    objects with the prompt's keys. It does not say which one is right. With `guided=true` a run demands it of each
+    answer.
 
     Args:
         operation: latin, shuffle or json.

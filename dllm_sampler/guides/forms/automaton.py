@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError
 
-SECONDS, STATES, BYTES = 10, 5000, 100_000  # most time to build, states of an automaton, bytes of an expression
+SECONDS, STATES, BYTES = 10, 10_000, 100_000  # most time to build, states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes
 MEMORY = 4 << 30  # bytes that building may take
 KEPT = 64  # automata and expressions in memory
