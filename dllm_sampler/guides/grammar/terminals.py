@@ -60,7 +60,8 @@ def compiled(
         try:
             dfa = literal(expression) if isinstance(expression, bytes) else _expression(expression, deadline)
         except UserError as error:
-            raise UserError(f"{places[name]}: {error}") from None
+            late = f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler"
+            raise UserError(f"{places[name]}: {late if time.monotonic() > deadline else error}") from None
         nullable |= (0 in dfa.finals) << number
         dfa = without_empty(dfa)
         whole = dfa if balanced is None else intersection(dfa, balanced)
@@ -99,10 +100,7 @@ def _expression(text: str, deadline: float) -> Dfa:
 def _one(pattern: str, deadline: float) -> Dfa:
     if not pattern:
         raise UserError("its regular expression is missing")
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise UserError(f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler")
-    return _built(pattern, Limit(left))
+    return _built(pattern, Limit(max(0.01, deadline - time.monotonic())))
 
 
 class Limit(float):
