@@ -38,7 +38,7 @@ class Language:
 
     def __init__(self, source: Source):
         self.name = source.name
-        self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places)
+        self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places, source.name)
         try:
             self.grammar = normal(source.rules, source.start, self.terminals.possible, self.terminals.nullable)
         except UserError as error:
