@@ -60,37 +60,41 @@ class Emptiness:
         begins = set(graph.starts)
         if final in begins and (gaps[final] or self.grammar.nullable >> start & 1):
             return True
-        products, lefts, rights = self.products, self.lefts, self.rights
-        right: list[list[tuple[int, int]]] = [[] for _ in gaps]  # by node: later nodes, and right parts up to them
-        left_over = self.limit
-        for node in range(len(gaps) - 1, -1, -1):
-            if node == final:
-                continue
-            found = [0] * (final + 1)
+        products, lefts, rights, left = self.products, self.lefts, self.rights, self.limit
+        behind: list[dict[int, int]] = [{} for _ in gaps]  # by node: right parts of bodies, and where they end
+        for node in range(final - 1, -1, -1):
+            found: dict[int, int] = {}  # sets of variables, and up to where they derive something
             for to, which in graph.edges[node].items():
-                if to == final or right[to]:
-                    found[to] = self._seed(which)
-            row = []
-            for to in range(node + 1, final + 1):
-                if not found[to]:
-                    continue
-                mask = self._close(found[to], 2 * gaps[node] + gaps[to])
-                row.append((to, mask))
+                if to == final or behind[to]:
+                    seed = self._seed(which)
+                    found[seed] = found.get(seed, 0) | 1 << to
+            waiting, here = 0, behind[node]
+            for ends in found.values():
+                waiting |= ends
+            while waiting:
+                end = waiting & -waiting  # the nearest one: what ends further away may be made of it
+                waiting ^= end
+                to, mask = end.bit_length() - 1, 0
+                for some, ends in found.items():
+                    if ends & end:
+                        mask |= some
+                mask = self._close(mask, 2 * gaps[node] + gaps[to])
+                if to == final and node in begins and mask >> start & 1:
+                    return True
+                if mask & rights:
+                    here[mask & rights] = here.get(mask & rights, 0) | end
                 part = mask & lefts
-                if not part:
-                    continue
-                left_over -= len(right[to])
-                for far, other in right[to]:
-                    made = products.get((part, other))
-                    if made is None:
-                        made = self._product(part, other)
-                    if made:
-                        found[far] |= made
-            if left_over < 0:
-                return False
-            if node in begins and row and row[-1][0] == final and row[-1][1] >> start & 1:
-                return True
-            right[node] = [(to, mask & rights) for to, mask in row if mask & rights]
+                if part:
+                    left -= len(behind[to]) + len(found)
+                    if left < 0:
+                        return False
+                    for other, ends in behind[to].items():
+                        made = products.get((part, other))
+                        if made is None:
+                            made = self._product(part, other)
+                        if made:
+                            found[made] = found.get(made, 0) | ends
+                            waiting |= ends
         return False
 
     def _upwards(self, near: bool, far: bool) -> list[int]:

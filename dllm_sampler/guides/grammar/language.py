@@ -8,16 +8,17 @@ from pathlib import Path
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.grammar import bounded
 from dllm_sampler.guides.grammar.bounded import Automaton, Nesting
+from dllm_sampler.guides.grammar.completion import shortest
 from dllm_sampler.guides.grammar.emptiness import Emptiness
 from dllm_sampler.guides.grammar.lexing import Scanner
-from dllm_sampler.guides.grammar.partial import END, Partial, Word, graph
+from dllm_sampler.guides.grammar.partial import Partial, Word, graph
 from dllm_sampler.guides.grammar.reading import SKIP, Source, read
+from dllm_sampler.guides.grammar.recogniser import accepts
 from dllm_sampler.guides.grammar.regular import difference
 from dllm_sampler.guides.grammar.rules import normal
-from dllm_sampler.guides.grammar.scannerless import shortest
 from dllm_sampler.guides.grammar.terminals import compiled
 
-FACTS = 2_000_000  # most facts in the search for a completion
+STEPS = 3_000_000  # most steps of the search for a completion
 PRODUCTS = 5_000_000  # most products of sets of variables for one verdict
 HELD = 1_000_000  # most results that are remembered: of lexing, in bytes of text; of the search, in products
 EXAMPLES = Path(__file__).with_name("examples")
@@ -37,7 +38,7 @@ class Language:
 
     def __init__(self, source: Source):
         self.name = source.name
-        self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places)
+        self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places, source.name)
         try:
             self.grammar = normal(source.rules, source.start, self.terminals.possible, self.terminals.nullable)
         except UserError as error:
@@ -128,13 +129,13 @@ class Language:
         """A shortest text of the language that fits a partial text, as `feasible` reads it.
 
         Returns:
-            The full text; None if there is none, or none is found among the `FACTS` cheapest facts.
+            The full text; None if there is none, or none is found in `STEPS` steps.
         """
-        return shortest(Partial.of(words), self.terminals, self.grammar, FACTS) if words else None
+        return shortest(Partial.of(words), self.terminals, self.grammar, STEPS) if words else None
 
     def accepts(self, text: bytes) -> bool:
         """Whether a full text is in the language. It does not depend on what `feasible` is made of."""
-        return self.complete([text, END]) is not None
+        return accepts(text, self.terminals, self.grammar)
 
     @property
     def regular(self) -> bool:

@@ -60,6 +60,7 @@ class Scanner:
         self.steps: list[list[int]] = []  # of each set and class; -1: not known yet
         self.accepted: list[int] = []  # the terminals that a set accepts
         self.owners: list[int] = []  # the terminals that it has states of
+        self.going: list[bool] = []  # whether a lexeme in it may go on
         self.wide: dict[int, int] = {}
         self.starting: dict[int, int] = {}
         self.following: dict[int, int] = {}
@@ -126,10 +127,18 @@ class Scanner:
             found.inner[at] = (behind, leaving)
             for to, which in behind.items():
                 allowed[to] = allowed.get(to, 0) | self._follow(which)
+        for at in sorted(found.inner, reverse=True):
+            behind, leaving = found.inner[at]
+            kept = {to: which for to, which in behind.items() if to == size or to in found.inner}
+            if kept or leaving:
+                found.inner[at] = (kept, leaving)
+            else:
+                del found.inner[at]
+        found.enter = {to: which for to, which in found.enter.items() if to == size or to in found.inner}
         return found
 
     def _run(self, states: int, text: bytes, at: int) -> tuple[list[tuple[int, int]], int]:
-        """Which terminals end where, and the states at the text's end."""
+        """Which terminals end where, and the states at the text's end, if a lexeme may go on from there."""
         ends, steps, accepted = [], self.steps, self.accepted
         for end, label in enumerate(text[at:] if at else text, at + 1):
             to = steps[states][label]
@@ -140,7 +149,7 @@ class Scanner:
             states = to
             if accepted[states]:
                 ends.append((end, accepted[states]))
-        return ends, states
+        return ends, states if self.going[states] else DEAD
 
     def _behind(self, text: bytes, ends: list[tuple[int, int]]) -> dict[int, int]:
         """The same ends behind what is skipped."""
@@ -191,6 +200,7 @@ class Scanner:
             self.steps.append([-1] * len(self.terminals.classes))
             self.accepted.append(bits(self.owner[state] for state in members(states & self.finals)))
             self.owners.append(bits(self.owner[state] for state in members(states)))
+            self.going.append(any(self.moves[state] for state in members(states)))
         return self.number[states]
 
 

@@ -152,7 +152,9 @@ def _symbol(
         elif len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
             expression = word[1:-1].encode()
         elif word in ("$", "ε") or any(sign.isalnum() for sign in word):
-            raise UserError(f"{where}: {unknown('terminal', word, defined)}")
+            raise UserError(
+                f"{where}: {unknown('terminal', word, defined)}; a text that stands for itself goes into quotes"
+            )
         else:
             expression = word.encode()
         if isinstance(expression, bytes) and found.prelex is not None:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from dllm_sampler.errors import UserError
 
-RULES = 20_000  # most rules of a normal form
+RULES = 10_000  # most rules of a normal form
 Body = tuple[str | int, ...]  # names of variables, numbers of terminals
 
 

@@ -38,6 +38,7 @@ def compiled(
     skip: Iterable[int],
     prelex: tuple[bytes, bytes] | None,
     places: Mapping[str, str],
+    name: str,
 ) -> Terminals:
     """Build the automata.
 
@@ -46,6 +47,7 @@ def compiled(
         skip: bytes that may stand between lexemes.
         prelex: one byte put before each word of a text, and one put behind it.
         places: what errors call each terminal.
+        name: what errors call the grammar.
 
     Raises:
         UserError: one cannot be built, or not within the limits.
@@ -53,25 +55,26 @@ def compiled(
     deadline, ignored = time.monotonic() + SECONDS, frozenset(skip)
     balanced = None
     if prelex is not None:
-        _check_marks(prelex, ignored)
+        _check_marks(prelex, ignored, name)
         balanced = _balanced(prelex)
     found, nullable = [], 0
-    for number, (name, expression) in enumerate(expressions.items()):
+    for number, (terminal, expression) in enumerate(expressions.items()):
         try:
             dfa = literal(expression) if isinstance(expression, bytes) else _expression(expression, deadline)
         except UserError as error:
-            raise UserError(f"{places[name]}: {error}") from None
+            late = f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler"
+            raise UserError(f"{places[terminal]}: {late if time.monotonic() > deadline else error}") from None
         nullable |= (0 in dfa.finals) << number
         dfa = without_empty(dfa)
         whole = dfa if balanced is None else intersection(dfa, balanced)
         if dfa.finals and not whole.finals:
             raise UserError(
-                f"{places[name]} has no text that begins and ends where words do: with prelex, the first mark stands"
-                " before each word of a text, and the second behind it"
+                f"{places[terminal]} has no text that begins and ends where words do: with prelex, the first mark"
+                " stands before each word of a text, and the second behind it"
             )
         found.append(whole)
     if sum(len(dfa.moves) for dfa in found) > STATES:
-        raise UserError(f"the terminals have more than {STATES} states in all: make their expressions simpler")
+        raise UserError(f"{name}: the terminals have more than {STATES} states in all: make their expressions simpler")
     table, classes = _classes(found, [ignored, WORD, *([frozenset(mark) for mark in prelex] if prelex else [])])
     moves = [tuple({table[byte]: to for byte, to in there.items()} for there in dfa.moves) for dfa in found]
     return Terminals(
@@ -99,10 +102,7 @@ def _expression(text: str, deadline: float) -> Dfa:
 def _one(pattern: str, deadline: float) -> Dfa:
     if not pattern:
         raise UserError("its regular expression is missing")
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise UserError(f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler")
-    return _built(pattern, Limit(left))
+    return _built(pattern, Limit(max(0.01, deadline - time.monotonic())))
 
 
 class Limit(float):
@@ -121,13 +121,15 @@ def _built(pattern: str, seconds: Limit) -> Dfa:
     return minimal(trimmed(start, finals, moves))
 
 
-def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int]) -> None:
+def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -> None:
     if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
-        raise UserError(f"prelex must be two different single bytes that are no letters or digits, not {prelex!r}")
+        raise UserError(
+            f"{name}: prelex must be two different single bytes that are no letters or digits, not {prelex!r}"
+        )
     if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
         raise UserError(
-            "prelex needs bytes to skip that are neither letters, digits nor its marks: two words can only be told"
-            " apart by what stands between them"
+            f"{name}: prelex needs bytes to skip that are neither letters, digits nor its marks: two words can only be"
+            " told apart by what stands between them"
         )
 
 

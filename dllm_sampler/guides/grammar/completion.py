@@ -1,4 +1,4 @@
-"""Shortest texts of a grammar that fit a partial text, byte by byte.
+"""Shortest texts of a grammar that fit a partial text.
 
 It shares nothing with the search for verdicts but the terminals' automata and the normal form: lexemes are found by
 walking a terminal's automaton over the known bytes and through gaps, and facts "this variable derives that span" are
@@ -23,6 +23,10 @@ Step = tuple[int, int, int]  # a state of a terminal or TAIL, and a node
 Fact = tuple[Node, int, Node]  # a variable derives a text between two nodes
 
 
+class Spent(Exception):
+    """The search has taken all the steps that it may take."""
+
+
 @dataclass
 class Lexemes:
     """The lexemes of one terminal that begin at one node: what each end costs, and how it is reached."""
@@ -40,9 +44,10 @@ class Lexemes:
 
 
 class Walk:
-    """The lexemes of one partial text."""
+    """The lexemes of one partial text, in at most `limit` steps."""
 
-    def __init__(self, partial: Partial, terminals: Terminals):
+    def __init__(self, partial: Partial, terminals: Terminals, limit: int):
+        self.left = limit
         self.terminals, self.dfas = terminals, terminals.dfas
         self.known: list[bytes] = []  # of each position one byte, or nothing: a gap
         for number, piece in enumerate(partial.pieces):
@@ -62,13 +67,23 @@ class Walk:
             self.kinds = [kinds.get(number, OUT) for number in range(len(named))]
         self.options: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
+    def spend(self) -> None:
+        """Count a step.
+
+        Raises:
+            Spent: there are none left.
+        """
+        self.left -= 1
+        if self.left < 0:
+            raise Spent
+
     def ends(self, node: Node) -> bool:
         """Whether the text may end at a node."""
         return node[1] in (OUT, OVER) and not any(self.known[node[0] :])
 
-    def starts(self) -> dict[Node, int]:
+    def starts(self) -> Lexemes:
         """The nodes where the first lexeme may begin."""
-        return self._walk((TAIL, 0, OUT), -1).ends
+        return self._walk((TAIL, 0, OUT), -1)
 
     def lexemes(self, terminal: int, node: Node) -> Lexemes:
         """The lexemes of a terminal from a node on."""
@@ -83,6 +98,7 @@ class Walk:
             cost, step, before, part = heappop(queue)
             if step in costs:
                 continue
+            self.spend()
             costs[step], found.came[step] = cost, (before, part)
             state, at, word = step
             gap = at < self.size and not self.known[at]
@@ -141,59 +157,70 @@ def shortest(partial: Partial, terminals: Terminals, grammar: Grammar, limit: in
     """A text of the grammar that fits the partial text, with the fewest bytes; None: there is none.
 
     Args:
-        limit: most facts to look at. Where more would be needed the answer is None.
+        limit: most steps of the search. Where it would take more the answer is None.
     """
     if terminals.marks is not None and any(mark in piece for piece in partial.pieces for mark in terminals.marks):
         return None
-    walk = Walk(partial, terminals)
+    try:
+        return _shortest(Walk(partial, terminals, limit), grammar)
+    except Spent:
+        return None
+
+
+def _shortest(walk: Walk, grammar: Grammar) -> bytes | None:
     units, lefts, rights = defaultdict(list), defaultdict(list), defaultdict(list)
     for head, body in grammar.units:
         units[body].append(head)
     for head, left, right in grammar.pairs:
         lefts[left].append((head, right))
         rights[right].append((head, left))
+    queue: list[tuple[int, Fact]] = []
+    best: dict[Fact, int] = {}
+    how: dict[Fact, tuple] = {}
+
+    def found(cost: int, fact: Fact, why: tuple) -> None:
+        walk.spend()
+        if cost < best.get(fact, cost + 1):
+            best[fact], how[fact] = cost, why
+            heappush(queue, (cost, fact))
+
     starts = walk.starts()
     lexemes: dict[tuple[int, Node], Lexemes] = {}
-    how: dict[Fact, tuple[int, ...] | tuple[int, Node, int]] = {}
-    after: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
-    before: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
-    queue: list[tuple[int, Fact, tuple]] = []
-    nodes, seen = [*starts], {*starts}
-    used = {terminal for _, terminal in grammar.leaves}
+    leaves: dict[int, list[int]] = defaultdict(list)
+    for head, terminal in grammar.leaves:
+        leaves[terminal].append(head)
+    nodes, seen = [*starts.ends], {*starts.ends}
     for node in nodes:
         for head in grammar.empties:
-            heappush(queue, (0, (node, head, node), ()))
-        for terminal in used:
-            found = walk.lexemes(terminal, node)
-            if found.ends:
-                lexemes[terminal, node] = found
-            for end in found.ends:
-                if end not in seen:
-                    seen.add(end)
-                    nodes.append(end)
-    for head, terminal in grammar.leaves:
-        for node in nodes:
-            if (terminal, node) in lexemes:
-                for end, cost in lexemes[terminal, node].ends.items():
-                    heappush(queue, (cost, (node, head, end), (terminal,)))
-    while queue and len(how) < limit:
-        cost, fact, why = heappop(queue)
-        if fact in how:
+            found(0, (node, head, node), ())
+        for terminal, heads in leaves.items():
+            lexemes[terminal, node] = there = walk.lexemes(terminal, node)
+            nodes += [end for end in there.ends if end not in seen]
+            seen.update(there.ends)
+            for end, cost in there.ends.items():
+                for head in heads:
+                    found(cost, (node, head, end), (terminal,))
+    after: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
+    before: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
+    done: set[Fact] = set()
+    while queue:
+        cost, fact = heappop(queue)
+        if fact in done:
             continue
-        how[fact] = why
+        done.add(fact)
         begin, variable, end = fact
-        if variable == grammar.start and begin in starts and walk.ends(end):
-            return walk._walk((TAIL, 0, OUT), -1).text(begin) + _text(fact, how, lexemes)
+        if variable == grammar.start and begin in starts.ends and walk.ends(end):
+            return starts.text(begin) + _text(fact, how, lexemes)
         for head in units[variable]:
-            heappush(queue, (cost, (begin, head, end), (variable, end, -1)))
+            found(cost, (begin, head, end), (variable, end, -1))
         after[begin, variable].append((end, cost))
         before[end, variable].append((begin, cost))
         for head, right in lefts[variable]:
             for far, more in after[end, right]:
-                heappush(queue, (cost + more, (begin, head, far), (variable, end, right)))
+                found(cost + more, (begin, head, far), (variable, end, right))
         for head, left in rights[variable]:
             for far, more in before[begin, left]:
-                heappush(queue, (cost + more, (far, head, end), (left, begin, variable)))
+                found(cost + more, (far, head, end), (left, begin, variable))
     return None
 
 
