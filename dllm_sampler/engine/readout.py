@@ -130,19 +130,27 @@ def read(
     draws = any(guide.draws for guide in guides)
     noise = canvas.noise.tokens(canvas, answers, spec.vocab_size) if draws else None
 
+    def noised(choice: Tensor) -> tuple[Tensor, Tensor]:
+        """`[R, V]` what guides made of the logits, and the same with noise where tokens are drawn."""
+        if noise is None:
+            return choice, choice
+        # In half precision the sums would tie, and ties go to the lower id.
+        choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
+        return choice, choice + noise.to(choice.dtype)
+
     def draw(choice: Tensor) -> Tensor:
         """`[R]` tokens that the guides choose from `[R, V]`, always by the same noise."""
-        joint = None
+        joint, whole = next((guide for guide in guides if guide.joint), None), choice
         for guide in guides:
-            if guide.joint:
-                joint = guide  # the last one
-            elif guide.chooses:
-                choice = guide(choice, canvas, answers)
-        noisy = choice
-        if noise is not None:  # in half precision the sums would tie, and ties go to the lower id
-            choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-            noisy = choice + noise.to(choice.dtype)
-        return argmax(noisy) if joint is None else joint.choose(choice, noisy, canvas, answers)
+            if guide.joint or not guide.chooses:
+                continue
+            before, choice = choice, guide(choice, canvas, answers)
+            if joint is not None and not (guide.truncates or guide.excludes):
+                whole = choice if whole is before else guide(whole, canvas, answers)
+        if joint is None:
+            return argmax(noised(choice)[1])
+        rest = None if whole is choice else noised(whole)
+        return joint.choose(*noised(choice), rest, canvas, answers)
 
     seen = measure(measured, draw(logits), answers.pick(answers.query.ids), needs, hidden)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
