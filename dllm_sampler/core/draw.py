@@ -43,27 +43,37 @@ class Draw:
 
     def chosen(self, choice: Tensor) -> Tensor:
         """`[R]` tokens chosen from `[R, V]`."""
-        choice, noisy = self._guided(choice)
-        joint = next((guide for guide in reversed(self.guides) if guide.joint), None)
-        return argmax(noisy) if joint is None else joint.choose(choice, noisy, self.canvas, self.answers)
+        joint, noise = next((guide for guide in self.guides if guide.joint), None), self._noise()
+        choice, whole = self._rewritten(choice)
+        if joint is None:
+            return argmax(_noised(choice, noise)[1])
+        rest = None if whole is choice else _noised(whole, noise)
+        return joint.choose(*_noised(choice, noise), rest, self.canvas, self.answers)
 
     def scores(self, logits: Tensor) -> Tensor:
         """`[B, K, Q, V]` of which a choice from `[B, K, Q, V]` is the best, without what a joint guide demands."""
-        return self.answers.spread(self._guided(self.answers.pick(logits))[1])
+        choice, _ = self._rewritten(self.answers.pick(logits))
+        return self.answers.spread(_noised(choice, self._noise())[1])
 
-    def _guided(self, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """`[R, V]` behind all guides but the joint one, and the same with noise in a draw."""
+    def _rewritten(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """`[R, V]` what the guides, but for a joint one, make of logits; and what those make that take no token away.
+
+        Without a joint guide, which alone wants it, the second is of no meaning.
+        """
+        whole, joint = choice, any(guide.joint for guide in self.guides)
         for guide in self.guides:
-            if guide.chooses and not guide.joint:
-                choice = guide(choice, self.canvas, self.answers)
-        if not self.draws:
-            return choice, choice
-        noise = self.noise
-        if noise is None:
-            noise = self.canvas.noise.tokens(self.canvas, self.answers, self.vocab)
-        # In half precision the sums would tie, and ties go to the lower id.
-        choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-        return choice, choice + noise.to(choice.dtype)
+            if guide.joint or not guide.chooses:
+                continue
+            before, choice = choice, guide(choice, self.canvas, self.answers)
+            if joint and not (guide.truncates or guide.excludes):
+                whole = choice if whole is before else guide(whole, self.canvas, self.answers)
+        return choice, whole
+
+    def _noise(self) -> Tensor | None:
+        """`[R, V]`; None: the best token is taken."""
+        if not self.draws or self.noise is not None:
+            return self.noise
+        return self.canvas.noise.tokens(self.canvas, self.answers, self.vocab)
 
     def seeded(self, seeds: Tensor) -> Draw:
         """The same with the noise of other row seeds, `[B] int64`."""
@@ -76,3 +86,12 @@ class Draw:
     def under(self, candidate: Tensor) -> Draw:
         """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
         return replace(self, answers=self.answers.under(candidate), noise=None)
+
+
+def _noised(choice: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits `[R, V]`, and the same with noise where tokens are drawn."""
+    if noise is None:
+        return choice, choice
+    # In half precision the sums would tie, and ties go to the lower id.
+    choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
+    return choice, choice + noise.to(choice.dtype)

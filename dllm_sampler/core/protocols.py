@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
+Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a guide takes tokens away; None: none does
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class Plan:
 
 
 class Denoiser(Protocol):
-    """A model family. Two more methods are optional (see `TransformerDenoiser`): `using(backend)`, the same model on
-    other kernels, and `head_weight()`, a tensor if the head is nothing but a product with it."""
+    """A model family. Optional: `using(backend)`, the same on other kernels; `head_weight()`, see `TransformerDenoiser`."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -227,7 +227,7 @@ class Guide:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
         raise NotImplementedError
 
-    def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
         raise NotImplementedError
 

@@ -1,6 +1,5 @@
 """Answers of a form: against every string there is, and against models that want something else."""
 
-import itertools
 import json
 import os
 import re
@@ -23,8 +22,7 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import Choices, JsonSchema, Regex
-from dllm_sampler.guides.forms import automaton, choice, edges
-from dllm_sampler.guides.forms.edges import joined
+from dllm_sampler.guides.forms import automaton, choice
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
@@ -125,25 +123,6 @@ def test_equal_logits(pattern: str) -> None:
     canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
     logits = torch.tensor([[0.0, 5, 0, 5, 0, 0, 0]] + 3 * [[0.0, 0, 0, 0, 0, 5, 0]]).bfloat16()
     assert chosen(pattern, logits, canvas, Query.window(canvas))[0, 0].tolist() == [1, END, END, END]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_best_of_each_class(dtype: torch.dtype) -> None:
-    """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
-    generator = torch.Generator().manual_seed(5)
-    words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
-    listed = joined((automaton.build("[a-m]{5}n?", [*words, b"", b""], len(words) + 2, 240, 241),))
-    assert int(listed.sizes.exp().max()) > 2 * edges.TILE and int(listed.sizes.exp().min()) == 0
-    logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
-    logits[3:6] = logits[3:6].round()
-    logits[6:] = torch.where(listed.classes == 0, -torch.inf, logits[6:])
-    tops = choice.Tops.of(listed, logits, weigh=True)
-    assert tops.weight is not None
-    for kind in range(listed.stays):
-        own = logits.masked_fill(listed.classes != kind, -torch.inf)
-        first = torch.where((own == own.amax(1, keepdim=True)) & (listed.classes == kind), 1, 0).argmax(1)
-        assert torch.equal(tops.token(listed, logits, torch.full((9,), kind)), first)
-        torch.testing.assert_close(tops.weight[:, kind], own.double().logsumexp(1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("posterior", [False, True])

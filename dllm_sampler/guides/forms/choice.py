@@ -16,15 +16,16 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Whole
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
+from dllm_sampler.guides.forms.tops import Tops, best, nothing, rows_at_once, total
 
-LEAST = -1e6  # of a token that another guide forbids: worse than all others, better than a string that ends nowhere
+LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
 ROOM = 2**21  # numbers of several positions' moves that are worked on at once
-CACHE = 2**20  # logits that a CPU works on at once: its time goes into buffers that it has not touched yet
 
 
 @dataclass(frozen=True)
@@ -57,67 +58,6 @@ def _put(values: Tensor, place: Tensor, new: Tensor) -> Tensor:
     """Values `[N, L]` with `new [N, Q]` at `place [N, Q]`; L: nowhere."""
     room = torch.cat([values, values[:, :1]], 1)
     return room.scatter(1, place, new)[:, :-1]
-
-
-def best(values: Tensor, index: Tensor, nothing: Tensor) -> Tensor:
-    """`[..., S]` the highest of the values `[..., I]` with each `index [..., I]`; `nothing [..., S]` is -inf."""
-    return nothing.scatter_reduce(-1, index.expand_as(values), values, "amax")
-
-
-def total(values: Tensor, index: Tensor, nothing: Tensor) -> Tensor:
-    """`[..., S]` logarithm of the sum of exp(values `[..., I]`) with each `index [..., I]`; `nothing` is -inf."""
-    index = index.expand_as(values)
-    top = best(values, index, nothing).clamp(min=torch.finfo(values.dtype).min)
-    weight = torch.zeros_like(top).scatter_add_(-1, index, (values - top.gather(-1, index)).exp_())
-    return weight.log_().add_(top)
-
-
-def nothing(values: Tensor, size: int) -> Tensor:
-    """`[..., size]` -inf for the lists `values [..., I]`."""
-    return values.new_full((*values.shape[:-1], size), -torch.inf)
-
-
-@dataclass(frozen=True)
-class Tops:
-    """The best logits of each class of tokens."""
-
-    tiles: Tensor  # [R, G] of each tile
-    classes: Tensor  # [R, C+2]
-    weight: Tensor | None  # [R, C+2] float64 logarithm of the sum of each class's exp(logits)
-
-    @staticmethod
-    def of(edges: Edges, logits: Tensor, weigh: bool = False) -> Tops:
-        """Those of logits `[R, V]`; `weigh`: their sums too."""
-        parts = [_tiles(edges, part, weigh) for part in logits.split(_rows(logits))]
-        tiles, sums = (torch.cat(part) for part in zip(*parts, strict=True))
-        size = len(edges.sizes)
-        weight = total(sums, edges.tile_kind, nothing(sums, size)) if weigh else None
-        return Tops(tiles, best(tiles, edges.tile_kind, nothing(tiles, size)), weight)
-
-    def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
-        """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
-        top = self.classes.gather(1, kind[:, None])  # [R, 1]
-        tile = argmax(((self.tiles == top) & (edges.tile_kind == kind[:, None])).view(torch.uint8))
-        tokens = edges.tiles.index_select(0, tile).long()  # [R, TILE]
-        place = (logits.gather(1, tokens) == top).view(torch.uint8).argmax(1, keepdim=True)
-        return tokens.gather(1, place)[:, 0]
-
-
-def _rows(logits: Tensor) -> int:
-    """How many rows of logits `[R, V]` are worked on at once."""
-    return max(1, CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
-
-
-def _tiles(edges: Edges, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
-    """`[R, G]` the best of each tile, and float64 logarithm of its sum of exp(logits)."""
-    each = logits.index_select(1, edges.tiles.flatten()).view(len(logits), *edges.tiles.shape)
-    top = each.amax(2)
-    if not weigh:
-        return top, top
-    each = each.to(torch.promote_types(each.dtype, torch.float32))
-    least = top.to(each.dtype).clamp(min=torch.finfo(each.dtype).min)
-    mass = each.sub_(least[..., None]).exp_().mul_(edges.filled).sum(2)
-    return top, mass.double().log_().add_(least)
 
 
 @dataclass(frozen=True)
@@ -277,7 +217,7 @@ def posterior(edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, ma
     # Where another guide forbids all that fits, tokens of a class are alike.
     barred = (tops.classes + factor).amax(1, keepdim=True) == -torch.inf
     factor = factor.to(torch.promote_types(logits.dtype, torch.float32))
-    found, rows = factor.index_select(1, edges.classes), _rows(logits)
+    found, rows = factor.index_select(1, edges.classes), rows_at_once(logits)
     for into, part, none in zip(found.split(rows), logits.split(rows), barred.split(rows), strict=True):
         into.add_(part.masked_fill(none, 0))
     return found
@@ -291,10 +231,18 @@ def choose(
     answers: Answers,
     mask_id: int,
     draws: bool,
+    whole: Whole | None = None,
 ) -> Tensor:
-    """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate."""
+    """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate.
+
+    Args:
+        whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
+    """
     lattice, tops, freely = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, noisy), argmax(noisy)
     score = _relative(tops.classes, noisy.gather(1, freely[:, None]))
+    full = None if whole is None else Tops.of(edges, whole[1])
+    if full is not None:
+        score = _instead(score, full.classes)
     # The class of the token that would be chosen freely wins a tie.
     own = edges.classes[freely][:, None] == select.numbers(len(edges.sizes), noisy.device)
     score = torch.where(own, score, score.clamp(max=-TIE))
@@ -302,12 +250,27 @@ def choose(
     if draws:
         weight = Tops.of(edges, logits, weigh=True).weight
         assert weight is not None
-        mass = lattice.values(_relative(weight, weight.amax(1, keepdim=True)), edges.sizes)
+        chance = _relative(weight, weight.amax(1, keepdim=True))
+        if whole is not None:
+            rest = Tops.of(edges, whole[0], weigh=True).weight
+            assert rest is not None
+            chance = _instead(chance, rest)
+        mass = lattice.values(chance, edges.sizes)
         taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, edges))
     else:
         taken = lattice.walk(values, lattice.ahead(values, False))
     own = lattice.kinds(lattice.at(values), lattice.at(taken[..., None])[..., 0])  # [N, Q]
-    return tops.token(edges, noisy, answers.pick(own.view(answers.query.ids.shape)))
+    kind = answers.pick(own.view(answers.query.ids.shape))
+    found = tops.token(edges, noisy, kind)
+    if full is None or whole is None:
+        return found
+    left = tops.classes.gather(1, kind[:, None])[:, 0] > -torch.inf
+    return torch.where(left, found, full.token(edges, whole[1], kind))
+
+
+def _instead(found: Tensor, full: Tensor) -> Tensor:
+    """`[R, C+2]` values of classes, of which those that another guide took away are ranked by `full [R, C+2]`."""
+    return torch.where(found == LEAST, LEAST + _relative(full, full.amax(1, keepdim=True)), found)
 
 
 def _relative(values: Tensor, top: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Context, Guide
+from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
@@ -118,10 +118,10 @@ class Form(Guide):
         assert self.edges is not None
         return posterior(self.edges, logits, canvas, answers, self.mask_id)
 
-    def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
-        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn)
+        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole)
 
 
 @dataclass(frozen=True)
