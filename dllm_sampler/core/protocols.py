@@ -39,7 +39,7 @@ class Plan:
 
 
 class Denoiser(Protocol):
-    """A model family. Optional: `using(backend)`, the same on other kernels; `head_weight()`, see `TransformerDenoiser`."""
+    """A model family. Two methods are optional, see `TransformerDenoiser`: `using(backend)` and `head_weight()`."""
 
     @property
     def spec(self) -> ModelSpec:
