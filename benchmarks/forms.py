@@ -5,7 +5,8 @@
 
 The table has answers of mini, drawn at temperature 1, by the number of forwards. The form is what the prompt asks for
 (`named`), or the same with names that it does not have (`other`), or a JSON document. The last line is the time of the
-guide alone per step and row: random tokens, a schema of three fields, 32 masks asked of an answer with nothing decided.
+guide alone per step and row, for a greedy choice, a draw, and the posterior: random tokens, a schema of three fields,
+32 masks asked of an answer with nothing decided.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from dllm_sampler.core.values import Query
 from dllm_sampler.engine import layout
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.guides.forms import automaton
-from dllm_sampler.guides.forms.choice import choose
+from dllm_sampler.guides.forms.choice import choose, posterior
+from dllm_sampler.guides.forms.edges import joined
 from dllm_sampler.guides.forms.regular import JsonSchema
 
 NAMED, OTHER = (
@@ -80,21 +82,21 @@ FORMS: dict[str, tuple[str, dict[str, Any], Callable[[str], object]]] = {
 
 def valid(count: int) -> Table:
     """Valid answers of `count`, in percent, and mean forwards."""
-    shown = Table(title="valid answers, without and with the guide, and mean forwards with it")
+    shown = Table(title="valid answers without the guide, with it, and with its posterior; mean forwards")
     for head in ("scheduler", *FORMS):
         shown.add_column(head, justify="right")
     for label, scheduler in RULES.items():
         cells = []
         for prompt, guide, fits in FORMS.values():
-            shares, forwards = [], 0.0
-            for guides in ([], [guide]):
+            found = []
+            for guides in ([], [guide], [{**guide, "posterior": True}]):
                 sampler = Sampler.from_pretrained(
                     "mini", device="cpu", scheduler=scheduler, temperature=1.0, guide=guides
                 )
-                found = sampler.generate([prompt] * count, max_new_tokens=24)
-                shares.append(sum(fits(text) is not None and bool(fits(text)) for text in found.texts or []) / count)
-                forwards = float(found.nfe.double().mean())
-            cells.append(f"{100 * shares[0]:.0f} %, {100 * shares[1]:.0f} % in {forwards:.1f}")
+                made = sampler.generate([prompt] * count, max_new_tokens=24)
+                share = sum(bool(fits(text)) for text in made.texts or []) / count
+                found.append(f"{100 * share:.0f} % in {float(made.nfe.double().mean()):.1f}")
+            cells.append(", ".join(found))
         shown.add_row(label, *cells)
     return shown
 
@@ -108,20 +110,28 @@ def tokens(vocab: int) -> list[bytes]:
     return [b"", b"", *list(found)[: vocab - 2]]
 
 
-def milliseconds(vocab: int, length: int, rows: int, repeats: int) -> tuple[float, automaton.Automaton]:
-    """Of a choice, per row."""
-    made = automaton.build(JsonSchema(LARGE).expression(), tokens(vocab), vocab, 0, 1)
+def milliseconds(vocab: int, length: int, rows: int, repeats: int) -> tuple[dict[str, float], automaton.Automaton]:
+    """Of what a guide does in a step, per row; each in turn, so that all meet the same machine."""
+    made = automaton.build(JsonSchema(LARGE).expressions()[0], tokens(vocab), vocab, 0, 1)
+    listed = joined((made,))
     spec = replace(Sampler.from_pretrained("mini", device="cpu").denoiser.spec, vocab_size=vocab, mask_id=1)
     prompts = [[2] * 8] * rows
     canvas = layout.canvas(prompts, length, range(rows), spec, FullBlock(), CounterNoise(), cuts=False)
     query = Query.at(canvas, canvas.answer()[:, :32])
     answers, logits = Answers.every(query), torch.randn(query.ids.numel(), vocab)
-    seconds = []
+    noisy = logits + canvas.noise.tokens(canvas, answers, vocab)
+    works: dict[str, Callable[[], object]] = {
+        "greedy": lambda: choose(listed, logits, logits, canvas, answers, 1, False),
+        "drawn": lambda: choose(listed, logits, noisy, canvas, answers, 1, True),
+        "posterior": lambda: posterior(listed, logits, canvas, answers, 1),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats + 1):
-        begun = time.process_time()
-        choose(made, logits, logits, canvas, answers, 1, False)
-        seconds.append(time.process_time() - begun)
-    return 1000 * statistics.median(seconds[1:]) / rows, made
+        for name, work in works.items():
+            begun = time.process_time()
+            work()
+            seconds[name].append(time.process_time() - begun)
+    return {name: 1000 * statistics.median(each[1:]) / rows for name, each in seconds.items()}, made
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -149,7 +159,8 @@ def main(words: Sequence[str] | None = None) -> int:
     console.print(valid(options.count))
     found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats)
     states, classes = made.moves.shape
-    print(f"{found:.1f} ms per step and row: {options.vocab} tokens in {classes} classes, {states} states")
+    times = ", ".join(f"{name} {each:.1f}" for name, each in found.items())
+    print(f"{times} ms per step and row: {options.vocab} tokens in {classes} classes, {states} states")
     return 0
 
 

@@ -44,6 +44,7 @@ from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.schedulers.threshold import Threshold
 
 WARM = 2  # steps played before the measured one
+ELSEWHERE = ("apd", "svdd")  # a pass of its verifier; a reward, and the steps of the scheduler inside
 LIMIT = 2.0  # what a method may cost at most, as a multiple of threshold
 
 
@@ -105,9 +106,9 @@ class Judge:
 
 
 def schedulers(scene: Scene, only: Sequence[str] = ()) -> dict[str, Scheduler]:
-    """Every scheduler of conf/ with its defaults, but `apd`, most of whose decision is a pass of its verifier."""
+    """Every scheduler of conf/ with its defaults, but those most of whose decision is another's: `ELSEWHERE`."""
     found = {}
-    for name in only or [name for name in config.names("scheduler") if name != "apd"]:
+    for name in only or [name for name in config.names("scheduler") if name not in ELSEWHERE]:
         settings = {"name": name} | ({"filter": scene.filter()} if name == "learn2pd" else {})
         scheduler = config.build("scheduler", settings)
         assert isinstance(scheduler, Scheduler)

@@ -16,7 +16,7 @@ from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.errors import NotFiniteError, RowError
 from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
 
 
@@ -39,6 +39,7 @@ class Reader:
 
         Raises:
             NotFiniteError: the model returned NaN; its `result` holds what was done.
+            RowError: a plug-in has met something it cannot use, with the prompt's number.
         """
         try:
             for step, state in enumerate(engine.run(canvas, bound), 1):
@@ -48,6 +49,8 @@ class Reader:
                     yield _view(state, step, self.result(state.canvas, state.recorder) if last else None)
                 if last:
                     return
+        except RowError as error:
+            raise error.numbered([row // engine.samples + 1 for row in range(len(canvas.ids))]) from error.__cause__
         except NotFiniteError as error:
             error.result = self.result(error.state.canvas, error.state.recorder, {row - 1 for row in error.rows})
             raise
@@ -75,8 +78,10 @@ class Reader:
         """The answers as they stand; for the rows `failed` the model returned no finite statistics."""
         trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id)
         masked = aligned(canvas, canvas.masked, False).cpu()
-        done, stuck, rejected = (one.cpu().clone() for one in (canvas.done, recorder.stuck, recorder.rejected))
-        ends = Ends(masked, done, stuck, rejected, frozenset(failed))
+        form = torch.zeros_like(canvas.step) if canvas.form is None else canvas.form
+        known = (canvas.done, recorder.stuck, recorder.rejected, form)
+        done, stuck, rejected, form = (one.cpu().clone() for one in known)
+        ends = Ends(masked, done, stuck, rejected, form, frozenset(failed))
         return summarise(trace, ends, self.spec, self.tokenizer, self.stop_strings, self.guides)
 
     def answer(self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int) -> Answer:

@@ -1,6 +1,6 @@
 """The exceptions a user may meet: each message is one clear sentence."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,6 +19,25 @@ def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
     near = " or ".join(f"'{name}'" for name in get_close_matches(word, known, n=2))
     listing = f"the choices are {', '.join(known)}" if known else "it has none"
     return UserError(f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}"))
+
+
+class RowError(UserError):
+    """A mistake that shows in some rows of a batch: the message names their prompts.
+
+    Attributes:
+        rows: the rows (from 0) it happened to.
+    """
+
+    def __init__(self, template: str, rows: list[int], prompts: list[int] | None = None):
+        """`template` says `{prompts}` where the numbers of the prompts stand; `prompts` (from 1), None: the rows'."""
+        numbers = sorted({row + 1 for row in rows} if prompts is None else {*prompts})
+        named = f"prompt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+        super().__init__(template.replace("{prompts}", named))
+        self.template, self.rows = template, rows
+
+    def numbered(self, prompts: Sequence[int]) -> "RowError":
+        """The same error where row i belongs to the prompt number `prompts[i]`, from 1."""
+        return RowError(self.template, self.rows, [prompts[row] for row in self.rows])
 
 
 class NotFiniteError(UserError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,6 +28,7 @@ def answers(
     *,
     places: int,
     new_tokens: int | Sequence[int],
+    forms: int | Sequence[int] | None,
     seed: int | Sequence[int],
     stops: str | Sequence[str],
     samples: int,
@@ -42,7 +42,8 @@ def answers(
     check_count("batch_size", places)
     check_count("samples", samples)
     check_count("max_length", max_length, optional=True)
-    new_tokens, seed = _numbers("max_new_tokens", new_tokens), _numbers("seed", seed)
+    new_tokens, seed = texts.numbers("max_new_tokens", new_tokens), texts.numbers("seed", seed)
+    forms = texts.check_forms(forms, plugins.forms)
     if isinstance(new_tokens, int):
         texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
     else:
@@ -63,7 +64,7 @@ def answers(
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
-    if isinstance(prompts, Sized) and (wrong := uneven(new_tokens, seed, len(prompts), samples)):
+    if isinstance(prompts, Sized) and (wrong := uneven(new_tokens, forms, seed, len(prompts), samples)):
         raise wrong
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
     ranks = Ranks.of(sampler.denoiser)
@@ -73,8 +74,8 @@ def answers(
         warn(f"prompts are answered batch by batch: {why}")
     found = texts.stop_strings(stops, sampler.tokenizer)
     stream = Stream(
-        sampler, plugins, iter(prompts), places, new_tokens, seed, found, samples, max_length, on_error, progress,
-        ranks=ranks,
+        sampler, plugins, iter(prompts), places, new_tokens, forms, seed, found, samples, max_length, on_error,
+        progress, ranks=ranks,
     )  # fmt: skip
     flies = batching == "in_flight" and why is None
     if flies and stream.group > places:
@@ -86,18 +87,6 @@ def answers(
         stream.fit(prompts)
     made = stream.in_flight() if flies else stream.in_batches()
     return in_order(made, samples) if order == "given" else made
-
-
-def _numbers(name: str, given: Any) -> int | list[int]:
-    """A whole number, or a list of them; numpy's and those of a tensor too."""
-    values = given.tolist() if hasattr(given, "tolist") else given
-    several = isinstance(values, list | tuple | range)
-    try:
-        if any(isinstance(one, bool) for one in (values if several else [values])):
-            raise TypeError
-        return [operator.index(one) for one in values] if several else operator.index(values)
-    except TypeError:
-        raise UserError(f"{name} must be a whole number, or a list of whole numbers, not {given!r}") from None
 
 
 def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:

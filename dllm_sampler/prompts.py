@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,6 +91,56 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
     if len(found) != count:
         raise UserError(f"there are {len(found)} seeds for {count} prompts: give one number, or one per prompt")
     return list(found)
+
+
+def numbers(name: str, given: Any) -> int | list[int]:
+    """A whole number, or a list of them; numpy's and those of a tensor too."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    several = isinstance(values, list | tuple | range)
+    try:
+        if any(isinstance(one, bool) for one in (values if several else [values])):
+            raise TypeError
+        return [operator.index(one) for one in values] if several else operator.index(values)
+    except TypeError:
+        raise UserError(f"{name} must be a whole number, or a list of whole numbers, not {given!r}") from None
+
+
+def check_forms(given: Any, known: int) -> int | list[int] | None:
+    """The number of each prompt's form, or of all: whole numbers below `known`; None: no guide has a list of forms.
+
+    Raises:
+        UserError: no such numbers, or numbers without a list of forms, or a list without numbers.
+    """
+    if given is None and not known:
+        return None
+    if given is None:
+        single = "; a single form needs no list: quote it if it begins with a bracket" if known == 1 else ""
+        raise UserError(
+            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...] with numbers from 0 to"
+            f" {known - 1}{single}"
+        )
+    if not known:
+        raise UserError("forms says which form of a guide's list each prompt wants, and no guide has a list of forms")
+    found = numbers("forms", given)
+    for number, one in enumerate([found] if isinstance(found, int) else found, 1):
+        if not 0 <= one < known:
+            where = "forms" if isinstance(found, int) else f"forms of prompt {number}"
+            raise UserError(f"{where} must be a number from 0 to {known - 1}, as the guide's list has them, not {one}")
+    return found
+
+
+def forms(given: Any, known: int, rows: int, samples: int) -> list[int] | None:
+    """The form of each row, `samples` consecutive ones of a prompt; None: no guide has a list of forms.
+
+    Raises:
+        UserError: as `check_forms`, or not one number per prompt.
+    """
+    found, prompts = check_forms(given, known), rows // samples
+    if isinstance(found, list) and len(found) != prompts:
+        raise UserError(f"there are {len(found)} forms for {prompts} prompts: give one number, or one per prompt")
+    if found is None:
+        return None
+    return [found] * rows if isinstance(found, int) else [one for one in found for _ in range(samples)]
 
 
 def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:

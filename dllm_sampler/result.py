@@ -93,6 +93,7 @@ class Ends:
     done: Tensor  # [B] bool
     stuck: Tensor  # [B] bool a guide refused every commit
     rejected: Tensor  # [B] commits that a guide refused
+    forms: Tensor  # [B] which of a guide's forms the answer is to have
     failed: frozenset[int] = frozenset()  # rows for which the model returned no finite statistics
 
 
@@ -122,18 +123,19 @@ def summarise(
     complete = ends.done & ~ends.stuck
     reasons: list[FinishReason] = []
     answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-    for row, answer in enumerate(answers):
+    rows = zip(answers, ends.stuck.tolist(), ends.done.tolist(), strict=True)
+    for row, (answer, stuck, done) in enumerate(rows):
         if row in ends.failed:
             reasons.append("not_finite")
-        elif ends.stuck[row]:
+        elif stuck:
             reasons.append("constraint")
-        elif not ends.done[row]:
+        elif not done:
             reasons.append("max_steps")
         elif stop_strings and _stopped(answer, spec, tokenizer, stop_strings):
             reasons.append("stop_string")
         else:
             reasons.append("end" if spec.eos_id in answer else "length")
-    found = [_valid(guides, answer) for answer in answers]
+    found = [_valid(guides, answer, form) for answer, form in zip(answers, ends.forms.tolist(), strict=True)]
     valid = None if None in found else complete & torch.tensor(found)
     return Result(tokens, lengths, texts, trace.nfe, complete, trace, reasons, ends.rejected, valid)
 
@@ -146,9 +148,9 @@ def _stopped(
     return any(one in text for one in stop_strings)
 
 
-def _valid(guides: Sequence[Guide], answer: Sequence[int]) -> bool | None:
+def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | None:
     """Whether an answer is what the guides want; None: none says."""
-    said = [valid for guide in guides if (valid := guide.valid(answer)) is not None]
+    said = [valid for guide in guides if (valid := guide.valid(answer, form)) is not None]
     return all(said) if said else None
 
 

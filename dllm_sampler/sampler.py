@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from os import PathLike
 from typing import Literal, Unpack
 
@@ -165,6 +166,7 @@ class Sampler:
         stop_strings: str | Sequence[str] = (),
         progress: Progress | None = None,
         samples: int = 1,
+        forms: int | Sequence[int] | None = None,
     ) -> Result:
         """Answer a batch of prompts; each row comes out as if it were alone.
 
@@ -179,6 +181,7 @@ class Sampler:
             samples: answers per prompt, side by side in the result: all of the first prompt, then of the second. With
                 the exact cache of a block-causal model the prompt is computed once for all of them (the positions
                 count for the first, the pass for none); elsewhere a prompt's keys depend on its answer.
+            forms: where a guide has a list of forms, the number of each prompt's, from 0, or one for all.
 
         Raises:
             UserError: a bad prompt or argument.
@@ -186,7 +189,7 @@ class Sampler:
         """
         last: Commits | None = None
         every = int(progress is not None)
-        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, samples):
+        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, samples, forms):
             if progress is not None:
                 progress(last.step, int((~last.masked).sum()), last.masked.numel())
         assert last is not None and last.result is not None
@@ -202,6 +205,7 @@ class Sampler:
         seed: int | Sequence[int] = 0,
         stop_strings: str | Sequence[str] = (),
         samples: int = 1,
+        forms: int | Sequence[int] | None = None,
         order: Literal["finished", "given"] = "finished",
         max_length: int | None = None,
         on_error: Literal["raise", "yield"] = "raise",
@@ -221,6 +225,7 @@ class Sampler:
             block_length, stop_strings: as in `generate`.
             seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.
             samples: answers per prompt.
+            forms: as in `generate`.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
             max_length: most tokens of a prompt with its answer, which fixes the memory; None: the most of a list of
                 prompts; of another iterable, places grow in steps as longer prompts come, and each time the answers in
@@ -238,20 +243,10 @@ class Sampler:
             UserError: a bad argument, or a prompt that is refused.
         """
         return many.answers(
-            self,
-            self._plugins(block_length),
-            prompts,
-            places=batch_size,
-            new_tokens=max_new_tokens,
-            seed=seed,
-            stops=stop_strings,
-            samples=samples,
-            order=order,
-            max_length=max_length,
-            on_error=on_error,
-            batching=batching,
-            progress=progress,
-        )
+            self, self._plugins(block_length), prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
+            seed=seed, stops=stop_strings, samples=samples, order=order, max_length=max_length, on_error=on_error,
+            batching=batching, progress=progress,
+        )  # fmt: skip
 
     def stream(
         self,
@@ -262,12 +257,13 @@ class Sampler:
         seed: int | Sequence[int] = 0,
         stop_strings: str | Sequence[str] = (),
         every: int = 1,
+        forms: int | Sequence[int] | None = None,
     ) -> Iterator[Commits]:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"every must be a whole number of at least 1, not {every!r}")
-        return self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every)
+        return self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, 1, forms)
 
     def _commits(
         self,
@@ -277,17 +273,19 @@ class Sampler:
         seed: int | Sequence[int],
         stop_strings: str | Sequence[str],
         every: int,
-        samples: int = 1,
+        samples: int,
+        forms: int | Sequence[int] | None,
     ) -> Iterator[Commits]:
         """Check the arguments and start the loop."""
         plugins, spec = self._plugins(block_length), self.denoiser.spec
         stops = prompts.stop_strings(stop_strings, self.tokenizer)
         check_count("samples", samples)
         prompts.check_new_tokens(new_tokens, spec)
-        for guide in plugins.guides:
-            guide.check_length(new_tokens)
         rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
-        return self.commits(plugins, rows, new_tokens, prompts.seeds(seed, len(rows)), stops, every, samples)
+        own = prompts.forms(forms, plugins.forms, len(rows), samples)
+        for guide, form in product(plugins.guides, {*own} if own else {0}):
+            guide.check_length(new_tokens, form)
+        return self.commits(plugins, rows, new_tokens, prompts.seeds(seed, len(rows)), stops, every, samples, own)
 
     def commits(
         self,
@@ -298,11 +296,12 @@ class Sampler:
         stops: tuple[str, ...],
         every: int,
         samples: int = 1,
+        forms: Sequence[int] | None = None,
     ) -> Iterator[Commits]:
         """The steps of one batch; one in `every` is transferred, with 0 only the last."""
         engine, spec = self.engine(plugins, samples), self.denoiser.spec
         canvas = layout.canvas(
-            rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple
+            rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple, forms=forms
         )
         bound = self.max_steps or plugins.bound(canvas.longest)
         return Reader(spec, self.tokenizer, stops, plugins.guides).commits(engine, canvas, bound, every)

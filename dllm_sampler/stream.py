@@ -19,7 +19,7 @@ from dllm_sampler.engine import layout
 from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer, Commits
 
@@ -42,6 +42,7 @@ class Stream:
     prompts: Iterator[Any]
     places: int
     new_tokens: int | Sequence[int]
+    forms: int | Sequence[int] | None
     seed: int | Sequence[int]
     stops: tuple[str, ...]
     samples: int
@@ -76,9 +77,9 @@ class Stream:
         """Make places that fit the longest prompt, where all are there: none has to wait for larger ones."""
         known: list[Any] = []
         for index, prompt in enumerate(prompts):
-            number = self.new_tokens if isinstance(self.new_tokens, int) else self.new_tokens[index]
+            number, form = self._wanted(index)
             with suppress(UserError):  # refused when its turn comes
-                self._check(number)
+                self._check(number, form)
                 prompt = self._ids(prompt, number)
                 self.capacity = max(self.capacity, len(prompt) + number)
             known.append(prompt)
@@ -102,7 +103,10 @@ class Stream:
                 if not flying and self.ranks.mesh is None:
                     continue
                 self.flight = self.flight or self._flight()
-                ended = self.flight.step()  # an empty one, where only other ranks have rows
+                try:
+                    ended = self.flight.step()  # an empty one, where only other ranks have rows
+                except RowError as error:
+                    raise self._named(error, self.flight.rows) from error.__cause__
                 if self.progress is not None:
                     self.left += 0 if ended is None else int(ended.canvas.masked.sum())
                     self._tell(self.flight.masks())
@@ -173,19 +177,19 @@ class Stream:
             try:
                 prompt = next(self.prompts)
             except StopIteration:
-                self.failure = uneven(self.new_tokens, self.seed, self.read, self.samples)
+                self.failure = uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples)
                 return None
             except Exception as error:  # the caller's own: raised again, when the answers in flight are out
                 self.failure = error
                 return None
-            index, given = self.read, self.new_tokens
+            index = self.read
             self.read += 1
-            self.failure = uneven(given, self.seed, self.read, self.samples, more=True)
+            self.failure = uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples, more=True)
             if self.failure is not None:
                 return None
-            number = given if isinstance(given, int) else given[index]
+            number, form = self._wanted(index)
             try:
-                self._check(number)
+                self._check(number, form)
                 ids = self._ids(prompt, number)
             except UserError as error:
                 if self.on_error == "raise":
@@ -198,14 +202,18 @@ class Stream:
             for sample in range(self.samples):
                 at = index * self.samples + sample
                 seed = self.seed + at if isinstance(self.seed, int) else self.seed[at]
-                self.waiting.append(Row(ids, number, seed, bound, (index, sample)))
+                self.waiting.append(Row(ids, number, seed, bound, (index, sample), form))
         return self.waiting[0]
 
-    def _check(self, new_tokens: int) -> None:
-        """Refuse a length of which the plug-ins cannot make an answer."""
+    def _wanted(self, index: int) -> tuple[int, int]:
+        """The length of the answer to a prompt, and its form."""
+        return _of(self.new_tokens, index), _of(0 if self.forms is None else self.forms, index)
+
+    def _check(self, new_tokens: int, form: int) -> None:
+        """Refuse a length of which the plug-ins cannot make an answer of that form."""
         self.plugins.blocks.lookahead(new_tokens)
         for guide in self.plugins.guides:
-            guide.check_length(new_tokens)
+            guide.check_length(new_tokens, form)
 
     def _ids(self, prompt: Any, new_tokens: int) -> list[int]:
         spec = self.sampler.denoiser.spec
@@ -229,18 +237,22 @@ class Stream:
 
         def lay_out(rows: Sequence[Row]) -> Canvas:
             ids, seeds, own = [row.prompt for row in rows], [row.seed for row in rows], [row.new_tokens for row in rows]
-            noise, blocks = sampler.noise, plugins.blocks
-            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, engine.multiple, length, lengths)
+            noise, blocks, forms = sampler.noise, plugins.blocks, self._forms(rows)
+            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, engine.multiple, length, lengths, forms)
 
         watch = partial(self.reader.stop, engine) if self.stops else None
         return Flight(engine, lay_out, self.places, watch)
 
+    def _forms(self, rows: Sequence[Row]) -> list[int] | None:
+        return [row.form for row in rows] if self.plugins.forms else None
+
     def _lengths(self) -> list[int]:
         """The lengths of answers that may come; those that are refused do not."""
         found = []
-        for number in {self.new_tokens} if isinstance(self.new_tokens, int) else {*self.new_tokens}:
+        prompts = max([1, *(len(one) for one in (self.new_tokens, self.forms) if isinstance(one, Sequence))])
+        for number, form in sorted({self._wanted(index) for index in range(prompts)}):
             with suppress(UserError):
-                self._check(number)
+                self._check(number, form)
                 found.append(number)
         return found
 
@@ -255,13 +267,16 @@ class Stream:
         self.begun += sum(row.new_tokens for row in batch)
         while batch:
             ids, seeds, own = zip(*((row.prompt, row.seed, row.new_tokens) for row in batch), strict=True)
-            commits = self.sampler.commits(self.plugins, ids, own, seeds, self.stops, int(self.progress is not None))
+            every, forms = int(self.progress is not None), self._forms(batch)
+            commits = self.sampler.commits(self.plugins, ids, own, seeds, self.stops, every, forms=forms)
             last: Commits | None = None
             try:
                 for last in commits:
                     self._tell(int(last.masked.sum()))
                 assert last is not None and last.result is not None
                 self.left += int(last.masked.sum())
+            except RowError as error:
+                raise self._named(error, batch) from error.__cause__
             except NotFiniteError as error:
                 bad = {at - 1 for at in error.rows}
                 for at in sorted(bad):
@@ -272,6 +287,11 @@ class Stream:
             for at, row in enumerate(batch):
                 yield self.reader.answer(last.result, at, *row.tag, new_tokens=row.new_tokens)
             return
+
+    @staticmethod
+    def _named(error: RowError, rows: Sequence[Row | None]) -> RowError:
+        """The error with the numbers of these rows' prompts."""
+        return error.numbered([0 if row is None else row.tag[0] + 1 for row in rows])
 
     def _tell(self, masks: int) -> None:
         """Report progress after a forward; `masks` are left."""
@@ -288,15 +308,25 @@ def alone(why: str) -> UserError:
     )
 
 
+def _of(given: int | Sequence[int], index: int) -> int:
+    return given if isinstance(given, int) else given[index]
+
+
 def uneven(
-    new_tokens: int | Sequence[int], seed: int | Sequence[int], prompts: int, samples: int, more: bool = False
+    new_tokens: int | Sequence[int],
+    forms: int | Sequence[int] | None,
+    seed: int | Sequence[int],
+    prompts: int,
+    samples: int,
+    more: bool = False,
 ) -> UserError | None:
     """What is wrong with lists of numbers for a number of `prompts`, of which there may be `more`."""
     for name, given, each, wanted in (
         ("max_new_tokens", new_tokens, "prompt", prompts),
+        ("forms", forms, "prompt", prompts),
         ("seed", seed, "answer", prompts * samples),
     ):
-        if not isinstance(given, int) and (len(given) < wanted or (len(given) > wanted and not more)):
+        if isinstance(given, Sequence) and (len(given) < wanted or (len(given) > wanted and not more)):
             there = f"and there is {each} {wanted}" if more else f"and there are {wanted} {each}s"
             numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
             return UserError(f"{name} has {numbers}, {there}: give one for each {each}, or one for all")

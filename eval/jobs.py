@@ -26,7 +26,7 @@ LETTERS = ("output", "report")  # values that are paths, in which a comma is a c
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
-LATER = {"backend": "auto", "cuda_graph": False, "compile": False, "batching": "static"}
+LATER = {"backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False}
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Options:
     compile: bool | str = False
     compat: bool = False
     chat: bool = False
+    guided: bool = False
     threads: int | None = None
     output: str = "outputs/eval"
     oracle: bool = True

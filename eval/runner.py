@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from contextlib import closing
@@ -19,6 +18,7 @@ from dllm_sampler import config
 from dllm_sampler.batch import Reader
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.eval import memory
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import Job
@@ -26,6 +26,7 @@ from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
+from dllm_sampler.guides import Regex
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.result import Answer
@@ -123,6 +124,10 @@ class Runner:
         self.job = job
         self.denoiser, self.tokenizer = _model(job, device)
         self.plugins = {group: config.build(group, spec) for group, spec in job.plugins.items()}
+        self.forms: tuple[str, ...] = ()  # each once
+        if options.guided:
+            self.forms = tuple(dict.fromkeys(self._form(sample) for sample in task.samples()))
+            self.plugins["guide"] = (*self.plugins["guide"], Regex(self.forms))
         self.guides: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         self.sampler = Sampler(
             self.denoiser,
@@ -176,10 +181,10 @@ class Runner:
         size = self.job.options.batch_size
         stream = self.sampler.generate_many(self._prompts(samples), batch_size=size, **self._settings(samples))
         with closing(cast("Generator[Answer, None, None]", stream)):
-            _reset_peak(self.denoiser)
+            memory.reset(self.denoiser.spec.device)
             begun = time.perf_counter()
             for answer in stream:
-                times = time.perf_counter() - begun, 1, _peak(self.denoiser)
+                times = time.perf_counter() - begun, 1, memory.peak(self.denoiser.spec.device)
                 ready.append(Answered.of(samples[answer.index], answer, times))
                 if len(ready) == size or not self.job.options.oracle:
                     yield ready
@@ -191,16 +196,16 @@ class Runner:
     def _batch(self, batch: Sequence[Sample]) -> list[Answered]:
         """One batch."""
         begun = time.perf_counter()
-        _reset_peak(self.denoiser)
+        memory.reset(self.denoiser.spec.device)
         options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}
         answers = list(self.sampler.generate_many(self._prompts(batch), **options))
-        times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
+        times = time.perf_counter() - begun, len(batch), memory.peak(self.denoiser.spec.device)
         return [Answered.of(batch[answer.index], answer, times) for answer in answers]
 
     def _watched(self, batch: Sequence[Sample]) -> list[Answered]:
         """One batch whose scheduler takes tokens back, looked at after each step."""
         begun, found = time.perf_counter(), []
-        _reset_peak(self.denoiser)
+        memory.reset(self.denoiser.spec.device)
         reader, size = Reader(self.denoiser.spec, self.tokenizer, ()), self.job.max_new_tokens
         left = list(batch)
         while left:
@@ -217,7 +222,7 @@ class Runner:
                 made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
                 found.append((left[row], answer, made, lost))
             left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []
-        times = time.perf_counter() - begun, len(batch), _peak(self.denoiser)
+        times = time.perf_counter() - begun, len(batch), memory.peak(self.denoiser.spec.device)
         return [Answered(*one, times=times) for one in found]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
@@ -226,8 +231,16 @@ class Runner:
             return [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in prompts]
         return [list(prompt) if not isinstance(prompt, str) else prompt for prompt in prompts]
 
+    def _form(self, sample: Sample) -> str:
+        form = self.job.built_task.form(sample)
+        if form is None:
+            raise UserError(f"guided=true: task={self.job.choices['task']} gives no form, task=formed does")
+        return form
+
     def _settings(self, batch: Sequence[Sample]) -> dict[str, Any]:
+        forms = {"forms": [self.forms.index(self._form(sample)) for sample in batch]} if self.forms else {}
         return {
+            **forms,
             "max_new_tokens": self.job.max_new_tokens,
             "block_length": self.job.options.block_length,
             "seed": [self.job.options.seed + sample.index for sample in batch],
@@ -325,19 +338,3 @@ def _loaded(model: str, dtype: str, device: str) -> tuple[Denoiser, Any]:
     scale = settings.pop("cfg_scale")
     denoiser, tokenizer = loading.load(**settings, dtype=None if dtype == "auto" else dtype, device=device)
     return guided(denoiser, scale), tokenizer
-
-
-def _reset_peak(denoiser: Denoiser) -> None:
-    if denoiser.spec.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(denoiser.spec.device)
-
-
-def _peak(denoiser: Denoiser) -> int:
-    """Bytes: of the GPU since the last reset, else of the process so far."""
-    if denoiser.spec.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(denoiser.spec.device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -24,7 +24,11 @@ from dllm_sampler.training.tokenizer import vocabulary
 
 ORACLE = "oracle"
 ONE_PER_STEP = ("fixed", "origin", "budgeted", "pc", "certainty", "rcr", "remdm")  # until told how many steps
-NEEDS = {"learn2pd": "needs a filter", "apd": "needs a verifier"}  # methods that may lack what no default can give
+NEEDS = {
+    "learn2pd": "needs a filter",
+    "apd": "needs a verifier",
+    "svdd": "needs a reward",
+}  # methods that may lack what no default can give
 SCHEMA = 1
 
 Answer = Callable[[list[str]], tuple[Result, float | None]]  # prompts -> answers, and the seconds they took

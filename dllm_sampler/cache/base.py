@@ -159,8 +159,8 @@ class BaseCache(Cache):
             )
         if traits.drafts and not self.steady:
             yield (
-                f"{scheduler} makes fewer forwards than the scheduler inside, and what {cache} keeps changes from one"
-                " forward to the next, so that tokens would differ: use cache=dual, prefix or none"
+                f"{scheduler} asks about states that may not come true, and what {cache} keeps changes from one forward"
+                " to the next, so that tokens would differ: use cache=dual, prefix or none"
             )
         if traits.opens_ahead and self.stores:
             yield (

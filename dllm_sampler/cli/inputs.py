@@ -3,14 +3,21 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from dllm_sampler.errors import UserError
 
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or chat messages
 
 
-def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> list[Prompt]:
+class Given(NamedTuple):
+    """The prompts of a run, and the number of each one's form; None: none names one."""
+
+    prompts: list[Prompt]
+    forms: list[int] | None
+
+
+def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given:
     """All prompts of a run: those on the command line, then those in the file; with neither, those in the pipe.
 
     Args:
@@ -22,6 +29,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> list[
         UserError: no prompt, an unreadable file, or a malformed line, which is named by its number.
     """
     prompts: list[Prompt] = list(words)
+    forms: list[int | None] = []
     if file == "-" or (file is None and not prompts and stdin is not None):
         if stdin is None:
             raise UserError("prompts_file=- reads a pipe, and there is none")
@@ -30,7 +38,11 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> list[
         path = Path(file).expanduser()
         try:
             with path.open(encoding="utf-8") as lines:
-                prompts += _records(lines, file) if path.suffix in (".jsonl", ".json") else _lines(lines, file)
+                if path.suffix in (".jsonl", ".json"):
+                    found, forms = _records(lines, file)
+                    prompts += found
+                else:
+                    prompts += _lines(lines, file)
         except OSError as error:
             raise UserError(f"cannot read prompts_file {file}: {error.strerror}") from None
     if not prompts:
@@ -41,7 +53,12 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> list[
             json.dumps(prompt, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
             raise UserError(f"prompt {number} is not valid Unicode text") from None
-    return prompts
+    named = [form for form in forms if form is not None]
+    if named and len(named) < len(prompts):
+        place = len(words) + 1 + forms.index(None) if None in forms else 1
+        where = f'"form" should be in each line of {file}, or in none'
+        raise UserError(f"prompt {place} names no form, and others do: {where}")
+    return Given(prompts, named or None)
 
 
 def as_chat(prompt: Prompt) -> Prompt:
@@ -57,9 +74,10 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _records(lines: Iterable[str], name: str) -> list[Prompt]:
-    """One JSON record per line that is not blank."""
-    return [_record(line, f"{name} line {number}") for number, line in _numbered(lines, name)]
+def _records(lines: Iterable[str], name: str) -> tuple[list[Prompt], list[int | None]]:
+    """One JSON record per line that is not blank: its prompt, and its form where it names one."""
+    found = [_record(line, f"{name} line {number}") for number, line in _numbered(lines, name)]
+    return [prompt for prompt, _ in found], [form for _, form in found]
 
 
 def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
@@ -69,22 +87,23 @@ def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _record(line: str, where: str) -> Prompt:
+def _record(line: str, where: str) -> tuple[Prompt, int | None]:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {str(error).partition(':')[0]}") from None
     if isinstance(record, str):
-        return record
+        return record, None
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise UserError(f'{where} needs either "prompt" or "messages"')
+    form = record.get("form")
+    if form is not None and type(form) is not int:
+        raise UserError(f'{where}: "form" should be the number of a guide\'s form, not {form!r}')
     if "messages" in record:
-        return _messages(record["messages"], where)
+        return _messages(record["messages"], where), form
     prompt = record["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+        return prompt, form
     raise UserError(f'{where}: "prompt" should be text or a list of token ids')
 
 

@@ -19,6 +19,7 @@ class Options:
     top_p: float | None = None
     stop_strings: list[str] | str | None = None
     seed: int = 0
+    forms: list[int] | int | None = None
     batch_size: int = 8
     batching: str = "in_flight"
     max_steps: int | None = None

@@ -40,9 +40,11 @@ def run(arguments: Arguments) -> int:
     """
     chosen = settings(arguments.overrides)
     options = chosen.options
-    given = inputs.read(
+    given, own = inputs.read(
         arguments.prompts, options.prompts_file, None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
     )
+    if own is not None and options.forms is not None:
+        raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
     if options.chat:
         given = [inputs.as_chat(prompt) for prompt in given]
     check_target(options, arguments.overrides)
@@ -50,6 +52,8 @@ def run(arguments: Arguments) -> int:
     deer = None if options.target is None else verified(sampler, options)
     # every prompt is checked before the first answer is printed
     rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
+    known = sampler.plugins.forms if deer is None else 0
+    forms = prompts.forms(own if options.forms is None else options.forms, known, len(rows), 1)
     totals = Totals()
     many = len(rows) > options.batch_size  # there is progress to show
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
@@ -57,14 +61,15 @@ def run(arguments: Arguments) -> int:
     bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
     with bar, Records(options.output, options.prompts_file) if options.output else nullcontext() as records:
         if len(rows) > 1 and deer is None and not options.stream:
-            several = Several(given, rows, totals, records)
+            several = Several(given, rows, forms, totals, records)
             for _ in bar.track(several.run(sampler, options), total=len(rows), description="denoising"):
                 pass
             rows = []
         for first in bar.track(range(0, len(rows), options.batch_size), description="denoising"):
             batch = slice(first, first + options.batch_size)
             if deer is None:
-                result, seconds = _denoise(sampler, options, first, given[batch], rows[batch], records)
+                named = None if forms is None else forms[batch]
+                result, seconds = _denoise(sampler, options, first, given[batch], rows[batch], named, records)
             else:
                 result, seconds = _verify(deer, options, first, rows[batch])
             _answer(result)
@@ -83,6 +88,7 @@ class Several:
 
     given: list[Prompt]
     rows: list[list[int]]
+    forms: list[int] | None
     totals: Totals
     records: Records | None
 
@@ -99,6 +105,7 @@ class Several:
             block_length=options.block_length,
             seed=options.seed,
             stop_strings=_stop_strings(options),
+            forms=self.forms,
             batching=cast(Literal["in_flight", "static"], options.batching),
         )
         early: dict[int, tuple[Answer, float]] = {}
@@ -216,7 +223,13 @@ def _stop_strings(options: Options) -> Sequence[str]:
 
 
 def _denoise(
-    sampler: Sampler, options: Options, first: int, given: list[Prompt], rows: list[list[int]], records: Records | None
+    sampler: Sampler,
+    options: Options,
+    first: int,
+    given: list[Prompt],
+    rows: list[list[int]],
+    forms: list[int] | None,
+    records: Records | None,
 ) -> tuple[Result, float]:
     """One batch and the seconds it took. Interrupted, it prints the canvas as far as it got."""
     steps = sampler.stream(
@@ -226,6 +239,7 @@ def _denoise(
         seed=options.seed + first,  # a row's seed does not depend on the batch it is in
         stop_strings=_stop_strings(options),
         every=1 if options.stream else options.poll_every,
+        forms=forms,
     )
     labels = [str(first + row + 1) for row in range(len(rows))]
     screen = Screen(Console(stderr=True), labels, sampler.tokenizer, options.stream_delay) if options.stream else None

@@ -22,7 +22,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 # Streams keep the draws of one step apart.
-TOKENS, ORDER, UNIFORM, IDS, FORMS = 1, 2, 3, 4, 5
+TOKENS, ORDER, UNIFORM, IDS, FORMS, CANDIDATES, PICKS = 1, 2, 3, 4, 5, 6, 7
 
 # 2^-31, less one part in 2^24: float32 rounds the largest 31-bit numbers up to 2^31, and uniform noise of 1 would be
 # Gumbel noise of -inf, which lets a token of probability 0 tie with the only possible one.
@@ -60,6 +60,16 @@ def answer_keys(canvas: Canvas, answers: Answers) -> Tensor:
     return _mix64(keys + answers.position * -0x61C8864680B583EB)
 
 
+def unit(keys: Tensor) -> Tensor:
+    """`[...] float64` uniform in (0, 1) of `keys [...] int64`."""
+    return ((keys & 0xFFFFFFFFFFFF).double() + 0.5) * 2.0**-48
+
+
+def candidate_seeds(canvas: Canvas, candidate: int) -> Tensor:
+    """`[B] int64` row seeds for candidate number `candidate` (from 1) of this step; the first has the row's own."""
+    return hashed(canvas.row_seed, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
+
+
 def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
     return _mix64(_mix64(seed * -0x61C8864680B583EB + stream) + step * -0x61C8864680B583EB)
 
@@ -95,7 +105,7 @@ class CounterNoise:
 
     @staticmethod
     def _unit(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
-        return ((key(canvas, positions, stream) & 0xFFFFFFFFFFFF).double() + 0.5) * 2.0**-48
+        return unit(key(canvas, positions, stream))
 
 
 @dataclass(frozen=True)

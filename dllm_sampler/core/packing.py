@@ -217,6 +217,25 @@ class Answers:
         room = values.new_zeros(size + 1, *values.shape[1:])  # fillers go behind the last place
         return room.index_copy_(0, self.place, values)[:size].unflatten(0, shape)
 
+    def under(self, candidate: Tensor) -> Answers:
+        """The answers about one hypothesis per row, `candidate [B]`: those of a query with K = 1."""
+
+        def pick(values: Tensor) -> Tensor:  # [B, K, ...] to [B, 1, ...]
+            index = candidate.view(-1, *[1] * (values.dim() - 1))
+            return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
+
+        query, shape = self.query, self.query.ids.shape[:2]
+        query = replace(
+            query,
+            ids=pick(query.ids),
+            live=None,
+            step=None if query.step is None else pick(query.step.expand(shape)),
+            soft=None if query.soft is None else pick(query.soft),
+        )
+        there = pick(self.spread(torch.ones_like(self.place))).flatten() > 0  # [B*Q]
+        place = torch.nonzero_static(there, size=len(there), fill_value=len(there))[:, 0]
+        return Answers(place, query, False)
+
 
 @dataclass(frozen=True)
 class Pack:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
+Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a guide takes tokens away; None: none does
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class Plan:
 
 
 class Denoiser(Protocol):
-    """A model family. Two more methods are optional (see `TransformerDenoiser`): `using(backend)`, the same model on
-    other kernels, and `head_weight()`, a tensor if the head is nothing but a product with it."""
+    """A model family. Two methods are optional, see `TransformerDenoiser`: `using(backend)` and `head_weight()`."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -194,6 +194,7 @@ class Guide:
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
     joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
     vetoes: ClassVar[bool] = False  # it `settle`s what is committed, for which it reads the device inside a step
+    forms: int = 0  # of answers, one of which each prompt names (`Canvas.form`); 0: none is named
 
     @property
     def chooses(self) -> bool:
@@ -219,23 +220,22 @@ class Guide:
         """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
 
-    def check_length(self, new_tokens: int) -> None:
-        """Refuse, by a `UserError`, answers too short to be what the guide wants; default: none is."""
+    def check_length(self, new_tokens: int, form: int = 0) -> None:
+        """Refuse, by a `UserError`, answers of `form` too short to be what the guide wants; default: none is."""
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
         raise NotImplementedError
 
-    def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
         raise NotImplementedError
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """What may stand of an edit, if the guide `vetoes`; where nothing may, other tokens (of `readout.scores`), or
-        the row is `stuck`."""
+        """What may stand of an edit, if the guide `vetoes`; where nothing may, another token, or the row is `stuck`."""
         raise NotImplementedError
 
-    def valid(self, tokens: Sequence[int]) -> bool | None:
+    def valid(self, tokens: Sequence[int], form: int = 0) -> bool | None:
         """Whether an answer of these tokens, up to its end token, is what the guide wants; None: it does not say."""
         return None
 

@@ -50,9 +50,11 @@ class Traits:
     uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
     own_tokens: bool = False  # it may write other tokens than this step's candidates
     plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)
+    draws_order: bool = False  # `tell` draws which positions it commits
     drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
     opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh
     static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
+    shared: bool = False  # it keeps something for the batch as a whole: no row can join one that runs
     ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
     block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
     horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all

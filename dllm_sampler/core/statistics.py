@@ -43,7 +43,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    kept = logits if needs & {"logits", "raw", "scores"} else None
+    kept = logits if needs & {"logits", "raw"} else None
     held = bool(needs & {"probabilities", "predictions"})
     present = logits.gather(-1, current[..., None]) if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None
@@ -56,16 +56,9 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     runner = weight.topk(2, -1).values.double() if "margin" in needs else None
     uncertain = _entropy(weight) if "entropy" in needs else None
     standing = None if present is None or normaliser is None else _standing(weight, current, present, normaliser)
-    own = weight.gather(-1, token[..., None])[..., 0].double()
-    mass = own if not held else weight.gather(-1, token[..., None])
-    rest = weight.scatter_(-1, token[..., None], 0).sum(-1).double()
-    # Up to a half the own mass is precise as it is, and positions with one law tie to the last bit, whatever they drew.
-    confidence = torch.where(own > 0.5, own / (own + rest), own)
-    if held:
-        weight.scatter_(-1, token[..., None], mass)
     return Readout(
         token=token,
-        confidence=confidence,
+        confidence=probability(weight, token, held),
         margin=None if runner is None else runner[..., 0] - runner[..., 1],
         gap=None if best is None else best[..., 0] - best[..., 1],
         entropy=uncertain,
@@ -75,6 +68,18 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
         logits=kept if "logits" in needs else None,
         hidden=hidden if "hidden" in needs else None,
     )
+
+
+def probability(weight: Tensor, token: Tensor, kept: bool = True) -> Tensor:
+    """`[...] float64` probability of `token [...]` by `weight [..., V]`, which is overwritten unless it is `kept`."""
+    at = token[..., None]
+    mass = weight.gather(-1, at)
+    own = mass[..., 0].double()
+    rest = weight.scatter_(-1, at, 0).sum(-1).double()
+    if kept:
+        weight.scatter_(-1, at, mass)
+    # Up to a half the own mass is precise as it is, and positions with one law tie to the last bit, whatever they drew.
+    return torch.where(own > 0.5, own / (own + rest), own)
 
 
 def _standing(weight: Tensor, current: Tensor, logit: Tensor, normaliser: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+
+if TYPE_CHECKING:
+    from dllm_sampler.core.draw import Draw
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Canvas:
     width: int  # no block is ever wider
     grid: int | None = None  # no block crosses a multiple of it
     surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
+    form: Tensor | None = None  # [B] which of a guide's forms each answer has (`Guide.forms`); None: there is no list
     branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
 
     @property
@@ -312,8 +315,7 @@ class Readout:
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
     raw: Tensor | None = None  # [B, K, Q, V] logits before any guide
-    draw: Callable[[Tensor], Tensor] | None = None  # what the step's guides and noise choose from other logits
-    scores: Tensor | None = None  # [B, K, Q, V] what the candidate is the best of: logits behind all guides and noise
+    draw: Draw | None = None  # what the step's guides and noise choose from other logits
 
     def of(self, candidate: Tensor) -> Readout:
         """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
@@ -324,7 +326,8 @@ class Readout:
             index = candidate.view(-1, *[1] * (values.dim() - 1))
             return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
-        return replace(self, **{one.name: pick(getattr(self, one.name)) for one in fields(self)})
+        draw = None if self.draw is None else self.draw.under(candidate)
+        return replace(self, **{one.name: pick(getattr(self, one.name)) for one in fields(self)} | {"draw": draw})
 
 
 @dataclass(frozen=True)

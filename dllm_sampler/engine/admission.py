@@ -40,6 +40,7 @@ class Row:
     seed: int
     bound: int  # most forwards
     tag: Any = None  # the caller's
+    form: int = 0  # of its answer, where a guide has a list of forms
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Why rows cannot join a generation that runs; None: they can."""
     if plugins.cache.shared:
         return f"cache={type(plugins.cache).__name__} counts forwards for the batch as a whole"
-    if not plugins.scheduler.traits.static:
+    if plugins.scheduler.traits.shared:
         return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws for the batch as a whole"

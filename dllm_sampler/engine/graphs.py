@@ -57,9 +57,12 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return "this model's encoder keeps what it read in an object of its own"
     vetoing = next((guide for guide in plugins.guides if guide.vetoes), None)
     if vetoing is not None:
-        return f"guide={type(vetoing).__name__} looks at each step on the host"
-    if not plugins.scheduler.traits.static:
-        return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+        return f"guide={type(vetoing).__name__} reads the device inside a step"
+    traits, scheduler = plugins.scheduler.traits, f"scheduler={type(plugins.scheduler).__name__}"
+    if traits.shared:
+        return f"{scheduler} asks a second model, which keeps a state of its own"
+    if not traits.static:
+        return f"{scheduler} reads the device inside a step"
     return _unfit(nn.ModuleList(networks(denoiser)), spec.device)
 
 

@@ -23,6 +23,7 @@ def canvas(
     multiple: int = 1,
     length: int = 0,
     lengths: Collection[int] = (),
+    forms: Sequence[int] | None = None,
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
@@ -33,6 +34,7 @@ def canvas(
         multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
         length: the canvas has at least this many.
         lengths: of other answers for which the canvas must have room: see `engine/admission.py`.
+        forms: which of a guide's forms each answer has; None: no guide has a list of them.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
@@ -77,6 +79,7 @@ def canvas(
         lookahead=lookahead,
         width=max(widths.values()),
         grid=blocks.grid,
+        form=None if forms is None else torch.tensor(forms, device=spec.device),
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
     )
     return replace(made, stop=made.block_end(first, lookahead))

@@ -37,13 +37,19 @@ class Plugins:
     @property
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
-        vetoed = {"logits", "scores"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
+        # Such a guide looks for another token where it refuses one.
+        vetoed = {"draw", "logits", "raw"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
     def bound(self, tokens: int) -> int:
         """Most steps a generation of `tokens` can take: a guide that refuses commits leaves one in each."""
         steps = self.scheduler.bound(tokens)
         return max(steps, tokens) if any(guide.vetoes for guide in self.guides) else steps
+
+    @property
+    def forms(self) -> int:
+        """How many forms of answers each prompt names one of; 0: none is named."""
+        return max((guide.forms for guide in self.guides), default=0)
 
     def __post_init__(self) -> None:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
@@ -171,8 +177,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
-            f"{scheduler} takes several steps in one forward, and {stop} would change the canvas between them: use"
-            " stop=prefix, block or none"
+            f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
+            " use stop=prefix, block or none"
         )
     forms = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:

@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.draw import Draw
 from dllm_sampler.core.noise import CounterNoise, answer_keys
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Denoiser, Guide
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.statistics import argmax, measure
+from dllm_sampler.core.statistics import measure
 from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.kernels.sampling import Sampling
@@ -127,29 +128,7 @@ def read(
     for guide in guides:
         if guide.measures:
             measured = guide(measured, canvas, answers)
-    draws = any(guide.draws for guide in guides)
-    noise = canvas.noise.tokens(canvas, answers, spec.vocab_size) if draws else None
-
-    def guided(choice: Tensor) -> tuple[Tensor, Tensor]:
-        """`[R, V]` behind all guides but the joint one, and the same with noise in a draw, always by the same noise."""
-        for guide in guides:
-            if guide.chooses and not guide.joint:
-                choice = guide(choice, canvas, answers)
-        if noise is None:
-            return choice, choice
-        # In half precision the sums would tie, and ties go to the lower id.
-        choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
-        return choice, choice + noise.to(choice.dtype)
-
-    def pick(choice: Tensor, noisy: Tensor) -> Tensor:
-        """`[R]` tokens."""
-        joint = next((guide for guide in reversed(guides) if guide.joint), None)
-        return argmax(noisy) if joint is None else joint.choose(choice, noisy, canvas, answers)
-
-    choice, noisy = guided(logits)
-    seen = measure(measured, pick(choice, noisy), answers.pick(answers.query.ids), needs, hidden)
-    stored = {"raw": logits, "scores": noisy}
-    seen = spread(replace(seen, **{name: kept for name, kept in stored.items() if name in needs}), answers)
-    if "draw" not in needs:
-        return seen
-    return replace(seen, draw=lambda choice: answers.spread(pick(*guided(answers.pick(choice)))))
+    draw = Draw.of(guides, canvas, answers, spec.vocab_size)
+    seen = measure(measured, draw.chosen(logits), answers.pick(answers.query.ids), needs, hidden)
+    seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
+    return replace(seen, draw=draw) if "draw" in needs else seen

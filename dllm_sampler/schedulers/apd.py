@@ -73,7 +73,7 @@ class ParallelDecoding(Leftmost):
     @property
     def traits(self) -> Traits:
         """The verifier keeps what it read in a cache of its own."""
-        return replace(super().traits, static=False, own_tokens=True)
+        return replace(super().traits, static=False, shared=True, own_tokens=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """What the verifier has read: nothing."""

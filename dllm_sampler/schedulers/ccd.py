@@ -50,7 +50,7 @@ class Coherent(Scheduler):
     @property
     def traits(self) -> Traits:
         """By the mean distribution."""
-        return Traits(ranks_by_confidence=False)
+        return Traits(ranks_by_confidence=False, draws_order=self.score == "random")
 
     @property
     def needs(self) -> frozenset[str]:

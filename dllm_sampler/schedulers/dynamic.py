@@ -1,12 +1,13 @@
 """The sampler of block-causal models: a fixed pace, and everything that is sure where that is more."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import uniform_share
 from dllm_sampler.schedulers.score import Score, rate, score_needs
@@ -36,6 +37,11 @@ class DynamicThreshold(Threshold):
         super().__post_init__()
         check_count("scheduler.steps", self.steps, optional=True)
         check_choice("scheduler.score", self.score, Score)
+
+    @property
+    def traits(self) -> Traits:
+        """Below the threshold the score decides."""
+        return replace(super().traits, draws_order=self.score == "random")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -52,7 +52,8 @@ class FixedSteps(Scheduler):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        return Traits(ranks_by_confidence=self.score == "confidence")
+        draws = self.score == "random" or self.alg_temp > 0
+        return Traits(ranks_by_confidence=self.score == "confidence", draws_order=draws)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dllm_sampler.core.values import Canvas, Readout
+from dllm_sampler.core.values import Canvas, Edit, Readout
 
 _PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a step changes of a canvas
 
 
 def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
-    """A tree of tensors, canvases and readouts: `new` in the rows `which [B]`, `old` in the others.
+    """A tree of tensors, canvases, readouts and edits: `new` in the rows `which [B]`, `old` in the others.
 
     The two sides may come from queries of different widths. The narrower side is filled up: a named tuple's `positions`
     with `empty`, the column of the empty slot, other values by repeating their last column.
@@ -25,8 +25,8 @@ def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
         return torch.where(which.view(-1, *[1] * (new.dim() - 1)), new, old)
     if isinstance(new, Canvas):
         return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in _PER_ROW})
-    if isinstance(new, Readout) and isinstance(old, Readout):
-        names = [one.name for one in fields(Readout) if isinstance(getattr(new, one.name), Tensor)]
+    if isinstance(new, Readout | Edit) and isinstance(old, type(new)):
+        names = [one.name for one in fields(new) if isinstance(getattr(new, one.name), Tensor)]
         return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in names})
     if isinstance(new, tuple) and isinstance(old, tuple):
         names = getattr(new, "_fields", [""] * len(new))

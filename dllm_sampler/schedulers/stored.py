@@ -40,7 +40,10 @@ class StorePass(Around):
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""
         canvas, _, idle = self._counted(canvas, *carry[:3])
-        return super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
+        query = super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
+        # Tokens are drawn by the steps that the inner scheduler counts, as its order is; drafts have their own numbers.
+        single = query.step is None and query.ids.shape[1] == 1
+        return replace(query, step=canvas.step[:, None]) if single else query
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """See `Planner.ahead`."""

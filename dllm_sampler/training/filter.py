@@ -146,7 +146,7 @@ class FilterTrainer:
         """Prompts to train, validate and test with, and what tells a right answer to each of the last."""
         checks: list[Check] | None = None
         if self.prompts is not None:
-            prompts: list[Prompt] = list(inputs.read([], self.prompts, None))
+            prompts: list[Prompt] = list(inputs.read([], self.prompts, None).prompts)
             Random(self.seed).shuffle(prompts)
             prompts = prompts[: self.count]
             if len(prompts) < 10:

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.core.functions import function
+from dllm_sampler.errors import unknown
 from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
 Reward = Callable[..., Sequence[float | None]]
@@ -75,13 +75,7 @@ def find(name: str) -> Reward:
         return REWARDS[name]
     if ":" not in name:
         raise unknown("reward", name, [*REWARDS, "package.module:function"])
-    try:
-        found = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"the reward {name} cannot be had ({error})") from None
-    if not callable(found):
-        raise UserError(f"the reward {name} is no function but a {type(found).__name__}")
-    return cast(Reward, found)
+    return function("the reward", name)
 
 
 @dataclass(frozen=True)

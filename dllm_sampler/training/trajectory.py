@@ -233,7 +233,7 @@ def check(sampler: Sampler) -> None:
     rule, traits = plugins.scheduler, plugins.scheduler.traits
     why = {
         "takes tokens back or replaces them": traits.revises,
-        "takes several steps in one forward": traits.drafts,
+        "asks about states that may not come true": traits.drafts,
         "hides a part of the canvas": traits.horizon is not None,
         "adds shadow rows to the forward": traits.leave_one_out,
     }

@@ -116,4 +116,6 @@ class Setup:
     steps: Callable[[], Steps] | None = None
 
 
-Builder = Callable[[Line, Checkpoints], Setup]
+# What replays a line: a run that is made again and compared, or what does both and says what differs first.
+Task = Setup | Callable[[], str | None]
+Builder = Callable[[Line, Checkpoints], Task]

@@ -23,4 +23,19 @@ def decisions(raw: dict[str, Any]) -> dict[str, Any]:
     return {**raw, "steps": [sorted(step) for step in steps], "nfe": len(steps)}
 
 
-RECORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"constrained_cfg": decisions}
+def states(raw: dict[str, Any]) -> dict[str, Any]:
+    """A record of canvases (arXiv 2408.08252), which has no checkpoint and no prompt: `svdd.recorded` compares it."""
+    rows = raw["output"]
+    return {
+        **raw,
+        "model": "",
+        "params": {},
+        "prompt_ids": [[0] for _ in rows],
+        "output_ids": rows,
+        "nfe": raw["model_calls"],
+        "steps": [[] for _ in rows],
+        "length": raw["steps"],
+    }
+
+
+RECORDS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"constrained_cfg": decisions, "svdd": states}

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.conformance.builder import Checkpoints, NoCheckpoint, Setup, Unsupported
+from dllm_sampler.eval.conformance.builder import Checkpoints, NoCheckpoint, Setup, Task, Unsupported
 from dllm_sampler.eval.conformance.compare import lockstep, mismatch
 from dllm_sampler.eval.conformance.lines import Line, Steps, Tokens
 from dllm_sampler.eval.conformance.systems import find
@@ -32,7 +32,7 @@ class Verdict:
     reason: str = ""
 
 
-def prepare(line: Line, checkpoints: Checkpoints) -> Setup | Verdict:
+def prepare(line: Line, checkpoints: Checkpoints) -> Task | Verdict:
     """The run of a line, ready to be made; a verdict where no plug-ins do that, or refuse one of its values.
 
     Raises:
@@ -40,7 +40,8 @@ def prepare(line: Line, checkpoints: Checkpoints) -> Setup | Verdict:
     """
     try:
         setup = find(line.system)(line, checkpoints)
-        line.committed(setup.rows_first)
+        if isinstance(setup, Setup):
+            line.committed(setup.rows_first)
     except Unsupported as reason:
         return Verdict(line.id, line.system, "unsupported", str(reason))
     except UserError as error:
@@ -52,8 +53,11 @@ def prepare(line: Line, checkpoints: Checkpoints) -> Setup | Verdict:
     return setup
 
 
-def replay(line: Line, setup: Setup) -> Verdict:
+def replay(line: Line, setup: Task) -> Verdict:
     """Make a run again and compare."""
+    if not isinstance(setup, Setup):
+        reason = setup()
+        return Verdict(line.id, line.system, "failed" if reason else "passed", reason or "")
     try:
         tokens, steps, remasked = _make(line, setup)
     except UserError as error:

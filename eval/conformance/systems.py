@@ -19,6 +19,7 @@ from dllm_sampler.eval.conformance import (
     klass_wino,
     learn2pd,
     llada,
+    svdd,
     unmasking,
 )
 from dllm_sampler.eval.conformance.builder import Builder, Unsupported
@@ -46,6 +47,7 @@ SYSTEMS: dict[str, Builder] = {
     "sdar": block_causal.sdar,
     "llada2": block_causal.llada2,
     "constrained_cfg": constrained.constrained,
+    "svdd": svdd.recorded,
     "diffusion-gemma": diffusion_gemma.generate,
     "freedave": freedave.freedave,
     "freedave-static": freedave.freedave,

@@ -15,6 +15,7 @@ from typing import Any
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
+from dllm_sampler.eval.jobs import LATER
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
 
@@ -273,7 +274,7 @@ def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str
 
 def _fields(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
     """Settings by a key that two runs share if the same plug-in has them: `scheduler=threshold:threshold`."""
-    found = {}
+    found: dict[str, Any] = {f":{name}": value for name, value in LATER.items()}  # what a run does not list
     for group, value in config.items():
         if isinstance(value, Mapping):
             owner = f"{group}={chosen.get(group, '')}"

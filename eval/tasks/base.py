@@ -59,6 +59,10 @@ class Task:
         """Measures by name that are of all answers together, where one by one does not tell."""
         return {}
 
+    def form(self, sample: Sample) -> str | None:
+        """The regular expression that every answer to a sample matches, right or wrong; None: there is none."""
+        return None
+
     @property
     def dependency(self) -> Literal["low", "high"] | None:
         """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""

@@ -47,6 +47,7 @@ SYSTEMS = {
     "learn2pd-eot": 2,
     "localleap": 8,
     "constrained_cfg": 45,
+    "svdd": 24,
     "diffusion-gemma": 5,
     "sdar/low_confidence_static": 3,
     "sdar/low_confidence_dynamic": 8,

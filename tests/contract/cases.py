@@ -62,6 +62,21 @@ SETTINGS: dict[str, list[Settings]] = {
         {"inner": {"name": "threshold", "threshold": 0.6}, "match": "subset"},
         {"inner": {"name": "ccd", "warmup": 1}, "eager": True},
     ],
+    "scheduler.svdd": [
+        {"inner": {"name": "fixed", "score": "random", "steps": 9}, "reward": "tests.toys:reward", "candidates": 3},
+        {
+            "inner": {"name": "dynamic", "score": "random", "threshold": 0.7, "steps": 3},
+            "reward": "tests.toys:reward",
+            "candidates": 2,
+            "alpha": 2.0,
+        },
+        {
+            "inner": {"name": "fixed", "score": "random", "steps": 8},
+            "reward": "tests.toys:reward",
+            "value": "masked",
+            "alpha": 0.5,
+        },
+    ],
     "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
     "scheduler.klass": [{"threshold": 0.3, "divergence": 1.0}, {"steps": 8, "history": 1, "take": "steadiest"}],
@@ -102,6 +117,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "guide.end_tokens": [{}, {"mode": "defer"}],
     "guide.regex": [{"pattern": "([a-j]{1,3}[0-9])+|[a-j]"}, {"pattern": "([a-j][0-9]?)*(true|null)?"}],
     "guide.choices": [{"choices": ["abc", "cd-xy"]}],
+    "guide.grammar": [{"grammar": "json", "tries": 12}],
     "guide.json_schema": [{"schema": '{"type": "boolean"}'}],
 }
 

@@ -115,7 +115,7 @@ def test_passes_that_only_store_change_no_token(scheduler: dict[str, Any]) -> No
     if not cases.legal(kind="causal", scheduler=scheduler, cache=separate):
         return
     if scheduler["name"] == "entropy_renoise":
-        return  # it draws tokens, and these are keyed by the forward
+        return  # its temperature falls by the forward
     ride, apart = generate("block_causal", scheduler=scheduler), generate(separate, scheduler=scheduler)
     assert torch.equal(ride.tokens, apart.tokens)
     for row, prompt in enumerate(PROMPTS):

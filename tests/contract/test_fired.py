@@ -85,6 +85,12 @@ def serves_and_changes(one: Result, two: Result) -> bool:
     return skips_rows(one, two) and bool((one.trace.logprob - two.trace.logprob).abs().amax() > 0.01)
 
 
+def more_kinds(one: Result, two: Result) -> bool:
+    """More kinds of tokens in the answers, in as many forwards."""
+    kinds = [toys.reward([row.tolist() for row in found.tokens]) for found in (one, two)]
+    return sum(kinds[0]) > sum(kinds[1]) and torch.equal(one.nfe, two.nfe)
+
+
 def fills_at_once(one: Result, two: Result) -> bool:
     """A row's last forward fills several masks where the other one fills one."""
     last = (one.trace.generated == one.nfe[:, None] - 1).sum(1)
@@ -99,6 +105,7 @@ RENOISE = {"name": "entropy_renoise", "max_denoising_steps": 6}
 APD = {"name": "apd", "verifier": toys.verifier(), "max_lookahead": None}
 LEFTMOST = {"scheduler": "leftright"}
 WINO = {"name": "wino", "threshold": 0.3, "least": 2}
+SVDD: dict[str, Any] = {"name": "svdd", "inner": {"name": "fixed", "score": "random"}, "candidates": 4}
 HIERARCHY = {"name": "hierarchical", "low": 0.3}
 ANYWHERE = {"scheduler": {"name": "fixed", "score": "random"}, "blocks": "full"}
 # what runs, what it is compared with, what must be different
@@ -144,6 +151,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     ),
     "scheduler.eoser": ({"scheduler": {"name": "eoser", "low": 0.0}}, STEPWISE, other_order),
     "scheduler.freedave": ({"scheduler": "freedave"}, STEPWISE, same_in_fewer),
+    "scheduler.svdd": (
+        {"scheduler": SVDD | {"reward": "tests.toys:reward"}},
+        {"scheduler": SVDD["inner"]},
+        more_kinds,
+    ),
     "scheduler.ssd": (
         {"scheduler": {"name": "ssd", "length": 4, "width": 3}},
         {"scheduler": {"name": "ssd", "length": 4}},
@@ -232,6 +244,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "guide.end_tokens": ({"guide": "end_tokens"}, {}, answers_differ),
     "guide.regex": ({"guide": {"name": "regex", "pattern": "[a-j]+"}}, {}, answers_differ),
     "guide.choices": ({"guide": {"name": "choices", "choices": ["abc", "cd-xy"]}}, {}, answers_differ),
+    "guide.grammar": ({"guide": {"name": "grammar", "grammar": "json"}}, {}, answers_differ),
     "guide.json_schema": ({"guide": {"name": "json_schema", "schema": '{"type": "boolean"}'}}, {}, answers_differ),
 }
 # Compared with others, these are what "nothing happens" means.

@@ -17,6 +17,7 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.core.values import Edit, Readout
+from dllm_sampler.drafting.choosing import Choosing
 from dllm_sampler.drafting.run_ahead import RunAhead
 from dllm_sampler.drafting.scheduler import Drafting
 from dllm_sampler.engine import layout
@@ -32,6 +33,7 @@ from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.random_order import RandomOrder
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
+from dllm_sampler.schedulers.svdd import SoftValueGuided
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import Settings, label, settings
@@ -47,6 +49,8 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
         inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
     ),
     SelfSpeculative: SelfSpeculative,
+    Choosing: lambda inner: SoftValueGuided(inner, reward=toys.reward, value="masked"),
+    SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward),
     StorePass: StorePass,
     Unrolled: Unrolled,
     Drafting: Drafting,
@@ -62,12 +66,20 @@ OWN: dict[type[Around], dict[str, object]] = {
         "drafts": True,
         "opens_ahead": False,  # it asks about the next block if `eager`, and only then
     },
+    Choosing: {
+        "static": False,  # a reward reads the device
+        "asks_block": False,  # steps that are only looked at would be judged
+        "uniform": False,  # masks are told apart by their token
+    },
+    SoftValueGuided: {"drafts": True, "plans": False},  # it asks about candidates, and commits them a forward later
     PublishedEager: {"asks_block": False, "plans": False},  # it decodes by a rule of its own
 }
 
 REFUSED: dict[type[Around], set[str]] = {
     Eoser: {"drafts", "ranks_by_confidence"},  # it scales confidences, which must count, before anybody drafts by them
     RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
+    Choosing: {"drafts", "static"},  # each step is taken several times
+    SoftValueGuided: {"revises", "leave_one_out", "asks_block"},  # candidates fill a block further and further
 }
 
 ALONE = {PublishedEager, RunAhead, Drafting}  # one asks and commits without the inner scheduler, two are no methods
@@ -150,10 +162,10 @@ class Able(Threshold):
         return (*given, Temperature(0.5))
 
 
-def begun(scheduler: Scheduler) -> tuple[Any, Canvas, Carry]:
+def begun(scheduler: Scheduler, draws: bool = False) -> tuple[Any, Canvas, Carry]:
     """A bound scheduler, a canvas of a block-causal model before the first step, and the carry."""
     spec, blocks = toys.denoiser("causal").spec, FixedBlocks(6)
-    context = Context(spec, blocks.bind(Context(spec, blocks)))
+    context = Context(spec, blocks.bind(Context(spec, blocks)), draws)
     bound = scheduler.bind(context)
     canvas = layout.canvas(toys.PROMPTS, 17, toys.SEEDS, spec, context.blocks, CounterNoise(), False)
     return bound, canvas, bound.init(canvas)
@@ -173,7 +185,9 @@ def test_what_few_schedulers_can_do_is_handed_on(wrapper: type[Around]) -> None:
 
 @wrappers
 def test_what_the_inner_scheduler_cannot_do_a_wrapper_does_not_make_up(wrapper: type[Around]) -> None:
-    bound, canvas, carry = begun(WRAPPERS[wrapper](Threshold()))
+    bound, canvas, carry = begun(
+        WRAPPERS[wrapper](Threshold()), draws=issubclass(wrapper, Choosing)
+    )  # without, it refuses
     assert isinstance(bound, Planner) and bound.ahead(canvas, carry) is None
     assert isinstance(bound, Paced) and bound.pace(canvas, 1.0) is None
     assert isinstance(bound, Tempered) and bound.guides((Temperature(2.0),)) == (Temperature(2.0),)

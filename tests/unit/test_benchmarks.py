@@ -69,7 +69,7 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
 
 COMMANDS = (
     "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "step_operations", "branches",
-    "recording", "batching", "forms",
+    "recording", "batching", "forms", "rewards",
 )  # fmt: skip
 
 
@@ -157,6 +157,7 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
         ("recording --models smoke --batch 1 --steps 2 --repeats 1", "bytes per column: 20, with the entropy 24"),
         ("branches --model smoke --branches 1,4 --repeats 1", "over one branch"),
         ("forms --count 1 --vocab 400 --length 32 --repeats 1", "ms per step and row: 400 tokens"),
+        ("rewards --count 1 --candidates 2", "sudoku"),
         ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),
         (
             "step_overhead --models smoke --batch 2 --steps 32 --repeats 1 --kinds speed --caches none --official a.py",

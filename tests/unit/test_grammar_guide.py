@@ -39,13 +39,12 @@ REFUSED = {"credit", "entropy_renoise", "freedave", "ssd"}
 @pytest.mark.parametrize("scheduler", schedulers())
 def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
     """Also a row that ends without a commit: what stands is the beginning of some answer."""
-    guide = Grammar(grammar, tries=8)
-    try:
-        sampler = toys.sampler(scheduler=scheduler, guide=guide, stop="prefix", blocks={"name": "fixed", "length": 6})
-    except UserError as error:
-        assert scheduler in REFUSED and ("vouches" in str(error) or "may refuse" in str(error))
+    options: dict[str, Any] = {"scheduler": scheduler, "guide": Grammar(grammar, tries=8), "stop": "prefix"}
+    if scheduler in REFUSED:
+        with pytest.raises(UserError, match=r"vouches for|may refuse"):
+            toys.sampler(**options)
         return
-    assert scheduler not in REFUSED
+    sampler = toys.sampler(**options)
     bound = next(one for one in sampler.plugins.guides if isinstance(one, Grammar))
     assert bound.language is not None
     last = None
@@ -133,3 +132,28 @@ def test_the_shipped_model_writes_json() -> None:
     assert found.texts is not None and found.valid is not None
     assert found.texts[0] == '{"age": 95, "name": "Julia", "city": "Dublin"}' and int(found.rejections[0]) == 0
     assert bool(found.valid[0])
+
+
+def test_a_bounded_grammar_chooses_tokens_together(grammar: str) -> None:
+    """No text of that depth fails, where the same without a depth gets stuck."""
+    options: dict[str, Any] = {"scheduler": {"name": "fixed", "steps": 2}, "stop": "prefix", "blocks": "full"}
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [7]]
+    free = toys.sampler(guide=Grammar(grammar), **options).generate(prompts, max_new_tokens=12)
+    assert "constraint" in free.finish_reason and int(free.rejections.sum()) > 0
+    bounded = toys.sampler(guide=Grammar(grammar, depth=2), **options).generate(prompts, max_new_tokens=12)
+    assert bounded.complete.all() and int(bounded.rejections.sum()) == 0
+    assert bounded.valid is not None and bounded.valid.all() and bounded.texts is not None
+    language = Language.parse(LISTS, "lists")
+    for text in bounded.texts:
+        assert language.accepts(text.encode())
+        depth = [text[: at + 1].count("[") - text[: at + 1].count("]") for at in range(len(text))]
+        assert max(depth) <= 3, "the outer list, and two inside"
+
+
+def test_a_regular_grammar_needs_no_depth(tmp_path: Path) -> None:
+    path = tmp_path / "letters.grammar"
+    path.write_text("word = [a-j]+\nText -> word | word , Text\n")
+    found = toys.sampler(guide=Grammar(str(path)), scheduler={"name": "fixed", "steps": 1}, blocks="full")
+    assert any(guide.joint for guide in found.plugins.guides)
+    answers = found.generate([[1, 2], [3]], max_new_tokens=8)
+    assert answers.valid is not None and answers.valid.all() and answers.nfe.tolist() == [1, 1]

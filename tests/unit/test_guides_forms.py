@@ -1,6 +1,5 @@
 """Answers of a form: against every string there is, and against models that want something else."""
 
-import itertools
 import json
 import os
 import re
@@ -15,57 +14,25 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dllm_sampler import Sampler, UserError, config
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.values import Canvas, Query
-from dllm_sampler.engine.readout import Rule, read
-from dllm_sampler.guides import Choices, JsonSchema, Regex, Temperature
-from dllm_sampler.guides.forms import automaton
+from dllm_sampler.core.values import Query
+from dllm_sampler.engine.readout import read
+from dllm_sampler.guides import Choices, JsonSchema, Regex
+from dllm_sampler.guides.forms import automaton, choice
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
-
-TOKENS = [b"a", b"b", b"ab", b"c", b"", b"", b""]  # a special token, the end, the mask
-END, MASK, VOCAB, LENGTH = 5, 6, 7, 4
-PATTERNS = ["(ab|c)*", "a?b{2}c?", "(a|b|c){3,}", "abab|cc"]
+from tests.contract.test_syncs import no_host_reads
+from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, chosen, laid_out, ruled, strings
 
 
 @pytest.fixture(autouse=True)
 def cached(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def built(pattern: str) -> automaton.Automaton:
-    return automaton.build(pattern, TOKENS, VOCAB, END, MASK)
-
-
-def strings(pattern: str) -> list[tuple[int, ...]]:
-    """Every string of tokens whose text up to an end token matches."""
-    found = []
-    for tokens in itertools.product(range(MASK), repeat=LENGTH):
-        text = b"".join(TOKENS[token] for token in tokens[: tokens.index(END) if END in tokens else None])
-        if re.fullmatch(pattern, text.decode()):
-            found.append(tokens)
-    return found
-
-
-def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
-    """`[B, K, Q]` tokens that the guide makes a step choose from logits `[R, V]`."""
-    guide = Regex(pattern)
-    vars(guide).update(automaton=built(pattern), mask_id=MASK, drawn=draws)
-    spec = replace(toys.denoiser().spec, vocab_size=VOCAB, mask_id=MASK, eos_id=END)
-    rule = Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())
-    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule).token
-
-
-def laid_out(free: Sequence[Sequence[bool]], tokens: Sequence[Sequence[int]]) -> Canvas:
-    canvas = toys.canvas(torch.tensor(free))
-    ids = torch.cat([torch.tensor(tokens), canvas.ids[:, -1:]], 1)
-    return replace(canvas, ids=torch.where(canvas.masked, MASK, ids), row_seed=torch.arange(len(tokens)))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -136,12 +103,35 @@ def test_draws_have_the_law_of_the_model_given_the_form(asked: list[int]) -> Non
     assert torch.special.gammaincc(freedom, torch.tensor(distance / 2)) > 1e-3  # chi-square
 
 
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_step_reads_nothing_and_takes_any_room(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are worked on in stretches where their moves are many."""
+    canvas = laid_out([[True] * LENGTH] * 50, [[0] * LENGTH] * 50)
+    query = Query.at(canvas, torch.tensor([[0, 2, 3]]).expand(50, -1))
+    logits = torch.randn(150, VOCAB, generator=torch.Generator().manual_seed(4)).double()
+    at_once = chosen("a?b{2}c?", logits, canvas, query, draws)
+    monkeypatch.setattr(choice, "ROOM", 1)
+    rule, answers = ruled("a?b{2}c?", draws, posterior=True), Answers.every(query)
+    with no_host_reads():
+        found = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+    assert torch.equal(found.token, at_once)
+
+
+@pytest.mark.parametrize("pattern", ["(a|b)c*|c", "a|b|c(a|b)*"])
+def test_equal_logits(pattern: str) -> None:
+    """The lower id wins, as without a form, whatever it leads to."""
+    canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
+    logits = torch.tensor([[0.0, 5, 0, 5, 0, 0, 0]] + 3 * [[0.0, 0, 0, 0, 0, 5, 0]]).bfloat16()
+    assert chosen(pattern, logits, canvas, Query.window(canvas))[0, 0].tolist() == [1, END, END, END]
+
+
+@pytest.mark.parametrize("posterior", [False, True])
 @pytest.mark.parametrize("guide", [None, {"name": "temperature", "value": 1.0}])
 @pytest.mark.parametrize("scheduler", ["threshold", "editing", "wino", "freedave"])
-def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any) -> None:
+def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any, posterior: bool) -> None:
     guides = [] if guide is None else [guide]
     plain = toys.sampler(scheduler=scheduler, guide=guides).generate(toys.PROMPTS, max_new_tokens=14)
-    found = toys.sampler(scheduler=scheduler, guide=[{"name": "regex"}, *guides]).generate(
+    found = toys.sampler(scheduler=scheduler, guide=[{"name": "regex", "posterior": posterior}, *guides]).generate(
         toys.PROMPTS, max_new_tokens=14
     )
     for name in ("ids", "step_map", "logprob", "nfe", "rows"):
@@ -154,9 +144,11 @@ NAMES = "(Ada|Ben|Cal|Dan)"
 @pytest.mark.parametrize("scheduler", config.names("scheduler"))
 def test_valid_against_the_models_will(scheduler: str) -> None:
     """The prompt has none of the names that the form demands."""
-    settings: dict[str, Any] = {"apd": {"verifier": toys.verifier(vocab=177)}, "learn2pd": {"length": 32}}.get(
-        scheduler, {}
-    )
+    settings: dict[str, Any] = {
+        "apd": {"verifier": toys.verifier(vocab=177)},
+        "learn2pd": {"length": 32},
+        "svdd": {"inner": {"name": "fixed", "score": "random", "steps": 6}, "reward": "tests.toys:reward"},
+    }.get(scheduler, {})
     blocks = {"name": "fixed", "length": settings.pop("length", 8)}
     pattern = f"{NAMES}(, {NAMES}){{3}}"
     options: dict[str, Any] = {"guide": {"name": "regex", "pattern": pattern}, "blocks": blocks, "device": "cpu"}
@@ -241,7 +233,7 @@ def test_tokenizers_that_join_otherwise_are_refused() -> None:
         ("\ud800", "half a surrogate pair"),
         ("a(?=b)", "cannot be used as a form"),
         ("(a|b)*a(a|b){40}", "make it simpler"),
-        ("(a|b)*a(a|b){13}", r"has \d+ states, at most 5000"),
+        ("(a|b)*a(a|b){13}", r"has \d+ states, at most 10000"),
         ("a" * 100_001, "100001 bytes as a regular expression, at most 100000"),
     ],
 )
@@ -276,18 +268,18 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: Choices(()), "guide.choices must be a list of texts"),
         (lambda: Choices("yes"), "guide.choices must be a list of texts"),  # type: ignore[arg-type]
         (lambda: Regex(""), "guide.pattern must be a regular expression"),
-        (lambda: JsonSchema().expression(), "guide=json_schema needs a schema"),
+        (lambda: JsonSchema().expressions(), "guide=json_schema needs a schema"),
         (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
         (lambda: JsonSchema("{"), "guide.schema is not JSON"),
-        (lambda: JsonSchema('{"type": "what"}').expression(), "cannot be used as a form"),
-        (lambda: JsonSchema({"type": "integer", "minimum": 3}).expression(), "has 'minimum', which this guide"),
-        (lambda: JsonSchema({"type": "object", "required": ["a"]}).expression(), "'a' among `required`"),
-        (lambda: JsonSchema({"properties": {'a"b': {}}}).expression(), "signs that JSON escapes"),
-        (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expression(), "only letters, digits"),
-        (lambda: JsonSchema({"type": "string", "format": "email"}).expression(), "the format 'email'"),
-        (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expression(), "`allOf` of several"),
-        (lambda: JsonSchema("[" * 10**5).expression(), "guide.schema"),
-        (lambda: JsonSchema({"a": {1}}).expression(), "must be a mapping as JSON has it"),
+        (lambda: JsonSchema('{"type": "what"}').expressions(), "cannot be used as a form"),
+        (lambda: JsonSchema({"type": "integer", "minimum": 3}).expressions(), "has 'minimum', which this guide"),
+        (lambda: JsonSchema({"type": "object", "required": ["a"]}).expressions(), "'a' among `required`"),
+        (lambda: JsonSchema({"properties": {'a"b': {}}}).expressions(), "signs that JSON escapes"),
+        (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expressions(), "only letters, digits"),
+        (lambda: JsonSchema({"type": "string", "format": "email"}).expressions(), "the format 'email'"),
+        (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expressions(), "`allOf` of several"),
+        (lambda: JsonSchema("[" * 10**5).expressions(), "guide.schema"),
+        (lambda: JsonSchema({"a": {1}}).expressions(), "must be a mapping as JSON has it"),
     ],
 )
 def test_wrong_settings(make: Any, said: str) -> None:
@@ -306,7 +298,7 @@ def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = built("(a|b)+c")
     automaton._built.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(automaton, "_bytes", None)
+        patch.setattr(automaton, "byte_automaton", lambda *_: pytest.fail("built again"))
         again = built("(a|b)+c")
     for name in automaton.TENSORS:
         assert torch.equal(getattr(again, name), getattr(first, name))

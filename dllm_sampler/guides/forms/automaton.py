@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,14 +22,16 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError
 
-SECONDS, STATES, BYTES = 10, 5000, 100_000  # most time to build, states of an automaton, bytes of an expression
+SECONDS, STATES, BYTES = 10, 10_000, 100_000  # most time to build, states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes
 MEMORY = 4 << 30  # bytes that building may take
+KEPT = 64  # automata and expressions in memory
 # Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
 # accepted yet (it sees matches one byte late). The character is none, so no answer has it.
 MARK = "\U0010ffff"
-FORMAT = 3  # of the files
+FORMAT = 4  # of the files
 TENSORS = ("moves", "accepts", "classes")
+ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state, accepting ones, where bytes lead
 
 # Runs in a process of its own: an expression may have exponentially many states, and the library cannot be stopped.
 BUILD = """
@@ -62,7 +64,7 @@ json.dump([index.get_initial_state(), sorted(index.get_final_states()), list(mov
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Automaton:
     """A deterministic automaton over tokens, minimal. Tokens of one class move every state alike.
 
@@ -75,21 +77,6 @@ class Automaton:
     classes: Tensor  # [V] int64: the class of each token
     start: int
     shortest: int  # fewest tokens of a text that is accepted; -1: there is none
-
-    @cached_property
-    def sizes(self) -> Tensor:
-        """`[C] float64` logarithm of the number of tokens of each class."""
-        ones = torch.ones(len(self.classes), dtype=torch.float64, device=self.classes.device)
-        return ones.new_zeros(self.moves.shape[1]).index_add_(0, self.classes, ones).log()
-
-    @cached_property
-    def short(self) -> Tensor:
-        """`[V]` the classes in few bits: they are compared with many in each step."""
-        return self.classes.to(torch.int16 if self.moves.shape[1] < 2**15 else torch.int32)
-
-    def to(self, device: torch.device) -> Automaton:
-        """The same elsewhere."""
-        return replace(self, **{name: getattr(self, name).to(device) for name in TENSORS})
 
     def accepted(self, tokens: Sequence[int]) -> bool:
         """Whether a text of these tokens is accepted."""
@@ -116,15 +103,40 @@ def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_i
     if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
         raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
     library = version("outlines-core") if find_spec("outlines_core") else ""
-    about = json.dumps([FORMAT, library, pattern, vocab, eos_id, mask_id])
-    digest = hashlib.sha256(about.encode() + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
-    return _built(_Key(digest, pattern, tuple(tokens), vocab, eos_id, mask_id))
+    about, make = f"{library} {pattern}", partial(byte_automaton, pattern)
+    return lifted(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+
+
+def lifted(
+    name: str,
+    about: str,
+    make: Callable[[], ByteAutomaton],
+    tokens: Sequence[bytes],
+    vocab: int,
+    eos_id: int,
+    mask_id: int,
+) -> Automaton:
+    """An automaton over bytes as one over tokens, from disk where it was built before.
+
+    Args:
+        name: what errors call it.
+        about: what it is made from: equal texts are the same automaton.
+        make: builds the automaton over bytes.
+        tokens, vocab, mask_id: as in `build`.
+
+    Raises:
+        UserError: it is too large.
+    """
+    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
+    digest = hashlib.sha256(known + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
+    return _built(_Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id))
 
 
 @dataclass(frozen=True)
 class _Key:
     digest: str
-    pattern: str
+    name: str
+    make: Callable[[], ByteAutomaton]
     tokens: tuple[bytes, ...]
     vocab: int
     eos_id: int
@@ -137,7 +149,7 @@ class _Key:
         return isinstance(other, _Key) and self.digest == other.digest
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=KEPT)
 def _built(key: _Key) -> Automaton:
     home = os.environ.get("DLLM_SAMPLER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
     folder = Path(home).expanduser() / "forms"
@@ -148,8 +160,7 @@ def _built(key: _Key) -> Automaton:
         return Automaton(stored["moves"], stored["accepts"], stored["classes"], start, shortest)
     except (OSError, SafetensorError, KeyError):
         pass
-    start, finals, moves = byte_automaton(key.pattern)
-    found = _lifted(key, start, finals, moves)
+    found = _over_tokens(key, *key.make())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{key.digest}.{os.getpid()}"
@@ -161,11 +172,11 @@ def _built(key: _Key) -> Automaton:
     return found
 
 
-def byte_automaton(pattern: str, seconds: float = SECONDS) -> tuple[int, list[int], dict[int, dict[int, int]]]:
+def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
 
     Args:
-        seconds: most time to build.
+        seconds: most time to build; None: `SECONDS`.
 
     Raises:
         UserError: no expression, or one too large to build.
@@ -179,6 +190,7 @@ def byte_automaton(pattern: str, seconds: float = SECONDS) -> tuple[int, list[in
     return start, [state for state in moves if _ends(moves, state, finals)], moves
 
 
+@lru_cache(maxsize=KEPT)
 def expression(schema: str, whitespace: str, depth: int) -> str:
     """The regular expression of a JSON schema.
 
@@ -189,13 +201,13 @@ def expression(schema: str, whitespace: str, depth: int) -> str:
     return json.loads(_run(given, "guide.schema"))
 
 
-def _run(given: dict[str, Any], name: str, seconds: float = SECONDS) -> str:
+def _run(given: dict[str, Any], name: str, seconds: float | None = None) -> str:
     """What the library makes of it, within limits of time and memory."""
     library()
     command = [sys.executable, "-I", "-c", BUILD]
     try:
         text = json.dumps({**given, "memory": MEMORY})
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
     if not done.returncode:
@@ -234,7 +246,7 @@ def _short(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")
 
 
-def _lifted(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
+def _over_tokens(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
     """The same over tokens."""
     names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
     size = len(names)
@@ -257,7 +269,7 @@ def _lifted(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int,
     columns, again = moved.T.unique(dim=0, return_inverse=True)
     if len(moved) * len(columns) > ENTRIES:
         raise UserError(
-            f"the form {_short(key.pattern)} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
+            f"the form {key.name} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
             f" is at most {ENTRIES}"
         )
     return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))

@@ -1,12 +1,14 @@
 """The joint choice: the candidates of a step are tokens of one string that the automaton accepts.
 
 So whatever part of them a scheduler commits, the string is a witness that the rest can be completed. Letters: N = B*K
-strings, one for each row and candidate; L positions of an answer; C classes of tokens; S states, the last one dead.
+strings, one for each row and candidate; L positions of an answer; S states, E edges, M moves and C classes of tokens
+(see `edges.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,12 +16,16 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Whole
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms.automaton import Automaton
+from dllm_sampler.guides.forms.edges import Edges
+from dllm_sampler.guides.forms.tops import Tops, best, nothing, rows_at_once, total
 
-LEAST = -1e6  # of a token that another guide forbids: worse than all others, better than a string that ends nowhere
+LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
+TIE = 1e-9  # by which a class is worse than another one with the same best logit
+ROOM = 2**21  # numbers of several positions' moves that are worked on at once
 
 
 @dataclass(frozen=True)
@@ -54,103 +60,232 @@ def _put(values: Tensor, place: Tensor, new: Tensor) -> Tensor:
     return room.scatter(1, place, new)[:, :-1]
 
 
-def by_class(logits: Tensor, classes: Tensor, count: int) -> Tensor:
-    """`[R, C]` the best of logits `[R, V]` in each class."""
-    best = logits.new_full((len(logits), count), -torch.inf)
-    return best.scatter_reduce_(1, classes.expand_as(logits), logits, "amax")
+@dataclass(frozen=True)
+class Lattice:
+    """The strings of a step as ways through an automaton's edges, one edge for each position."""
+
+    edges: Edges
+    answers: Answers
+    strings: Strings
+    form: Tensor  # [N]
+    unasked: Tensor  # [N, L] bool: a mask that no forward was asked about
+
+    @staticmethod
+    def of(edges: Edges, canvas: Canvas, answers: Answers, mask_id: int) -> Lattice:
+        """The lattice of a query's strings."""
+        strings = Strings.of(canvas, answers.query, mask_id)
+        there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
+        place = strings.place.masked_fill(there == 0, strings.token.shape[1])
+        asked = _put(torch.zeros_like(strings.free), place, torch.ones_like(place, dtype=torch.bool))
+        form = torch.zeros_like(canvas.first) if canvas.form is None else canvas.form
+        form = form.repeat_interleave(len(place) // len(form), 0)
+        unasked = strings.exists & strings.free & ~asked
+        return Lattice(edges, answers, replace(strings, place=place), form, unasked)
+
+    @cached_property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Source and target `[N, E]` of each string's edges, edge and class `[N, M]` of its moves."""
+        it, own = self.edges, self.form
+        source, target, edge, kind = (one.index_select(0, own) for one in (it.source, it.target, it.edge, it.kind))
+        return source, target, edge, kind
+
+    def values(self, found: Tensor, rest: Tensor) -> Tensor:
+        """`[N, L, C+2]` the value of each class at each position.
+
+        Args:
+            found: `[R, C+2]` of the answers.
+            rest: `[C+2]` where a mask is not asked about.
+        """
+        (number, length), count = self.strings.token.shape, len(rest)
+        room = rest.expand(number, length + 1, count)
+        index = self.strings.place[..., None].expand(-1, -1, count)
+        room = room.scatter(1, index, self.answers.spread(found).flatten(0, 1))[:, :-1]
+        # What stands is certain, and so is that nothing is behind the end.
+        only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)
+        fits = only[..., None] == select.numbers(count, only.device)
+        sure = torch.zeros_like(rest).where(fits, -torch.inf)
+        return torch.where((self.strings.exists & self.strings.free)[..., None], room, sure)
+
+    def at(self, values: Tensor) -> Tensor:
+        """`[N, Q, ...]` of values `[N, L, ...]`: those of the queried positions, any others where none is answered."""
+        place = self.strings.place.clamp(max=values.shape[1] - 1)[..., None]
+        return values.gather(1, place.expand(-1, -1, values.shape[2]))
+
+    def moves(self, values: Tensor) -> Tensor:
+        """`[N, T, M]` of each move, from values `[N, T, C+2]` of classes."""
+        return values.gather(2, self.lists[3][:, None].expand(-1, values.shape[1], -1))
+
+    def weights(self, values: Tensor, several: bool) -> Tensor:
+        """`[N, T, E]` the best, or the sum, of each edge's moves, from values `[N, T, C+2]` of classes."""
+        source, _, edge, _ = self.lists
+        each = self.moves(values)
+        return (total if several else best)(each, edge[:, None], nothing(each, source.shape[1]))
+
+    def parts(self, length: int) -> list[tuple[int, int]]:
+        """Stretches of `length` positions whose moves are worked on at once."""
+        size = max(1, ROOM // (len(self.form) * self.edges.kind.shape[1]))
+        return [(begin, min(begin + size, length)) for begin in range(0, length, size)]
+
+    def ahead(self, values: Tensor, several: bool) -> Tensor:
+        """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
+        accepts = self.edges.accepts.index_select(0, self.form)
+        goal = torch.zeros_like(values[:, 0, :1]).where(accepts, -torch.inf)
+        source, target, _, _ = self.lists
+        reduce, none, found = total if several else best, nothing(goal, goal.shape[1]), [goal]
+        for begin, end in reversed(self.parts(values.shape[1])):
+            for weight in reversed(self.weights(values[:, begin:end], several).unbind(1)):
+                goal = reduce(weight + goal.gather(1, target), source, none)
+                found.append(goal)
+        return torch.stack(found[::-1], 1)
+
+    def behind(self, values: Tensor) -> Tensor:
+        """`[N, L, S]` the sum of what may lead to each state at each position."""
+        source, target, _, _ = self.lists
+        none = values.new_full((len(self.form), self.edges.accepts.shape[1]), -torch.inf)
+        goal, found = none.scatter(1, self.edges.start.index_select(0, self.form)[:, None], 0), []
+        for begin, end in self.parts(values.shape[1]):
+            for weight in self.weights(values[:, begin:end], True).unbind(1):
+                found.append(goal)
+                goal = total(weight + goal.gather(1, source), target, none)
+        return torch.stack(found, 1)
+
+    def factors(self, behind: Tensor, ahead: Tensor) -> Tensor:
+        """`[N, Q, C+2]` the sum of what leads to, and what follows, a token of each class at the queried positions.
+
+        Args:
+            behind, ahead: `[N, L, S]` of the states before and after each position.
+        """
+        source, target, edge, kind = (one[:, None] for one in self.lists)
+        before, after, found = self.at(behind), self.at(ahead), []
+        for begin, end in self.parts(before.shape[1]):
+            both = before[:, begin:end].gather(2, source.expand(-1, end - begin, -1))
+            both = both + after[:, begin:end].gather(2, target.expand_as(both))  # [N, T, E]
+            each = both.gather(2, edge.expand(-1, end - begin, -1))  # [N, T, M]
+            found.append(total(each, kind, nothing(each, len(self.edges.sizes))))
+        return torch.cat(found, 1)
+
+    def walk(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:
+        """`[N, L]` the edge at each position of the best string, or of a drawn one.
+
+        Args:
+            values: `[N, L, C+2]` the best of each class, in a draw with the step's noise.
+            goals: `[N, L+1, S]` see `ahead`.
+            noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
+        """
+        source, target, _, _ = self.lists
+        state, taken = self.edges.start.index_select(0, self.form)[:, None], []  # [N, 1]
+        sizes = self.edges.sizes.expand(len(state), 1, -1)
+        even = None if noise is None else self.weights(sizes, True)  # [N, 1, E] every token is as likely
+        for begin, end in self.parts(values.shape[1]):
+            weight = self.weights(values[:, begin:end], False)  # [N, T, E]
+            follows = goals[:, begin + 1 : end + 1]
+            if noise is not None and even is not None:
+                unasked = self.unasked[:, begin:end, None]
+                weight = torch.where(unasked, even, weight)
+                follows = follows + noise[:, begin:end] * unasked
+            score = weight + follows.gather(2, target[:, None].expand(weight.shape))
+            for one in score.unbind(1):
+                taken.append(one.masked_fill(source != state, -torch.inf).argmax(1, keepdim=True))
+                state = target.gather(1, taken[-1])
+        return torch.cat(taken, 1)
+
+    def kinds(self, values: Tensor, taken: Tensor) -> Tensor:
+        """`[N, Q]` the best class of the edges `taken [N, Q]` by `values [N, Q, C+2]`."""
+        edge, kind = (one[:, None] for one in self.lists[2:])
+        found = []
+        for begin, end in self.parts(taken.shape[1]):
+            each = self.moves(values[:, begin:end])
+            move = each.masked_fill(edge != taken[:, begin:end, None], -torch.inf).argmax(2, keepdim=True)
+            found.append(kind.expand(each.shape).gather(2, move)[..., 0])
+        return torch.cat(found, 1)
 
 
-def weight_by_class(logits: Tensor, classes: Tensor, count: int) -> Tensor:
-    """`[R, C] float64` the logarithm of each class's sum of exp(logits) `[R, V]`."""
-    top = logits.amax(1, keepdim=True)
-    weight = torch.exp(logits - top)
-    total = weight.new_zeros(len(logits), count).scatter_add_(1, classes.expand_as(weight), weight)
-    return (total.double().log() + top.double()).clamp(min=LEAST)
+def posterior(edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int) -> Tensor:
+    """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
 
-
-def chosen(automaton: Automaton, strings: Strings, best: Tensor, plain: Tensor, weight: Tensor | None = None) -> Tensor:
-    """`[N, L]` the class at each position of the best string, or with `weight` of a drawn one.
-
-    Args:
-        best: `[N, L, C]` the best logit of each class, with the noise of the step in a draw; of no interest where a
-            token stands.
-        plain: `[N, L]` the class of the token that would be chosen freely, which wins a tie.
-        weight: `[N, L, C]` logarithm of each class's weight in a draw; None: the best string is wanted.
+    To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
+    certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
     """
-    count = automaton.moves.shape[1]
-    stands = automaton.classes[strings.token]  # [N, L]
-    other = strings.exists & ~strings.free
-    fixed = other[..., None] & (stands[..., None] != select.numbers(count, best.device))  # [N, L, C]
-    best = best.masked_fill(fixed, -torch.inf)
-    value = best if weight is None else weight.masked_fill(fixed, -torch.inf)
-    (number, length), flat = strings.exists.shape, automaton.moves.flatten()
-    goal = torch.zeros(number, len(automaton.moves), dtype=best.dtype, device=best.device)
-    goal = goal.masked_fill(~automaton.accepts, -torch.inf)
-    ahead = [goal]  # the best, or the sum, of what may follow each state, from the back
-    for at in reversed(range(length)):
-        paths = value[:, at, None] + goal.index_select(1, flat).view(number, *automaton.moves.shape)  # [N, S, C]
-        before = paths.amax(2) if weight is None else paths.logsumexp(2)
-        before = before - before.amax(1, keepdim=True)  # where all are alike this adds 0, so that no bit changes
-        goal = torch.where(strings.exists[:, at, None], before, goal)
-        ahead.append(goal)
-    state = torch.full((number,), automaton.start, device=best.device)
-    walk = []
-    for at, following in zip(range(length), ahead[-2::-1], strict=True):
-        moves = automaton.moves.index_select(0, state)  # [N, C]
-        score = best[:, at] + following.gather(1, moves)
-        free = plain[:, at, None]
-        wins = score.gather(1, free) >= score.amax(1, keepdim=True)
-        pick = torch.where(wins, free, score.argmax(1, keepdim=True))
-        walk.append(pick)
-        state = torch.where(strings.exists[:, at], moves.gather(1, pick)[:, 0], state)
-    return torch.cat(walk, 1)
+    lattice, tops = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, logits, weigh=True)
+    assert tops.weight is not None
+    mass = lattice.values(_relative(tops.weight, tops.weight.amax(1, keepdim=True)), edges.sizes)
+    factor = answers.pick(
+        lattice.factors(lattice.behind(mass), lattice.ahead(mass, True)[:, 1:]).view(*answers.query.ids.shape, -1)
+    )  # [R, C+2]
+    factor[:, -2:] = -torch.inf
+    factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
+    # Where another guide forbids all that fits, tokens of a class are alike.
+    barred = (tops.classes + factor).amax(1, keepdim=True) == -torch.inf
+    factor = factor.to(torch.promote_types(logits.dtype, torch.float32))
+    found, rows = factor.index_select(1, edges.classes), rows_at_once(logits)
+    for into, part, none in zip(found.split(rows), logits.split(rows), barred.split(rows), strict=True):
+        into.add_(part.masked_fill(none, 0))
+    return found
 
 
 def choose(
-    automaton: Automaton,
+    edges: Edges,
     logits: Tensor,
     noisy: Tensor,
     canvas: Canvas,
     answers: Answers,
     mask_id: int,
     draws: bool,
+    whole: Whole | None = None,
 ) -> Tensor:
-    """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate."""
-    query, count = answers.query, automaton.moves.shape[1]
-    strings = Strings.of(canvas, query, mask_id)
-    shape = (*strings.token.shape, count)
+    """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate.
 
-    def spread(values: Tensor, rest: Tensor) -> Tensor:
-        """`[N, L, ...]` values of the answers `[R, ...]`, and `rest [N, L, ...]` where none is asked."""
-        there = answers.spread(torch.ones_like(answers.row))  # [B, K, Q]
-        place = strings.place.masked_fill(there.flatten(0, 1) == 0, shape[1])
-        index = place.view(*place.shape, *[1] * (values.dim() - 1)).expand(*place.shape, *values.shape[1:])
-        room = torch.cat([rest, rest[:, :1]], 1)
-        return room.scatter(1, index, answers.spread(values).flatten(0, 1))[:, :-1]
-
-    nothing = torch.zeros(shape, dtype=torch.float64, device=logits.device)
-    weight = None
+    Args:
+        whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
+    """
+    lattice, tops, freely = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, noisy), argmax(noisy)
+    score = _relative(tops.classes, noisy.gather(1, freely[:, None]))
+    full = None if whole is None else Tops.of(edges, whole[1])
+    if full is not None:
+        score = _instead(score, full.classes)
+    # The class of the token that would be chosen freely wins a tie.
+    own = edges.classes[freely][:, None] == select.numbers(len(edges.sizes), noisy.device)
+    score = torch.where(own, score, score.clamp(max=-TIE))
+    values = lattice.values(score, edges.sizes.clamp(max=0))  # 0 where nothing is asked
     if draws:
-        sizes = automaton.sizes.expand(shape)
-        weight = spread(weight_by_class(logits, automaton.classes, count), sizes)
-        nothing = sizes + unasked(canvas, query, count)
-    tops = by_class(noisy, automaton.classes, count)  # [R, C]
-    best = spread(tops.double().clamp(min=LEAST), nothing)
-    free = automaton.classes[argmax(noisy)]  # [R]
-    pick = chosen(automaton, strings, best, spread(free, nothing.argmax(2)), weight)
-    at = torch.cat([pick, pick[:, :1]], 1).gather(1, strings.place)  # [N, Q]
-    own = answers.pick(at.view(query.ids.shape))  # [R]
-    # The first of the class with its best logit, also if another guide forbids them all.
-    found = (noisy == tops.gather(1, own[:, None])) & (automaton.short == own.to(automaton.short.dtype)[:, None])
-    return argmax(found.view(torch.uint8))
+        weight = Tops.of(edges, logits, weigh=True).weight
+        assert weight is not None
+        chance = _relative(weight, weight.amax(1, keepdim=True))
+        if whole is not None:
+            rest = Tops.of(edges, whole[0], weigh=True).weight
+            assert rest is not None
+            chance = _instead(chance, rest)
+        mass = lattice.values(chance, edges.sizes)
+        taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, edges))
+    else:
+        taken = lattice.walk(values, lattice.ahead(values, False))
+    own = lattice.kinds(lattice.at(values), lattice.at(taken[..., None])[..., 0])  # [N, Q]
+    kind = answers.pick(own.view(answers.query.ids.shape))
+    found = tops.token(edges, noisy, kind)
+    if full is None or whole is None:
+        return found
+    left = tops.classes.gather(1, kind[:, None])[:, 0] > -torch.inf
+    return torch.where(left, found, full.token(edges, whole[1], kind))
 
 
-def unasked(canvas: Canvas, query: Query, count: int) -> Tensor:
-    """`[N, L, C]` noise for classes at positions that no forward was asked about, where every token is as likely."""
+def _instead(found: Tensor, full: Tensor) -> Tensor:
+    """`[R, C+2]` values of classes, of which those that another guide took away are ranked by `full [R, C+2]`."""
+    return torch.where(found == LEAST, LEAST + _relative(full, full.amax(1, keepdim=True)), found)
+
+
+def _relative(values: Tensor, top: Tensor) -> Tensor:
+    """`[R, C+2] float64` values of classes, measured from the top `[R, 1]`; none is less than `LEAST`."""
+    found = (values.double() - top.double().clamp(min=torch.finfo(torch.float64).min)).clamp(min=LEAST)
+    found[:, -2:] = -torch.inf
+    return found
+
+
+def unasked(canvas: Canvas, query: Query, edges: Edges) -> Tensor:
+    """`[N, L, S]` noise for the states behind positions that no forward was asked about."""
     if not isinstance(canvas.noise, CounterNoise):
         raise UserError(f"a drawn answer of a form needs noise by position, and {type(canvas.noise).__name__} has none")
     candidates = query.ids.shape[1]
     step = canvas.step[:, None] if query.step is None else query.step
     step = step.expand(-1, candidates).flatten()  # [N]
     seeds, answer = (one.repeat_interleave(candidates, 0) for one in (canvas.row_seed, canvas.answer()))
-    return token_noise(hashed(seeds, step, answer, FORMS), count).double()
+    return token_noise(hashed(seeds, step, answer, FORMS), edges.accepts.shape[1]).double()

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Context, Guide
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.protocols import Context, Guide, Whole
+from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton
-from dllm_sampler.guides.forms.choice import choose
+from dllm_sampler.guides.forms.choice import choose, posterior
+from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.tokens import token_bytes
 
 
@@ -30,21 +31,46 @@ class Form(Guide):
     The candidates of a step are tokens of one string that has the form, given what stands already: the best such
     string, or under a temperature an exact draw among all of them (positions that a step does not ask about count as
     uniform). Every part of it that a scheduler commits can be completed, so an answer that comes to its end has the
-    form. Behind an end token anything may stand. Confidence stays the model's own.
+    form. Behind an end token anything may stand.
 
     Source: forward filtering and backward sampling of hidden Markov models, over the token automaton of constrained
     decoding (arXiv 2307.09702). The expression is compiled by outlines-core; tokens are taken as bytes.
+
+    A list of forms is served in one batch: each prompt names its own (`forms` of `Sampler.generate`).
+
+    Args:
+        posterior: read confidence from the law of each token given what stands and that the answer has the form, so
+            that what the form decides is certain; else from the model's own.
     """
 
     joint: ClassVar[bool] = True
 
-    automaton: Automaton | None = field(init=False, default=None, repr=False, compare=False)
+    forms: int = field(init=False, default=0, repr=False, compare=False)
+    posterior: bool = field(default=False, kw_only=True)
+    automata: tuple[Automaton, ...] = field(init=False, default=(), repr=False, compare=False)  # of each form
+    edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
+    shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
 
-    def expression(self) -> str:
-        """The regular expression of the whole answer."""
+    @property
+    def measures(self) -> bool:
+        """See `Guide.measures`."""
+        return self.posterior
+
+    def expressions(self) -> tuple[str, ...]:
+        """The regular expression of the whole answer, or that of each form of a list."""
         raise NotImplementedError
+
+    def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
+        """The automaton of each form over a model's tokens, whose bytes are `tokens`.
+
+        Raises:
+            UserError: one cannot be built.
+        """
+        assert spec.mask_id is not None
+        numbers = spec.vocab_size, spec.eos_id, spec.mask_id
+        return tuple(automaton.build(text, tokens, *numbers) for text in self.expressions())
 
     def bind(self, context: Context) -> Self:
         """Build the automaton over the model's tokens.
@@ -58,30 +84,44 @@ class Form(Guide):
         if spec.mask_id is None:
             raise UserError(f"{name} is for models with a mask token, and this one's noise are random tokens")
         tokens = token_bytes(context.tokenizer)
-        found = automaton.build(self.expression(), tokens, spec.vocab_size, spec.eos_id, spec.mask_id)
-        if found.shortest < 0:
-            raise UserError(f"{name}: no text of this model's tokens has that form")
-        return learned(self, automaton=found.to(spec.device), mask_id=spec.mask_id, drawn=context.draws)
+        found = self.build(tokens, spec)
+        shortest = tuple(one.shortest for one in found)
+        if -1 in shortest:
+            raise UserError(f"{name}: no text of this model's tokens has {self._name(shortest.index(-1))}")
+        return learned(
+            self,
+            automata=found,
+            edges=joined(found).to(spec.device),
+            shortest=shortest,
+            mask_id=spec.mask_id,
+            drawn=context.draws,
+        )
 
-    def check_length(self, new_tokens: int) -> None:
+    def check_length(self, new_tokens: int, form: int = 0) -> None:
         """See `Guide.check_length`."""
-        assert self.automaton is not None
-        least = self.automaton.shortest
+        least = self.shortest[form]
         if new_tokens < least:
             raise UserError(
-                f"guide={type(self).__name__}: the shortest answer of that form has {least} tokens, and max_new_tokens"
-                f" is {new_tokens}"
+                f"guide={type(self).__name__}: the shortest answer of {self._name(form)} has {least} tokens, and"
+                f" max_new_tokens is {new_tokens}"
             )
 
-    def valid(self, tokens: Sequence[int]) -> bool:
+    def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
-        assert self.automaton is not None
-        return self.automaton.accepted(tokens)
+        return self.automata[form].accepted(tokens)
 
-    def choose(self, logits: Tensor, noisy: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def _name(self, form: int) -> str:
+        return f"form {form}" if self.forms else "that form"
+
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.__call__`: the logits of the posterior."""
+        assert self.edges is not None
+        return posterior(self.edges, logits, canvas, answers, self.mask_id)
+
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
-        assert self.automaton is not None
-        return choose(self.automaton, logits, noisy, canvas, answers, self.mask_id, self.drawn)
+        assert self.edges is not None
+        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole)
 
 
 @dataclass(frozen=True)
@@ -89,18 +129,22 @@ class Regex(Form):
     """Answers that match a regular expression as a whole (Rust's syntax, without look-around and back references).
 
     Args:
-        pattern: the expression; `(?s).*` allows everything.
+        pattern: the expression; `(?s).*` allows everything. Or a list of expressions.
+        posterior: see `Form`.
     """
 
-    pattern: str = "(?s).*"
+    pattern: str | tuple[str, ...] = "(?s).*"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str) or not self.pattern:
-            raise UserError(f"guide.pattern must be a regular expression, not {self.pattern!r}")
+        given = self.pattern
+        listed = isinstance(given, list | tuple)
+        if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
+            raise UserError(f"guide.pattern must be a regular expression, or a list of them, not {given!r}")
+        vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
-    def expression(self) -> str:
-        """See `Form.expression`."""
-        return self.pattern
+    def expressions(self) -> tuple[str, ...]:
+        """See `Form.expressions`."""
+        return (self.pattern,) if isinstance(self.pattern, str) else self.pattern
 
 
 @dataclass(frozen=True)
@@ -108,20 +152,27 @@ class Choices(Form):
     """Answers out of a list.
 
     Args:
-        choices: the texts.
+        choices: the texts, or a list of such lists.
+        posterior: see `Form`.
     """
 
-    choices: tuple[str, ...] = ("yes", "no")
+    choices: tuple[str | Sequence[str], ...] = ("yes", "no")
 
     def __post_init__(self) -> None:
         given = self.choices
-        if isinstance(given, str) or not given or not all(isinstance(one, str) and one for one in given):
-            raise UserError(f"guide.choices must be a list of texts, none of them empty, not {given!r}")
-        vars(self)["choices"] = tuple(given)
+        listed = isinstance(given, list | tuple) and bool(given) and not any(isinstance(one, str) for one in given)
+        for one in given if listed else [given]:
+            if not isinstance(one, list | tuple) or not one or not all(isinstance(text, str) and text for text in one):
+                raise UserError(
+                    f"guide.choices must be a list of texts, none of them empty, or a list of such lists, not {given!r}"
+                )
+        found = tuple(tuple(texts) for texts in given) if listed else tuple(given)
+        vars(self).update(choices=found, forms=len(found) if listed else 0)
 
-    def expression(self) -> str:
-        """See `Form.expression`."""
-        return "|".join(map(re.escape, self.choices))
+    def expressions(self) -> tuple[str, ...]:
+        """See `Form.expressions`."""
+        lists = self.choices if self.forms else (self.choices,)
+        return tuple("|".join(re.escape(str(one)) for one in texts) for texts in lists)
 
 
 @dataclass(frozen=True)
@@ -131,47 +182,58 @@ class JsonSchema(Form):
     Properties come in the schema's order. References that lead back to themselves are followed `depth` times.
 
     Args:
-        schema: a file, the schema as JSON, or a mapping.
+        schema: a file, the schema as JSON, or a mapping. Or a list of these.
         whitespace: what may stand between the signs of a document, as a regular expression.
         depth: of recursion.
+        posterior: see `Form`.
     """
 
-    schema: str | Mapping[str, Any] = ""
+    schema: str | Mapping[str, Any] | tuple[str | Mapping[str, Any], ...] = ""
     whitespace: str = "[ ]?"
     depth: int = 3
 
     def __post_init__(self) -> None:
         check_count("guide.depth", self.depth, 0)
         given = self.schema
-        if not given:
-            return  # a template of settings; `expression` refuses it
-        if not isinstance(given, str):
-            try:
-                text = json.dumps(_plain(given))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise UserError(f"guide.schema must be a mapping as JSON has it: {error}") from None
-        elif given.lstrip().startswith(("{", "true", "false")):
-            text = given
-        else:
-            try:
-                text = Path(given).expanduser().read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise UserError(f"guide.schema={given!r} is no JSON, and no file that can be read: {error}") from None
-        try:
-            json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"guide.schema is not JSON that can be read: {error}") from None
-        vars(self)["schema"] = text
+        if isinstance(given, list | tuple):
+            if not given or not all(given):
+                raise UserError(f"guide.schema must be a schema, or a list of them, none of them empty, not {given!r}")
+            vars(self).update(schema=tuple(_text(one) for one in given), forms=len(given))
+        elif given:  # else a template of settings; `expressions` refuses it
+            vars(self)["schema"] = _text(given)
 
-    def expression(self) -> str:
-        """See `Form.expression`."""
+    def expressions(self) -> tuple[str, ...]:
+        """See `Form.expressions`."""
         if not self.schema:
             raise UserError("guide=json_schema needs a schema: guide.json_schema.schema=FILE, or the schema itself")
+        texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)
         try:
-            check_schema(json.loads(str(self.schema)))
+            for text in texts:
+                check_schema(json.loads(str(text)))
         except RecursionError:
             raise UserError("guide.schema is nested too deeply") from None
-        return automaton.expression(str(self.schema), self.whitespace, self.depth)
+        return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)
+
+
+def _text(given: Any) -> str:
+    """A schema as JSON, from a file, from JSON, or from a mapping."""
+    if not isinstance(given, str):
+        try:
+            text = json.dumps(_plain(given))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"guide.schema must be a mapping as JSON has it: {error}") from None
+    elif given.lstrip().startswith(("{", "true", "false")):
+        text = given
+    else:
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"guide.schema={given!r} is no JSON, and no file that can be read: {error}") from None
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"guide.schema is not JSON that can be read: {error}") from None
+    return text
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms.automaton import Automaton, lifted
+from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from dllm_sampler.guides.grammar.language import Language
 from dllm_sampler.guides.grammar.partial import END, Word
@@ -73,6 +76,8 @@ class Grammar(Guide):
         if spec.mask_id is None:
             raise UserError("guide=Grammar is for models with a mask token, and this one's noise are random tokens")
         language = Language.load(self.grammar)
+        if self.depth is not None or language.regular:
+            return BoundedGrammar(language, self.depth).bind(context)
         ends = frozenset(token for token in (spec.eos_id, spec.eot_id) if token is not None)
         return learned(self, language=language, tokens=tuple(token_bytes(context.tokenizer)), ends=ends)
 
@@ -82,6 +87,8 @@ class Grammar(Guide):
         ids, commit, settled = edit.ids.clone(), edit.commit.clone(), sure.clone()
         forced = torch.zeros_like(commit) if edit.forced is None else edit.forced.clone()
         rejected, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
+        assert readout.draw is not None and readout.raw is not None and readout.logits is not None
+        scores: Tensor | None = None  # made when a row wants them
         for text in self.texts(canvas):
             row = text.row
             wanted = Wanted.of(row, canvas, query, edit, sure)
@@ -99,7 +106,8 @@ class Grammar(Guide):
             if kept or not any(at in wanted.masks for at in wanted.commits):
                 continue
             found = None
-            for tried, (at, token, confidence) in enumerate(surest(row, wanted, readout)):
+            scores = readout.draw.scores(readout.raw) if scores is None else scores
+            for tried, (at, token, confidence) in enumerate(surest(row, wanted, scores, readout.logits)):
                 if tried == self.tries:
                     break
                 if self.fits(text, wanted.columns[at], token):
@@ -113,7 +121,7 @@ class Grammar(Guide):
             ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
         return replace(edit, ids=ids, commit=commit, confidence=settled, forced=forced, rejected=rejected, stuck=stuck)
 
-    def valid(self, tokens: Sequence[int]) -> bool:
+    def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
         assert self.language is not None
         words = []
@@ -146,6 +154,22 @@ class Grammar(Guide):
         assert self.language is not None
         word = self.word(token)
         return word != b"" and self.language.feasible(text.written(column, word))
+
+
+@dataclass(frozen=True)
+class BoundedGrammar(Form):
+    """Answers of a grammar that is regular, or whose derivations nest at most `depth` deep."""
+
+    language: Language
+    depth: int | None = None
+
+    def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
+        """See `Form.build`."""
+        made = self.language.automaton(self.depth)
+        about = f"grammar {json.dumps(made)}"
+        assert spec.mask_id is not None
+        numbers = spec.vocab_size, spec.eos_id, spec.mask_id
+        return (lifted(self.language.name, about, lambda: made, tokens, *numbers),)
 
 
 @dataclass
@@ -198,17 +222,19 @@ class Wanted:
         )
 
 
-def surest(row: int, wanted: Wanted, readout: Readout) -> Iterator[tuple[int, int, float]]:
+def surest(row: int, wanted: Wanted, scores: Tensor, logits: Tensor) -> Iterator[tuple[int, int, float]]:
     """Tokens at the masks of a row, the surest place first: place in the query, token, its probability.
 
     What is passed over competes no more, and its place goes on with its next best token. Tokens that the scheduler
     wanted have failed already.
+
+    Args:
+        scores: `[B, 1, Q, V]` of which a place's token is the best.
+        logits: `[B, 1, Q, V]` that probabilities are of.
     """
-    assert readout.scores is not None and readout.logits is not None
     places = sorted(wanted.masks)
-    at = torch.tensor(places, device=readout.scores.device)
-    scores = readout.scores[row, 0, at].double()  # [P, V]
-    chance = torch.softmax(readout.logits[row, 0, at].double(), -1)
+    at = torch.tensor(places, device=scores.device)
+    scores, chance = scores[row, 0, at].double(), torch.softmax(logits[row, 0, at].double(), -1)  # [P, V]
     for one in set(wanted.commits) & wanted.masks:
         scores[places.index(one), wanted.ids[one]] = -torch.inf
     best, token = scores.max(-1)

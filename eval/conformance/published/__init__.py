@@ -28,6 +28,7 @@ from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
 from dllm_sampler.eval.conformance.published.stops import AllEnd, EarlyStop, StopAt
+from dllm_sampler.eval.conformance.published.svdd import AbsorbingKernel
 from dllm_sampler.eval.conformance.published.unrolled import Unrolled
 from dllm_sampler.eval.conformance.published.window import (
     PublishedDualCache,
@@ -38,6 +39,7 @@ from dllm_sampler.eval.conformance.published.window import (
 from dllm_sampler.eval.conformance.published.wino import PublishedWino
 
 __all__ = [
+    "AbsorbingKernel",
     "AllEnd",
     "AmongTop",
     "AnyBlock",

@@ -54,13 +54,13 @@ class PublishedGrammar(Grammar):
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Guide.settle`."""
-        assert readout.scores is not None and readout.logits is not None
+        assert readout.draw is not None and readout.raw is not None and readout.logits is not None
         text = next(self.texts(canvas), None)
         if text is None:
             return edit
         columns, first = query.positions[0].tolist(), int(canvas.first[0])
         places = torch.where(canvas.eligible(query.positions)[0])[0]
-        best = readout.scores[0, 0, places].double()  # [P, V]
+        best = readout.draw.scores(readout.raw)[0, 0, places].double()  # [P, V]
         plain = best if self.greedy else readout.logits[0, 0, places].double()
         ids, commit = edit.ids.clone(), torch.zeros_like(edit.commit)
         rejected, stuck, left = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done), int(edit.commit.sum())

@@ -1,0 +1,97 @@
+"""How a step chooses tokens from logits: by its guides and its noise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.statistics import argmax
+from dllm_sampler.core.values import Canvas
+
+if TYPE_CHECKING:
+    from dllm_sampler.core.protocols import Guide
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The choice of a step, to be made again from other logits or by other noise.
+
+    Calls choose from logits `[B, K, Q, V]` and return tokens `[B, K, Q]`, 0 where nothing is answered.
+    """
+
+    guides: tuple[Guide, ...]  # in the order of application
+    canvas: Canvas
+    answers: Answers
+    vocab: int
+    noise: Tensor | None = None  # [R, V] of the step; None: drawn with the canvas's row seeds when it is wanted
+    draws: bool = True  # False: the best token is taken
+
+    @staticmethod
+    def of(guides: tuple[Guide, ...], canvas: Canvas, answers: Answers, vocab: int) -> Draw:
+        """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
+        draws = any(guide.draws for guide in guides)
+        noise = canvas.noise.tokens(canvas, answers, vocab) if draws else None
+        return Draw(guides, canvas, answers, vocab, noise, draws)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
+        return self.answers.spread(self.chosen(self.answers.pick(logits)))
+
+    def chosen(self, choice: Tensor) -> Tensor:
+        """`[R]` tokens chosen from `[R, V]`."""
+        joint, noise = next((guide for guide in self.guides if guide.joint), None), self._noise()
+        choice, whole = self._rewritten(choice)
+        if joint is None:
+            return argmax(_noised(choice, noise)[1])
+        rest = None if whole is choice else _noised(whole, noise)
+        return joint.choose(*_noised(choice, noise), rest, self.canvas, self.answers)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """`[B, K, Q, V]` of which a choice from `[B, K, Q, V]` is the best, without what a joint guide demands."""
+        choice, _ = self._rewritten(self.answers.pick(logits))
+        return self.answers.spread(_noised(choice, self._noise())[1])
+
+    def _rewritten(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """`[R, V]` what the guides, but for a joint one, make of logits; and what those make that take no token away.
+
+        Without a joint guide, which alone wants it, the second is of no meaning.
+        """
+        whole, joint = choice, any(guide.joint for guide in self.guides)
+        for guide in self.guides:
+            if guide.joint or not guide.chooses:
+                continue
+            before, choice = choice, guide(choice, self.canvas, self.answers)
+            if joint and not (guide.truncates or guide.excludes):
+                whole = choice if whole is before else guide(whole, self.canvas, self.answers)
+        return choice, whole
+
+    def _noise(self) -> Tensor | None:
+        """`[R, V]`; None: the best token is taken."""
+        if not self.draws or self.noise is not None:
+            return self.noise
+        return self.canvas.noise.tokens(self.canvas, self.answers, self.vocab)
+
+    def seeded(self, seeds: Tensor) -> Draw:
+        """The same with the noise of other row seeds, `[B] int64`."""
+        return replace(self, canvas=replace(self.canvas, row_seed=seeds), noise=None)
+
+    def greedy(self) -> Draw:
+        """The same without noise: the best tokens."""
+        return replace(self, noise=None, draws=False)
+
+    def under(self, candidate: Tensor) -> Draw:
+        """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
+        return replace(self, answers=self.answers.under(candidate), noise=None)
+
+
+def _noised(choice: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits `[R, V]`, and the same with noise where tokens are drawn."""
+    if noise is None:
+        return choice, choice
+    # In half precision the sums would tie, and ties go to the lower id.
+    choice = choice.to(torch.promote_types(choice.dtype, torch.float32))
+    return choice, choice + noise.to(choice.dtype)

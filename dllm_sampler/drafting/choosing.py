@@ -1,0 +1,205 @@
+"""Several drafts of a scheduler's next step, of which one becomes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.noise import CounterNoise, candidate_seeds
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.statistics import probability
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.rewards import NOTHING
+from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.rows import choose
+
+
+class Draft(NamedTuple):
+    """A state that one more step of the inner scheduler would lead to."""
+
+    inner: Carry
+    ids: Tensor  # [B, L+1]
+    masked: Tensor  # [B, L+1] bool
+    confidence: Tensor  # [B, L+1] probability of each token when the step committed it
+    closed: Tensor  # [B] bool: the block is over
+
+
+class Held(NamedTuple):
+    """The carry of `Choosing` where drafts wait for a forward."""
+
+    inner: Carry  # at the canvas
+    start: Tensor  # [B] start of the block that the drafts are for; -1: there are none
+    step: Tensor  # [B] steps that the inner scheduler took to the canvas; the next one is drafted, or will be
+    drafts: tuple[Draft, ...]  # M
+
+
+@dataclass(frozen=True)
+class Choosing(Around):
+    """Draft M next steps of the inner scheduler, by noise of their own, and take one; `pick` is left open.
+
+    Drafts either are judged as they are, and the step is over with the forward that it began with (`looks_ahead` is
+    false), or by what the model predicts at their masks. Then the next forward computes all M drafts of a row; one is
+    taken, and M drafts of the step after it are made from that one's predictions. Where all drafts of a row fill the
+    block, no forward is needed: one is taken at once. A forward that opens a block computes the canvas alone.
+
+    Args:
+        inner: the scheduler whose steps are drafted.
+        candidates: M; 1 is the inner scheduler itself.
+    """
+
+    candidates: int = 4
+    mask_id: int = field(init=False, default=-1)
+    draws: bool = field(init=False, default=True)  # whether tokens are drawn
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether drafts are judged by the forward that they begin."""
+        raise NotImplementedError
+
+    def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
+        """`[B]` the draft to take, of those made in `step [B]`, in the rows `judged [B] bool`; 0 in the others.
+
+        `ids [B, M, L+1]`: the drafts, with the mask token at masks or, where the drafts were looked ahead from, the
+        model's best tokens there, and `NOTHING` at masks that were not asked about.
+        """
+        raise NotImplementedError
+
+    @property
+    def _holds(self) -> bool:
+        return self.candidates > 1 and self.looks_ahead
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What it takes to draw again, and to say how likely what was drawn is."""
+        more = {"raw", "draw", "probabilities"} if self.candidates > 1 and self.draws else set[str]()
+        return super().needs | more
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry.inner if self._holds else carry
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """See `Traits.plans`: not known where drafts wait for a forward."""
+        return None if self._holds else super().ahead(canvas, carry)
+
+    def init(self, canvas: Canvas) -> Carry:
+        """The inner scheduler's carry, and no drafts."""
+        inner = super().init(canvas)
+        if self.candidates > 1 and not isinstance(canvas.noise, CounterNoise):
+            raise UserError(
+                f"scheduler={type(self).__name__} draws each candidate by a noise of its own, and"
+                f" {type(canvas.noise).__name__} draws in the order of steps: use the default noise"
+            )
+        if not self._holds:
+            return inner
+        none = Draft(inner, canvas.ids, canvas.masked, torch.zeros_like(canvas.ids, dtype=torch.float64), canvas.done)
+        zero = torch.zeros_like(canvas.start)
+        return Held(inner, zero - 1, zero, (none,) * self.candidates)
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The inner scheduler's query, under the M drafts that the row holds."""
+        query = super().ask(canvas, carry)
+        if not self._holds:
+            return query
+        holds = self._waits(canvas, carry)
+        ids, live = [], []
+        for number, draft in enumerate(carry.drafts):
+            there = holds & ~draft.closed
+            ids.append(torch.where(there[:, None], draft.ids.gather(1, query.positions), query.ids[:, 0]))
+            live.append(there if number else there | ~holds)
+        step = (carry.step + holds)[:, None]  # keys the noise of what is drafted next
+        return replace(query, ids=torch.stack(ids, 1), live=torch.stack(live, 1), step=step)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        if self.candidates == 1:
+            return self.inner.tell(canvas, query, readout, carry)
+        judged = ~canvas.done & ~readout.confidence.isnan().flatten(1).any(1)  # a model that failed is told otherwise
+        if self._holds:
+            return self._look_ahead(canvas, query, readout, carry, judged)
+        made = self._made(canvas, query, readout, carry)
+        ids = torch.stack([torch.where(draft.masked, self.mask_id, draft.ids) for _, draft in made], 1)
+        edit, draft = _taken(made, self.pick(canvas, canvas.step, ids, judged), canvas)
+        return edit, draft.inner
+
+    def _look_ahead(
+        self, canvas: Canvas, query: Query, readout: Readout, carry: Held, judged: Tensor
+    ) -> tuple[Edit, Carry]:
+        holds = self._waits(canvas, carry)
+        taken = self.pick(canvas, carry.step, self._filled(query, readout, carry.drafts), holds & judged)
+        held = _taken(carry.drafts, taken, canvas)
+        inner = choose(holds, held.inner, carry.inner, canvas.length)
+        at, write = query.positions, holds[:, None] & canvas.masked & ~held.masked
+        now = canvas.apply(at, Edit(held.ids.gather(1, at), write.gather(1, at)))
+        now = replace(now, step=carry.step + holds)
+        over = holds & held.closed
+
+        seen, asked = readout.of(taken), replace(query, ids=now.ids.gather(1, at)[:, None], live=None)
+        drafts = tuple(draft for _, draft in self._made(now, asked, seen, inner))
+        full = torch.stack([draft.closed for draft in drafts]).all(0) & judged & ~over & (canvas.noise_left() > 0)
+        ids = torch.stack([torch.where(draft.masked, NOTHING, draft.ids) for draft in drafts], 1)
+        last = _taken(drafts, self.pick(canvas, now.step, ids, full), canvas)
+        inner = choose(full, last.inner, inner, canvas.length)
+        fills = full[:, None] & now.masked & ~last.masked
+        ids, sure = torch.where(fills, last.ids, now.ids), torch.where(fills, last.confidence, held.confidence)
+        closed = over | full
+        edit = Edit(
+            ids.gather(1, at),
+            (write | fills).gather(1, at),
+            keep_block=~closed,
+            close_block=closed,
+            confidence=sure.gather(1, at),
+        )
+        return edit, Held(inner, canvas.start.masked_fill(closed, -1), now.step + full, drafts)
+
+    def _made(self, canvas: Canvas, query: Query, readout: Readout, inner: Carry) -> list[tuple[Edit, Draft]]:
+        """M steps of the inner scheduler from one canvas, `readout [B, 1, Q]`; the first one is its own."""
+        made = []
+        for number in range(self.candidates):
+            place, seen = canvas, readout
+            if number:
+                seeds = candidate_seeds(canvas, number)
+                if not self.inner.traits.plans:  # its order is fixed before
+                    place = replace(canvas, row_seed=seeds)
+                if self.draws:
+                    assert readout.draw is not None and readout.raw is not None and readout.probabilities is not None
+                    token = readout.draw.seeded(seeds)(readout.raw)
+                    seen = replace(readout, token=token, confidence=probability(readout.probabilities, token))
+            edit, after_inner = self.inner.tell(place, query, seen, inner)
+            sure = seen.confidence[:, 0] if edit.confidence is None else edit.confidence
+            edit = replace(edit, commit=edit.commit & (edit.ids != self.mask_id), confidence=sure)
+            after = canvas.apply(query.positions, edit)
+            row = torch.zeros_like(after.ids, dtype=torch.float64).scatter(1, query.positions, sure.double())
+            made.append((edit, Draft(after_inner, after.ids, after.masked, row, after.block_over(edit))))
+        return made
+
+    def _filled(self, query: Query, readout: Readout, drafts: Sequence[Draft]) -> Tensor:
+        """`[B, M, L+1]` the drafts with the model's best tokens where it was asked about a mask."""
+        best = readout.token
+        if self.draws:
+            assert readout.draw is not None and readout.raw is not None
+            best = readout.draw.greedy()(readout.raw)
+        filled = []
+        for number, draft in enumerate(drafts):
+            known = torch.where(draft.masked, NOTHING, draft.ids)
+            open_ = draft.masked.gather(1, query.positions)
+            at = torch.where(open_, best[:, number], known.gather(1, query.positions))
+            filled.append(known.scatter(1, query.positions, at))
+        return torch.stack(filled, 1)
+
+    @staticmethod
+    def _waits(canvas: Canvas, carry: Held) -> Tensor:
+        """`[B] bool` rows whose drafts wait for a forward."""
+        return (carry.start == canvas.start) & ~canvas.done
+
+
+def _taken(options: Sequence[Any], pick: Tensor, canvas: Canvas) -> Any:
+    """Of M trees of tensors the one that `pick [B]` names for each row."""
+    numbered = enumerate(options[1:], 1)
+    return reduce(lambda found, one: choose(pick == one[0], one[1], found, canvas.length), numbered, options[0])

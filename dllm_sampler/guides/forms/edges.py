@@ -1,0 +1,116 @@
+"""The automata of some forms as lists of edges, for a step's passes over the positions of an answer.
+
+A state of an automaton leads to few others, and most tokens fit nowhere: a step costs as much as there are edges, not
+as much as there are states times classes of tokens. Letters: P forms, S states, E edges, M moves, C classes of tokens
+that fit somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler.guides.forms.automaton import Automaton
+
+TILE = 64  # tokens of one class that are looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class Edges:
+    """Automata as edges: pairs of states of which one follows the other. A move is a class of tokens along an edge.
+
+    Forms share their classes. Two more stand behind the C: that of a position that a row does not have, which leaves
+    each state where it is (`stays`), and that of tokens that fit nowhere, the mask among them. Where a form has fewer
+    edges or moves than another, edges without moves and moves of the last class fill up.
+    """
+
+    source: Tensor  # [P, E]
+    target: Tensor  # [P, E]
+    edge: Tensor  # [P, M] of each move
+    kind: Tensor  # [P, M] the class of each move
+    accepts: Tensor  # [P, S] bool
+    start: Tensor  # [P] a state
+    classes: Tensor  # [V] the class of each token
+    sizes: Tensor  # [C+2] float64: logarithm of the number of tokens; -inf for the last two
+    tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
+    filled: Tensor  # [G, TILE] bool: no token is repeated there
+    tile_kind: Tensor  # [G] the class of each tile
+
+    @property
+    def stays(self) -> int:
+        """C, the class of a position that a row does not have."""
+        return len(self.sizes) - 2
+
+    def to(self, device: torch.device) -> Edges:
+        """The same elsewhere."""
+        return Edges(**{one.name: getattr(self, one.name).to(device) for one in fields(self)})
+
+
+@lru_cache(maxsize=8)
+def joined(automata: tuple[Automaton, ...]) -> Edges:
+    """The edges of automata over the same tokens."""
+    classes, first = _shared([one.classes for one in automata])
+    moves = [one.moves[:, one.classes[first]] for one in automata]  # [S+1, C'], the dead state is the last one
+    fits = torch.stack([(one != len(one) - 1).any(0) for one in moves]).any(0)  # [C']
+    count = int(fits.sum())
+    classes = torch.where(fits, fits.cumsum(0) - 1, count + 1)[classes]
+    source, target, edge, kind = zip(*(_listed(one[:, fits]) for one in moves), strict=True)
+    sizes = torch.zeros(count + 2, dtype=torch.float64)
+    sizes.index_add_(0, classes, torch.ones(len(classes), dtype=torch.float64))
+    sizes[count:] = 0
+    return Edges(
+        source=_stacked(source),
+        target=_stacked(target),
+        edge=_stacked(edge),
+        kind=_stacked(kind, count + 1),
+        accepts=_stacked([one.accepts[:-1] for one in automata]),
+        start=torch.tensor([one.start for one in automata]),
+        classes=classes,
+        sizes=sizes.log(),
+        **_tiled(classes, count),
+    )
+
+
+def _shared(classes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """`[V]` classes of tokens that no automaton tells apart, and `[C']` a token of each."""
+    joint = classes[0]
+    for one in classes[1:]:
+        joint = (joint * (int(one.max()) + 1) + one).unique(return_inverse=True)[1]
+    return joint, torch.zeros(int(joint.max()) + 1, dtype=torch.long).scatter_(0, joint, torch.arange(len(joint)))
+
+
+def _listed(moves: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Source and target of each edge, and edge and class of each move, of moves `[S+1, C]`."""
+    dead = len(moves) - 1
+    states = torch.arange(dead)
+    to = torch.cat([moves[:-1], states[:, None]], 1)  # [S, C+1]: a position that is not there moves nothing
+    source, kind = (to != dead).nonzero().unbind(1)
+    found, edge = (source * dead + to[source, kind]).unique(return_inverse=True)
+    return found // dead, found % dead, edge, kind
+
+
+def _stacked(values: Sequence[Tensor], filler: int = 0) -> Tensor:
+    """`[P, ...]` lists of different lengths, filled up."""
+    most = max(map(len, values))
+    return torch.stack([pad(one, (0, most - len(one)), value=filler) for one in values])
+
+
+def _tiled(classes: Tensor, count: int) -> dict[str, Tensor]:
+    """The tiles of the tokens with classes below `count`."""
+    order = classes.argsort(stable=True)
+    order = order[classes[order] < count]
+    kind, sizes = classes[order], classes.bincount(minlength=count)[:count]
+    tiles = -(-sizes // TILE)
+    first, begins = sizes.cumsum(0) - sizes, tiles.cumsum(0) - tiles
+    own = torch.arange(count).repeat_interleave(tiles)
+    table = order[(first + sizes - 1)[own], None].repeat(1, TILE)
+    place = torch.arange(len(order)) - first[kind] + begins[kind] * TILE
+    table.view(-1)[place] = order
+    filled = torch.zeros(table.shape, dtype=torch.bool)
+    filled.view(-1)[place] = True
+    return {"tiles": table.int(), "filled": filled, "tile_kind": own}

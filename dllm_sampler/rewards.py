@@ -1,0 +1,134 @@
+"""Rewards inside a generation: what a user's function says of the candidates of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler import prompts
+from dllm_sampler.core.functions import function
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.errors import RowError, UserError
+
+NOTHING = -1  # in place of a token: the position is left out
+
+
+class _Row(NamedTuple):
+    number: int  # in the batch
+    prompt: list[int]
+    answers: list[list[int]]  # one for each candidate
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function of the user's that judges answers, in TRL's form.
+
+    It is called with lists that have one entry per answer: `prompts` and `completions` (texts, if there is a
+    tokenizer), `prompt_ids` and `completion_ids` (lists of token ids), and returns one number for each. -inf is a
+    number too: an answer that must not be.
+
+    Args:
+        call: the function.
+        name: what an error calls it.
+        tokenizer: None: it gets ids alone.
+        eos_id: answers are cut before the first one; None: they are not cut.
+    """
+
+    call: Callable[..., Sequence[float]]
+    name: str
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_id: int | None
+
+    @staticmethod
+    def of(given: Any, setting: str, tokenizer: PreTrainedTokenizerBase | None, eos_id: int | None) -> Reward:
+        """From a function or the `package.module:function` that names one, as `setting` has it.
+
+        Raises:
+            UserError: it is none.
+        """
+        if not isinstance(given, str) and not callable(given):
+            raise UserError(f"{setting} must be a function, or package.module:function that names one, not {given!r}")
+        name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        call: Any = function(f"{setting}:", given) if isinstance(given, str) else given
+        return Reward(call, f"{setting}={name}", tokenizer, eos_id)
+
+    def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:
+        """`[B, M] float64` rewards of the answers in `ids [B, M, L+1]`, `NOTHING` at what is left out.
+
+        One call for the rows `judged [B] bool`, 0 for the others; reads the device once.
+
+        Raises:
+            RowError: the function raised, or did not return one number per answer.
+        """
+        values = [[0.0] * ids.shape[1]] * len(ids)
+        rows = self._rows(canvas, ids, judged)
+        if rows:
+            given, count = self._judge(rows), ids.shape[1]
+            for at, row in enumerate(rows):
+                values[row.number] = given[at * count : at * count + count]
+        return torch.tensor(values, dtype=torch.float64, device=ids.device)
+
+    def _rows(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> list[_Row]:
+        first, end = canvas.first[:, None], canvas.end.clamp(max=canvas.length)[:, None]
+        if canvas.surplus is not None:
+            end = torch.minimum(end, (canvas.first + canvas.new_tokens - canvas.surplus)[:, None])
+        column = canvas.columns()
+        told = torch.where(((column >= first) & (column < end))[:, None], ids, NOTHING)
+        prompt = torch.where(column < first, canvas.ids, NOTHING)
+        table = torch.cat([judged[:, None].to(ids.dtype), prompt, told.flatten(1)], 1).tolist()
+        width, found = ids.shape[2], []
+        for number, (wanted, *numbers) in enumerate(table):
+            if wanted:
+                begun, *answers = (
+                    [token for token in numbers[at : at + width] if token != NOTHING]
+                    for at in range(0, len(numbers), width)
+                )
+                found.append(_Row(number, begun, [self._cut(answer) for answer in answers]))
+        return found
+
+    def _cut(self, answer: list[int]) -> list[int]:
+        return answer[: answer.index(self.eos_id)] if self.eos_id in answer else answer
+
+    def _judge(self, rows: list[_Row]) -> list[float]:
+        """One number for each answer of the rows."""
+        numbers, wanted = [row.number for row in rows], sum(len(row.answers) for row in rows)
+        given: dict[str, Any] = {
+            "prompt_ids": [row.prompt for row in rows for _ in row.answers],
+            "completion_ids": [answer for row in rows for answer in row.answers],
+        }
+        if self.tokenizer is not None:
+            texts = prompts.decode([row.prompt for row in rows], self.tokenizer, ())
+            given["prompts"] = [text for text, row in zip(texts, rows, strict=True) for _ in row.answers]
+            given["completions"] = prompts.decode(given["completion_ids"], self.tokenizer, ())
+        try:
+            found = list(self.call(**given))
+        except Exception as error:  # whatever a user's function raises
+            for row in rows if len(rows) > 1 else ():
+                self._judge([row])  # names the prompt, if the function fails for one alone
+            reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+            raise RowError(f"{self.name} failed for {{prompts}} ({reason})", numbers) from error
+        if len(found) != wanted:
+            raise RowError(
+                f"{self.name} returned {len(found)} numbers for the {wanted} answers of {{prompts}}: it must return"
+                " one for each",
+                numbers,
+            )
+        owners = [row.number for row in rows for _ in row.answers]
+        return [self._number(value, owner) for value, owner in zip(found, owners, strict=True)]
+
+    def _number(self, value: Any, row: int) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if math.isnan(number) or number == math.inf:
+            raise RowError(
+                f"{self.name} returned {value!r} for {{prompts}}: it must return a finite number, or -inf", [row]
+            )
+        return number

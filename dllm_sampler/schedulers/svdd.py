@@ -1,0 +1,100 @@
+"""SVDD: of several drafts of each step take one that a reward thinks well of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_choice, check_count, check_number
+from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
+from dllm_sampler.core.protocols import Context, Scheduler
+from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.drafting.choosing import Choosing
+from dllm_sampler.errors import UserError
+from dllm_sampler.rewards import Reward
+from dllm_sampler.schedulers.fixed import FixedSteps
+
+Value = Literal["fill", "masked"]
+
+
+@dataclass(frozen=True)
+class SoftValueGuided(Choosing):
+    """Draft each step `candidates` times and draw one by softmax(value / alpha).
+
+    Source: SVDD, arXiv 2408.08252. With the exact soft value, alpha log E[exp(reward / alpha) | draft], and many
+    candidates the answers follow the inner scheduler's law times exp(reward / alpha); fewer candidates, or another
+    value, come less close. `fill` is its PM: the forward that values all candidates of a row begins the next step too,
+    so there are as many as the inner scheduler makes (one more where only some candidates fill a block).
+
+    Args:
+        inner: the scheduler whose steps are drafted; tokens or its order must be drawn.
+        reward: a function, or `package.module:function`; see `rewards.Reward` and docs/rewards.md.
+        candidates: M, drafts of each step; 1 is the inner scheduler itself.
+        alpha: temperature of the choice; 0 takes the highest value, the first one on a tie.
+        value: of a candidate. `fill`: the reward of the answer so far, masks of its block filled with the model's best
+            tokens, later blocks left out. `masked`: the function judges the candidate itself, with the mask token at
+            its masks: a learned value, or the exact one.
+    """
+
+    inner: Scheduler = field(default_factory=FixedSteps)
+    reward: Any = None
+    alpha: float = 0.0
+    value: Value = "fill"
+    judge: Reward | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("scheduler.candidates", self.candidates)
+        check_number("scheduler.alpha", self.alpha, finite=True)
+        check_choice("scheduler.value", self.value, Value)
+        inner, traits, why = type(self.inner).__name__, self.inner.traits, None
+        if traits.drafts or not traits.static:
+            why = "a scheduler that drafts, asks another model or a reward itself"
+        elif self.looks_ahead and (traits.revises or traits.leave_one_out or not traits.asks_block):
+            why = "with scheduler.value=fill one that takes tokens back or chooses what to ask in each step"
+        if why and self.candidates > 1:
+            raise UserError(f"scheduler=svdd cannot draft for {inner}, {why}: use scheduler.inner=fixed, say")
+
+    @property
+    def looks_ahead(self) -> bool:
+        """See `Choosing.looks_ahead`."""
+        return self.value == "fill"
+
+    @property
+    def traits(self) -> Traits:
+        """It reads the device in each step, and with `value=fill` asks about drafts."""
+        if self.candidates == 1:
+            return super().traits
+        own = replace(super().traits, static=False, asks_block=False, uniform=False)
+        return replace(own, drafts=True, plans=False) if self.looks_ahead else own
+
+    def bind(self, context: Context) -> Self:
+        """Take the reward, the mask token, and whether tokens are drawn."""
+        bound, spec = super().bind(context), context.spec
+        if self.candidates == 1:
+            return bound
+        if self.reward is None:
+            raise UserError("scheduler=svdd needs a reward: scheduler.reward=package.module:function")
+        draws = context.draws or any(guide.draws for guide in bound.guides(()))
+        if not draws and not bound.inner.traits.draws_order:
+            raise UserError(
+                f"scheduler=svdd chooses among candidates, and {type(self.inner).__name__} draws nothing, so that all"
+                " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}"
+            )
+        eos = spec.eos_id if self.looks_ahead else None
+        judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, eos)
+        return learned(bound, judge=judge, mask_id=spec.mask_id, draws=draws)
+
+    def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
+        """See `Choosing.pick`."""
+        assert self.judge is not None
+        values = self.judge(canvas, ids, judged).clamp(min=torch.finfo(torch.float64).min)  # [B, M]; -inf - -inf is NaN
+        if self.alpha:
+            number = select.numbers(self.candidates, values.device).expand_as(values)
+            noise = gumbel(unit(hashed(canvas.row_seed, step, number, PICKS)))
+            values = (values - values.amax(1, keepdim=True)) / self.alpha + noise
+        return values.argmax(1).masked_fill(~judged, 0)

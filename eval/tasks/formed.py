@@ -1,0 +1,73 @@
+"""Answers whose form the prompt fixes: how many have it, and how many are right, with and without a guide on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import ClassVar
+
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.mini import Mini
+
+OPERATIONS = ("latin", "shuffle", "json")
+NAMES = 5  # orders of more would make long expressions
+
+
+@dataclass
+class Formed(Mini):
+    """An operation of the shipped model, and the regular expression that every answer to the prompt must match.
+
+    The form of `latin` are all latin squares, of `shuffle` the prompt's names, at most five, in any order, of `json`
+    objects with the prompt's keys. It does not say which one is right. With `guided=true` a run demands it of each
+    answer.
+
+    Args:
+        operation: latin, shuffle or json.
+    """
+
+    name: ClassVar[str] = "formed"
+
+    operation: str = "latin"
+
+    def __post_init__(self) -> None:
+        if self.operation not in OPERATIONS:
+            raise unknown("task.operation", self.operation, OPERATIONS)
+
+    def samples(self) -> Sequence[Sample]:
+        """See `Mini.samples`."""
+        if self.operation != "shuffle":
+            return super().samples()
+        several = replace(self, count=4 * self.count)
+        found = [one for one in Mini.samples(several) if str(one.prompt).count(",") < NAMES][: self.count]
+        if len(found) < self.count:
+            raise UserError(f"task.count={self.count}: there are {len(found)} prompts of at most {NAMES} names")
+        return [replace(one, index=index) for index, one in enumerate(found)]
+
+    def form(self, sample: Sample) -> str:
+        """See `Task.form`."""
+        items = str(sample.prompt).partition(": ")[2].split(", ")
+        if self.operation == "latin":
+            rows = ["".join(row) for row in permutations("1234")]
+            squares = [square for first in rows for square in _below((first,), rows)]
+            return "|".join(", ".join(square) for square in squares)
+        if self.operation == "json":
+            keys = [item.split(" ")[0] for item in items]
+            pairs = [f'"{key}": ' + ("[0-9]+" if key == "age" else '"[A-Za-z]+"') for key in keys]
+            return r"\{" + ", ".join(pairs) + r"\}"
+        return "|".join(sorted({", ".join(order) for order in permutations(items)}))
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """As `Mini`, and `valid`: whether the answer has the form."""
+        fits = re.fullmatch(self.form(sample), answer.text) is not None
+        return {**super().grade(sample, answer), "valid": float(fits)}
+
+
+def _below(above: tuple[str, ...], rows: list[str]) -> list[tuple[str, ...]]:
+    """The squares that begin with some rows."""
+    if len(above) == 4:
+        return [above]
+    fits = [row for row in rows if all(a != b for other in above for a, b in zip(row, other, strict=True))]
+    return [square for row in fits for square in _below((*above, row), rows)]
