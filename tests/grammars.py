@@ -68,7 +68,7 @@ class Small:
         return any((at, size) in spans[start] for at in skipped(0))
 
     def texts(self, signs: str, most: int) -> list[bytes]:
-        """All texts of up to so many signs, the shortest first."""
+        """All texts of at most `most` signs, the shortest first."""
         every = ("".join(one).encode() for size in range(most + 1) for one in itertools.product(signs, repeat=size))
         return [text for text in every if self.has(text)]
 

@@ -255,11 +255,25 @@ def test_words_are_not_cut() -> None:
     assert not found.feasible([b"int", b"f(){}", END])
     assert found.feasible([b"int", b" f(){}", END])
     assert not found.feasible([b"int \x02f\x03", None])  # the marks are not part of any text
+    assert not found.feasible([None, b"\x02", None])
     assert not found.accepts(b"\x02int\x03 f(){}")
     assert not found.accepts(b"int 1f(){}")
     loose = Language.parse("%prelex < >\nname = <[a-z]+>\nS -> name name", "test")
     assert loose.complete([b"ab", None, END]) == b"ab a"
+    quoted = Language.parse('%prelex < >\nS -> "if-then" ( | "if"', "test")
+    assert quoted.accepts(b"if-then(")
+    assert quoted.feasible([b"i", None, b"n", b"(", END])
+    assert not quoted.feasible([b"if", None, b"if", END])
     assert not loose.feasible([b"ab", END])
+
+
+def test_empty_bodies_in_any_order() -> None:
+    found = Language.parse('S -> D ; | B C\nB -> $ | "b"\nC -> D "x"\nD -> $ | "d"\n%skip nothing', "test")
+    for text in (b"x", b"bx", b"dx", b"bdx", b";", b"d;"):
+        assert found.accepts(text), text
+        assert found.feasible([text, END])
+        assert found.complete([text[:-1], None, END]) is not None
+    assert not found.accepts(b"b;")
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:

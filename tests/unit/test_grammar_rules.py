@@ -11,8 +11,8 @@ import pytest
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.grammar import Language, regular, rules, terminals
 from dllm_sampler.guides.grammar.emptiness import Emptiness, Graph
-from dllm_sampler.guides.grammar.lexing import marked
 from dllm_sampler.guides.grammar.rules import Body, Grammar, components, members, normal
+from dllm_sampler.guides.grammar.terminals import marked
 
 LETTERS = 3  # terminals of random grammars
 
@@ -29,7 +29,7 @@ def random_rules(rng: random.Random) -> dict[str, list[Body]]:
 
 
 def words_of(given: dict[str, list[Body]], most: int) -> dict[str, set[tuple[int, ...]]]:
-    """All words of each variable of up to so many terminals, by adding until nothing is added."""
+    """All words of each variable with at most `most` terminals, by adding until nothing is added."""
     found: dict[str, set[tuple[int, ...]]] = {head: set() for head in given}
     while True:
         before = sum(map(len, found.values()))
@@ -112,7 +112,7 @@ def derives(grammar: Grammar, graph: Graph) -> bool:
 
 
 def paths(graph: Graph, most: int) -> set[tuple[int, ...]]:
-    """The words of up to so many terminals on the way to the final node."""
+    """The words with at most `most` terminals on the way to the final node."""
     found = set()
     todo: list[tuple[int, tuple[int, ...]]] = [(begin, ()) for begin in graph.starts]
     while todo:
@@ -157,7 +157,7 @@ def test_components() -> None:
 
 
 def automaton(pattern: str) -> regular.Dfa:
-    return terminals._built(pattern, terminals.Limit(10))
+    return terminals._one(pattern, time.monotonic() + 10)
 
 
 PATTERNS = ["a(ba)*", "[ab]*", "(a|b)*a(a|b)", "b?", "a{2,3}|b", "(ab|ba)+"]
@@ -220,6 +220,7 @@ def test_marks() -> None:
         ("%words < >\nS -> (", "g, line 1: unknown directive '%words'"),
         ("%prelex <\nS -> (", "g, line 1: %prelex needs two bytes"),
         ("%prelex a b\nS -> (", "g: prelex must be two different single bytes that are no letters or digits"),
+        ("%prelex é >\nS -> (", "g: prelex must be two different single bytes"),
         ("%prelex < >\n%skip nothing\nS -> (", "g: prelex needs bytes to skip"),
         ("%prelex < >\nx = a\nS -> x", "g, line 2: terminal x has no text that begins and ends where words do"),
         (
@@ -272,8 +273,9 @@ def test_files(tmp_path: Path) -> None:
         Language.load(str(path))
     with pytest.raises(UserError, match=r"grammar='jsn' is neither a file .* nor one of arithmetic, json, smiles"):
         Language.load("jsn")
-    with pytest.raises(UserError, match="neither a file"):
-        Language.load(str(tmp_path))
+    for name in (str(tmp_path), "", "~nobody-of-that-name/x", "a\0b"):
+        with pytest.raises(UserError, match="neither a file"):
+            Language.load(name)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="neither a file"):
         Language.load(str(path))

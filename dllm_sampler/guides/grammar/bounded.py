@@ -1,4 +1,4 @@
-"""Finite automata of grammars: exact where the grammar is regular, else of texts that are nested so deep and no deeper.
+"""Finite automata of grammars: exact where the grammar is regular, else of the texts nested at most to a depth.
 
 Variables that derive each other are a *group*. If all of them stand only at the right end of each other's bodies, or
 only at the left end, the group is regular; any other group nests.
@@ -10,7 +10,7 @@ nothing else counts, and lists may be of any length. What is left of the group o
 each other by steps with text on one side, be it the left or the right. On a path through these the sides are kept in
 mind, and a step counts one, and forgets them, if it makes them both.
 
-Derivations up to a depth are those of a grammar whose variables carry the depth and the sides. All its groups are
+Derivations up to a depth are those of a grammar with variables that carry the depth and the sides. All its groups are
 regular, so automata over terminals are built from the inside out and put into each other (a recursive transition
 network with bounded recursion).
 """
@@ -105,7 +105,7 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
         name: of the grammar, for errors.
 
     Raises:
-        UserError: the grammar nests and no depth is given, no text is nested so little, or the automaton is too large.
+        UserError: the grammar nests and no depth is given, no text keeps to the depth, or the automaton is too large.
     """
     nesting = Nesting(grammar)
     deep = nesting.variable

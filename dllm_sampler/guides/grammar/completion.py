@@ -129,14 +129,10 @@ class Walk:
         """The step that one label of a terminal makes."""
         _, at, word = step
         kind = self.kinds[label]
-        if self.terminals.marks is not None:
-            if kind in (BEGUN, OVER):  # a mark takes no byte
-                if word == (OUT if kind == BEGUN else WORD):
-                    heappush(queue, (cost, (to, at, kind), step, b""))
-                return
-            if (kind == WORD) != (word in (BEGUN, WORD)):
-                return
-        if gap:
+        if kind in (BEGUN, OVER):  # a mark takes no byte
+            if word == (OUT if kind == BEGUN else WORD):
+                heappush(queue, (cost, (to, at, kind), step, b""))
+        elif gap:
             heappush(queue, (cost + 1, (to, at, kind), step, self.shown[label]))
         elif at < self.size and self.labels[at] == label:
             heappush(queue, (cost, (to, at + 1, kind), step, self.known[at]))

@@ -66,13 +66,14 @@ class Language:
             UserError: there is no such file, or it is no grammar.
         """
         known = {file.stem: file for file in EXAMPLES.glob("*.grammar")}
-        path = known.get(name, Path(name).expanduser())
         try:
-            return Language.parse(path.read_text(encoding="utf-8"), path.name)
-        except (OSError, UnicodeError) as error:
+            path = known.get(name) or Path(name).expanduser()
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"grammar={name!r} is neither a file that can be read nor one of {', '.join(sorted(known))}: {error}"
             ) from None
+        return Language.parse(text, path.name)
 
     @staticmethod
     def of(
@@ -82,7 +83,7 @@ class Language:
         prelex: tuple[bytes, bytes] | None = None,
         subtokens: Mapping[str, Sequence[str]] | None = None,
     ) -> Language:
-        """The language of rules whose terminals are given apart.
+        """The language of rules and of terminals that are given apart.
 
         Args:
             rules: lines of rules.
@@ -152,7 +153,7 @@ class Language:
             The first state, the final ones, and where each byte leads from each state.
 
         Raises:
-            UserError: the language is not regular and no depth is given, no text is nested so little, or the automaton
+            UserError: the language is not regular and no depth is given, no text keeps to the depth, or the automaton
                 is too large.
         """
         return bounded.automaton(self.grammar, self.terminals, depth, self.name)

@@ -1,7 +1,7 @@
 """Pieces of a text as lexemes: every way to split them, with the lexemes that a piece cuts off at its two ends.
 
-A *piece* is known text between two gaps. All terminals are followed at once, by an automaton whose states are sets of
-the terminals' states; it is determinised as far as texts need it.
+A *piece* is known text between two gaps. All terminals are followed at once, by one automaton. Its states are
+sets of the terminals' states, and it is determinised as far as texts need it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dllm_sampler.guides.grammar.rules import Grammar, bits, members
-from dllm_sampler.guides.grammar.terminals import WORD, Terminals
+from dllm_sampler.guides.grammar.terminals import Terminals
 
 DEAD = 0  # the number of the empty set of states
 EVERY = 1  # the number of the set of all states: what a lexeme may be in behind a gap
@@ -37,7 +37,7 @@ class Scanner:
 
     Args:
         terminals: of the language.
-        grammar: whose terminals may follow each other; splits in which others do are left out.
+        grammar: splits are left out in which terminals follow each other that do so in none of its words.
     """
 
     def __init__(self, terminals: Terminals, grammar: Grammar):
@@ -81,6 +81,7 @@ class Scanner:
         """Lexemes begun before the piece: which terminals end at which offsets, and the states at its end."""
         found = lexing.crossings.get(states)
         if found is None:
+            self.held += 1
             ends, leaving = self._run(states, lexing.text, 0)
             found = lexing.crossings[states] = (self._behind(lexing.text, ends), leaving)
         return found
@@ -202,24 +203,3 @@ class Scanner:
             self.owners.append(bits(self.owner[state] for state in members(states)))
             self.going.append(any(self.moves[state] for state in members(states)))
         return self.number[states]
-
-
-def marked(text: bytes, marks: tuple[int, int], begins: bool, ends: bool) -> bytes:
-    """A piece with one mark before each of its words and one behind it.
-
-    A word at the piece's edge gets its mark there only if nothing else can continue it.
-
-    Args:
-        begins: nothing stands before the piece.
-        ends: nothing stands behind it.
-    """
-    found, inside = bytearray(), not begins
-    for at, byte in enumerate(text):
-        word = byte in WORD
-        if word != inside and (at or begins):
-            found.append(marks[0] if word else marks[1])
-        inside = word
-        found.append(byte)
-    if ends and inside and text:
-        found.append(marks[1])
-    return bytes(found)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dllm_sampler.guides.grammar.emptiness import Graph
-from dllm_sampler.guides.grammar.lexing import DEAD, Scanner, marked
+from dllm_sampler.guides.grammar.lexing import DEAD, Scanner
+from dllm_sampler.guides.grammar.terminals import marked
 
 
 class End(Enum):

@@ -29,7 +29,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.guides.grammar.lexing import marked
 from dllm_sampler.guides.grammar.rules import Body
 
 BYTES = 1_000_000  # longest text
@@ -44,7 +43,7 @@ class Source:
 
     Attributes:
         name: of the file, for errors.
-        expressions: of the terminals, by number; bytes are literal.
+        expressions: of the terminals, by number; bytes are a text that stands for itself.
         rules: the bodies of each variable.
         start: the variable that texts are derived from.
         skip: bytes that may stand between lexemes.
@@ -157,8 +156,6 @@ def _symbol(
             )
         else:
             expression = word.encode()
-        if isinstance(expression, bytes) and found.prelex is not None:
-            expression = marked(expression, (found.prelex[0][0], found.prelex[1][0]), begins=True, ends=True)
         found.places.setdefault(word, f"{where}: {word}")
         numbers[word] = len(numbers)
         found.expressions[word] = expression

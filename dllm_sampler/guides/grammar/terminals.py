@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import SECONDS, byte_automaton
@@ -13,6 +12,8 @@ from dllm_sampler.guides.grammar.regular import Dfa, difference, intersection, l
 from dllm_sampler.guides.grammar.rules import bits
 
 STATES = 20_000  # most states of all terminals
+KEPT = 256  # most automata of expressions that are remembered
+BUILT: dict[str, Dfa] = {}  # by expression, over bytes
 # Bytes of words, for `prelex`. Every byte of a character beyond ASCII counts as one, so that a cut through a
 # character leaves no doubt.
 WORD = frozenset(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_"))
@@ -43,7 +44,8 @@ def compiled(
     """Build the automata.
 
     Args:
-        expressions: a regular expression for each terminal, `A without B and C` for a difference; bytes are literal.
+        expressions: a regular expression for each terminal, `A without B and C` for a difference; bytes are a
+            text that stands for itself, and get their marks.
         skip: bytes that may stand between lexemes.
         prelex: one byte put before each word of a text, and one put behind it.
         places: what errors call each terminal.
@@ -60,7 +62,12 @@ def compiled(
     found, nullable = [], 0
     for number, (terminal, expression) in enumerate(expressions.items()):
         try:
-            dfa = literal(expression) if isinstance(expression, bytes) else _expression(expression, deadline)
+            if isinstance(expression, str):
+                dfa = _expression(expression, deadline)
+            elif prelex is None:
+                dfa = literal(expression)
+            else:
+                dfa = literal(marked(expression, (prelex[0][0], prelex[1][0]), begins=True, ends=True))
         except UserError as error:
             late = f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler"
             raise UserError(f"{places[terminal]}: {late if time.monotonic() > deadline else error}") from None
@@ -102,23 +109,12 @@ def _expression(text: str, deadline: float) -> Dfa:
 def _one(pattern: str, deadline: float) -> Dfa:
     if not pattern:
         raise UserError("its regular expression is missing")
-    return _built(pattern, Limit(max(0.01, deadline - time.monotonic())))
-
-
-class Limit(float):
-    """Seconds left, which do not tell two expressions apart."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Limit)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-@lru_cache(maxsize=256)
-def _built(pattern: str, seconds: Limit) -> Dfa:
-    start, finals, moves = byte_automaton(pattern, float(seconds))
-    return minimal(trimmed(start, finals, moves))
+    if pattern not in BUILT:
+        start, finals, moves = byte_automaton(pattern, max(0.01, deadline - time.monotonic()))
+        if len(BUILT) >= KEPT:
+            del BUILT[next(iter(BUILT))]  # the oldest
+        BUILT[pattern] = minimal(trimmed(start, finals, moves))
+    return BUILT[pattern]
 
 
 def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -> None:
@@ -150,3 +146,24 @@ def _classes(dfas: Iterable[Dfa], sets: Iterable[frozenset[int]]) -> tuple[bytes
         kinds = [names.setdefault((kind, row.get(byte)), len(names)) for byte, kind in enumerate(kinds)]
     members = [tuple(byte for byte in range(256) if kinds[byte] == kind) for kind in range(max(kinds) + 1)]
     return bytes(kinds), tuple(members)
+
+
+def marked(text: bytes, marks: tuple[int, int], begins: bool, ends: bool) -> bytes:
+    """A piece with one mark before each of its words and one behind it.
+
+    A word at the piece's edge gets its mark there only if nothing else can continue it.
+
+    Args:
+        begins: nothing stands before the piece.
+        ends: nothing stands behind it.
+    """
+    found, inside = bytearray(), not begins
+    for at, byte in enumerate(text):
+        word = byte in WORD
+        if word != inside and (at or begins):
+            found.append(marks[0] if word else marks[1])
+        inside = word
+        found.append(byte)
+    if ends and inside and text:
+        found.append(marks[1])
+    return bytes(found)
