@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton, lifted
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
+from dllm_sampler.guides.grammar.filling import filled
 from dllm_sampler.guides.grammar.language import Language
 from dllm_sampler.guides.grammar.partial import END, Word
 
@@ -41,6 +42,8 @@ class Grammar(Guide):
         grammar: a file (docs/grammars.md), or one that is shipped: json, arithmetic, smiles.
         depth: most levels of recursion inside an answer, as `Language.automaton` counts them; None: any.
         tries: most tokens that may fail in a step of a row before it ends.
+        complete: before a row ends, fill its block by the shortest completion, if that fits the masks that are left
+            (`filling.filled`).
     """
 
     vetoes: ClassVar[bool] = True
@@ -48,10 +51,13 @@ class Grammar(Guide):
     grammar: str = ""
     depth: int | None = None
     tries: int = 100
+    complete: bool = False
 
     language: Language | None = field(init=False, default=None, repr=False, compare=False)
     tokens: tuple[bytes, ...] = field(init=False, default=(), repr=False, compare=False)  # of each id
     ends: frozenset[int] = field(init=False, default=frozenset(), repr=False, compare=False)
+    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
+    ids: Mapping[bytes, int] = field(init=False, default_factory=dict, repr=False, compare=False)  # of each text
 
     def __post_init__(self) -> None:
         check_count("guide.depth", self.depth, 0, optional=True)
@@ -79,7 +85,9 @@ class Grammar(Guide):
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
         ends = frozenset(token for token in (spec.eos_id, spec.eot_id) if token is not None)
-        return learned(self, language=language, tokens=tuple(token_bytes(context.tokenizer)), ends=ends)
+        tokens = tuple(token_bytes(context.tokenizer))
+        ids = {text: token for token, text in reversed([*enumerate(tokens)]) if text and token not in ends}
+        return learned(self, language=language, tokens=tokens, ends=ends, eos_id=spec.eos_id, ids=ids)
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Guide.settle`."""
@@ -114,12 +122,27 @@ class Grammar(Guide):
                     found = at, token, confidence
                     break
                 rejected[row] += 1
-            if found is None:
-                stuck[row] = True
-                continue
-            at, token, confidence = found
-            ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
+            chosen = [] if found is None else [found]
+            if found is None and self.complete:
+                chosen = self._filled(text, wanted, readout.logits)
+            stuck[row] = not chosen
+            for at, token, confidence in chosen:
+                ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
         return replace(edit, ids=ids, commit=commit, confidence=settled, forced=forced, rejected=rejected, stuck=stuck)
+
+    def _filled(self, text: Text, wanted: Wanted, logits: Tensor) -> list[tuple[int, int, float]]:
+        """Place in the query, token and probability at the masks of a row's block, by its shortest completion."""
+        assert self.language is not None
+        tokens = filled(self.language, [*text.words, *text.rest], self.ids, self.eos_id)
+        if tokens is None:
+            return []
+        masks = [text.first + at for at, word in enumerate(text.words) if word is None]
+        token_at = dict(zip(masks, tokens, strict=True))
+        found = []
+        for at in sorted(wanted.masks):
+            token = token_at[wanted.columns[at]]
+            found.append((at, token, float(torch.softmax(logits[text.row, 0, at].double(), -1)[token])))
+        return found
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""

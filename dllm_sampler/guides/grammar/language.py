@@ -37,7 +37,7 @@ class Language:
     """
 
     def __init__(self, source: Source):
-        self.name = source.name
+        self.name, self.skip = source.name, bytes(source.skip)
         self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places, source.name)
         try:
             self.grammar = normal(source.rules, source.start, self.terminals.possible, self.terminals.nullable)
