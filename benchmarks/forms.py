@@ -2,6 +2,7 @@
 
     python benchmarks/forms.py                          # mini, half a minute on one core
     python benchmarks/forms.py --vocab 126464 --length 256
+    python benchmarks/forms.py --plot docs/forms.png    # the picture of docs/guides.md alone
 
 The table has answers of mini, drawn at temperature 1, by the number of forwards. The form is what the prompt asks for
 (`named`), or the same with names that it does not have (`other`), or a JSON document. The last line is the time of the
@@ -35,6 +36,9 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine import layout
 from dllm_sampler.eval.arguments import positive
+from dllm_sampler.eval.tasks.base import Answer
+from dllm_sampler.eval.tasks.formed import Formed
+from dllm_sampler.guides import Regex
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import joined
@@ -101,6 +105,47 @@ def valid(count: int) -> Table:
     return shown
 
 
+def curves(operation: str, count: int) -> dict[str, list[tuple[int, float]]]:
+    """Right answers of `task=formed` in percent by the number of forwards, without the guide and with it."""
+    task = Formed(operation=operation, count=count)
+    samples = task.samples()
+    forms = tuple(dict.fromkeys(map(task.form, samples)))
+    chosen, prompts = [forms.index(task.form(one)) for one in samples], [str(one.prompt) for one in samples]
+    found: dict[str, list[tuple[int, float]]] = {"without a guide": [], "with the form as a guide": []}
+    for steps in (1, 2, 4, 8, 16):
+        for label, guided in zip(found, (False, True), strict=True):
+            guide, own = (Regex(forms) if guided else None), dict[str, Any](forms=chosen if guided else None)
+            sampler = Sampler.from_pretrained(
+                "mini", device="cpu", scheduler={"name": "fixed", "steps": steps}, guide=guide
+            )
+            answers = sampler.generate_many(prompts, max_new_tokens=task.max_new_tokens, order="given", **own)
+            graded = [
+                task.grade(sample, Answer(answer.text or "", answer.tokens.tolist()))
+                for sample, answer in zip(samples, answers, strict=True)
+            ]
+            found[label].append((steps, 100 * statistics.fmean(one["exact_match"] for one in graded)))
+    return found
+
+
+def plot(path: str, count: int) -> None:
+    """A PNG file: right answers against forwards."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
+    titles = {"latin": "a latin square, some cells given", "shuffle": "the prompt's names in any order"}
+    for axes, (operation, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+        for (label, points), color in zip(curves(operation, count).items(), ("#5b6f82", "#c8410b"), strict=True):
+            axes.plot(*zip(*points, strict=True), "o-", label=label, color=color, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([1, 2, 4, 8, 16], labels=["1", "2", "4", "8", "16"])
+        axes.set(title=title, xlabel="forwards per answer", ylim=(-4, 104))
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("right answers, %")
+    figure.axes[0].legend(frameon=False)
+    figure.savefig(path, format="png", metadata={"Software": None})
+
+
 def tokens(vocab: int) -> list[bytes]:
     """Every byte, two special tokens, and random words."""
     rng, signs = random.Random(0), "etaoinshrdlucmfwypvbgkjqxz ETAOINSHRDLU0123456789.,:;{}[]\"'-_()"
@@ -138,6 +183,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     add("--count", type=positive, default=20, help="answers of each kind (default %(default)s)")
+    add("--plot", metavar="FILE", help="draw right answers against forwards there, and nothing else")
     add("--vocab", type=positive, default=32000, help="tokens, 300 at least (default %(default)s)")
     add("--length", type=positive, default=128, help="tokens of an answer (default %(default)s)")
     add("--rows", type=positive, default=1, help="of a step (default %(default)s)")
@@ -155,6 +201,9 @@ def main(words: Sequence[str] | None = None) -> int:
     options = arguments(words)
     torch.set_num_threads(options.threads)
     console = Console(width=120)
+    if options.plot is not None:
+        plot(options.plot, 5 * options.count)
+        return 0
     show(console, circumstances(**vars(options)))
     console.print(valid(options.count))
     found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats)

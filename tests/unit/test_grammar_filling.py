@@ -69,7 +69,9 @@ def test_how_many_masks_there_are_counts(language: Language, words: list[Any], w
 
 def test_rows_that_would_end_are_completed(tmp_path: Any) -> None:
     path = tmp_path / "lists.grammar"
-    path.write_text("word = [a-j]+|[0-9]+\nList -> [ ] | [ Items ]\nItems -> Item | Item , Items\nItem -> word | List\n")
+    path.write_text(
+        "word = [a-j]+|[0-9]+\nList -> [ ] | [ Items ]\nItems -> Item | Item , Items\nItem -> word | List\n"
+    )
     given: dict[str, Any] = {"name": "grammar", "grammar": str(path), "tries": 2}
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [7], [11, 3], [20]]
     options: dict[str, Any] = {"scheduler": {"name": "fixed", "steps": 4}, "stop": "prefix", "blocks": "full"}
