@@ -183,7 +183,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     add("--count", type=positive, default=20, help="answers of each kind (default %(default)s)")
-    add("--plot", metavar="FILE", help="draw right answers against forwards there, and nothing else")
+    add("--plot", metavar="FILE", help="draw right answers there, and no more (default: measure)")
     add("--vocab", type=positive, default=32000, help="tokens, 300 at least (default %(default)s)")
     add("--length", type=positive, default=128, help="tokens of an answer (default %(default)s)")
     add("--rows", type=positive, default=1, help="of a step (default %(default)s)")
