@@ -74,8 +74,7 @@ class SpeculativeSampler:
         separator: id or text of a token that the drafter sees behind the masks, as the training put it there.
 
     Raises:
-        UserError: a drafter without masks or with a guide on the answer's form, another vocabulary, or an argument that
-            cannot be.
+        UserError: a drafter without masks or with a guide on the form, another vocabulary, or a bad argument.
     """
 
     def __init__(
@@ -94,11 +93,10 @@ class SpeculativeSampler:
                 "a drafter fills masks in one forward, and this model has none, its noise are random tokens (uniform"
                 " diffusion): draft with a masked-diffusion model"
             )
-        joint = [type(guide).__name__ for guide in drafter.plugins.guides if guide.joint]
-        if joint:
+        forms = [type(guide).__name__ for guide in drafter.plugins.guides if guide.joint or guide.vetoes]
+        if forms:
             raise UserError(
-                f"guide={joint[0]} chooses the tokens of a step together, and a target verifies one after the other:"
-                " leave one of them out"
+                f"guide={forms[0]} says what form an answer has, and a target knows nothing of it: leave one out"
             )
         self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
         self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)

@@ -145,7 +145,11 @@ def test_a_form_too_long_is_refused_alone() -> None:
         (lambda: Choices((("a",), "b")), "or a list of such lists"),
         (lambda: JsonSchema(({"type": "null"}, "")), "or a list of them, none of them empty"),
         (lambda: toys.sampler(guide=Regex(("abc", "Zoe"))), "no text of this model's tokens has form 1"),
-        (lambda: SpeculativeSampler(toys.sampler(guide="regex"), None), "Regex chooses the tokens of a step together"),
+        (lambda: SpeculativeSampler(toys.sampler(guide="regex"), None), "Regex says what form an answer has"),
+        (
+            lambda: SpeculativeSampler(toys.sampler(guide={"name": "grammar", "grammar": "json"}), None),
+            "Grammar says what form an answer has",
+        ),
     ],
 )
 def test_wrong_settings(make: Any, said: str) -> None:
