@@ -255,7 +255,8 @@ def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Us
     for part in rest:
         if not isinstance(node, dict) or part not in node:
             return unknown(f"field of {at}", part, _leaves(node))
-        at, node = f"{at}.{part}", node[part]
+        # Guides have their names between the group's and the field's: several may be given.
+        at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
     return None
 
 

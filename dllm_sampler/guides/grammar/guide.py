@@ -81,6 +81,8 @@ class Grammar(Guide):
             raise UserError("guide=Grammar needs to know what tokens stand for, and this checkpoint has no tokenizer")
         if spec.mask_id is None:
             raise UserError("guide=Grammar is for models with a mask token, and this one's noise are random tokens")
+        if not self.grammar:
+            raise UserError("guide=grammar needs a grammar: guide.grammar.grammar=FILE, or json, arithmetic or smiles")
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
