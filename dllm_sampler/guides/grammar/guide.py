@@ -86,7 +86,7 @@ class Grammar(Guide):
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
-        ends = frozenset(token for token in (spec.eos_id, spec.eot_id) if token is not None)
+        ends = frozenset({spec.eos_id})  # where texts are cut; an end of turn has no text
         tokens = tuple(token_bytes(context.tokenizer))
         ids = {text: token for token, text in reversed([*enumerate(tokens)]) if text and token not in ends}
         return learned(self, language=language, tokens=tokens, ends=ends, eos_id=spec.eos_id, ids=ids)
