@@ -26,6 +26,7 @@ class RowError(UserError):
 
     Attributes:
         rows: the rows (from 0) it happened to.
+        prompts: the numbers (from 1) of their prompts.
     """
 
     def __init__(self, template: str, rows: list[int], prompts: list[int] | None = None):
@@ -33,7 +34,7 @@ class RowError(UserError):
         numbers = sorted({row + 1 for row in rows} if prompts is None else {*prompts})
         named = f"prompt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         super().__init__(template.replace("{prompts}", named))
-        self.template, self.rows = template, rows
+        self.template, self.rows, self.prompts = template, rows, numbers
 
     def numbered(self, prompts: Sequence[int]) -> "RowError":
         """The same error where row i belongs to the prompt number `prompts[i]`, from 1."""

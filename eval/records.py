@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from dllm_sampler.eval.tasks.base import Answer
 
 SCHEMA = 2  # of a line of samples.jsonl; docs/formats.md
@@ -85,3 +87,10 @@ class Record:
         if fields.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         return Record(**fields.pop("times"), **fields)
+
+
+def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """How many tokens, none of them special, a text has: not always as many as it was decoded from."""
+    if text is None or tokenizer is None:
+        return None
+    return len(tokenizer.encode(text, add_special_tokens=False))

@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.batch import Reader
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.eval import memory
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
-from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.guides import Regex
@@ -180,7 +179,7 @@ class Runner:
         ready: list[Answered] = []
         size = self.job.options.batch_size
         stream = self.sampler.generate_many(self._prompts(samples), batch_size=size, **self._settings(samples))
-        with closing(cast("Generator[Answer, None, None]", stream)):
+        with _numbered(samples), closing(cast("Generator[Answer, None, None]", stream)):
             memory.reset(self.denoiser.spec.device)
             begun = time.perf_counter()
             for answer in stream:
@@ -198,7 +197,8 @@ class Runner:
         begun = time.perf_counter()
         memory.reset(self.denoiser.spec.device)
         options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}
-        answers = list(self.sampler.generate_many(self._prompts(batch), **options))
+        with _numbered(batch):
+            answers = list(self.sampler.generate_many(self._prompts(batch), **options))
         times = time.perf_counter() - begun, len(batch), memory.peak(self.denoiser.spec.device)
         return [Answered.of(batch[answer.index], answer, times) for answer in answers]
 
@@ -211,9 +211,10 @@ class Runner:
         while left:
             history, result, bad = History(), None, set()
             try:
-                for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
-                    history.note(commits.step, commits.step_map, commits.tokens)
-                    result = commits.result
+                with _numbered(left):
+                    for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
+                        history.note(commits.step, commits.step_map, commits.tokens)
+                        result = commits.result
             except NotFiniteError as error:  # these rows end, and the others are made again
                 result, bad = error.result, {row - 1 for row in error.rows}
             assert result is not None
@@ -317,11 +318,14 @@ class Runner:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
 
 
-def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    """How many tokens, none of them special, a text has: not always as many as it was decoded from."""
-    if text is None or tokenizer is None:
-        return None
-    return len(tokenizer.encode(text, add_special_tokens=False))
+@contextmanager
+def _numbered(samples: Sequence[Sample]) -> Iterator[None]:
+    """Where a plug-in names prompts by their place in a call, name them by the numbers of these samples."""
+    try:
+        yield
+    except RowError as error:
+        numbers = [samples[number - 1].index + 1 for number in error.prompts]
+        raise RowError(error.template, error.rows, numbers) from error.__cause__
 
 
 def _model(job: Job, device: str) -> tuple[Denoiser, Any]:

@@ -19,6 +19,7 @@ from rich.console import Console
 from dllm_sampler.cli.compose import PACKAGED
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.errors import RowError
 from dllm_sampler.eval import command, runner
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
@@ -27,6 +28,7 @@ from dllm_sampler.eval.launch import launch
 from dllm_sampler.eval.oracle import Oracle
 from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.runner import Runner, Share, run_all
+from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.sampler import Sampler
 from tests import toys
 
@@ -370,3 +372,9 @@ def test_processes_of_accelerate(whole: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300)
     assert content(tmp_path) == content(whole)
+
+
+def test_a_plug_in_names_samples_by_their_numbers() -> None:
+    samples = [Sample(7, ""), Sample(11, "")]
+    with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), runner._numbered(samples):
+        raise RowError("the reward failed for {prompts}", [1, 0])
