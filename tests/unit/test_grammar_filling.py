@@ -24,12 +24,15 @@ def language() -> Language:
 
 def text(words: list[Any], tokens: list[int]) -> bytes:
     """What the words say once the masks are filled."""
-    found, rest = b"", iter(tokens)
+    rest, found = iter(tokens), b""
     for word in words:
-        token = next(rest) if word is None else None
-        if word is END or token == EOS:
+        said = word
+        if word is None:
+            token = next(rest)
+            said = END if token == EOS else TEXTS[token].encode()
+        if not isinstance(said, bytes):
             break
-        found += word if token is None else TEXTS[token].encode()
+        found += said
     return found
 
 

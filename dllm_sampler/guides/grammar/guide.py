@@ -30,7 +30,7 @@ class Grammar(Guide):
     What a scheduler wants to commit is tested token by token, the surest first, against the text as it stands, in
     which each run of masks may become any text. What fails is not committed. Where nothing of it may stand, the surest
     other token of the block that fits is committed instead, so that every step makes progress. A row where `tries`
-    tokens have failed ends, with `finish_reason` "constraint".
+    tokens have failed ends, with `finish_reason` "constraint". In a row where a token failed nothing is taken back.
 
     That a gap has a certain number of masks is not considered, so an answer may run out of them. Where the grammar is
     regular, or with a `depth`, tokens are chosen together instead, as by `guide=regex`: then every answer that comes
@@ -97,13 +97,12 @@ class Grammar(Guide):
         ids, commit, settled = edit.ids.clone(), edit.commit.clone(), sure.clone()
         forced = torch.zeros_like(commit) if edit.forced is None else edit.forced.clone()
         rejected, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
+        remask = None if edit.remask is None else edit.remask.clone()
         assert readout.draw is not None and readout.raw is not None and readout.logits is not None
         scores: Tensor | None = None  # made when a row wants them
         for text in self.texts(canvas):
             row = text.row
             wanted = Wanted.of(row, canvas, query, edit, sure)
-            for at in wanted.remasked:
-                text.write(wanted.columns[at], None)
             kept = 0
             for at in wanted.commits:
                 column, token = wanted.columns[at], wanted.ids[at]
@@ -113,6 +112,8 @@ class Grammar(Guide):
                 else:
                     commit[row, at] = False
                     rejected[row] += 1
+            if remask is not None and rejected[row]:
+                remask[row] = False  # a scheduler takes back less than it commits, as far as it knows
             if kept or not any(at in wanted.masks for at in wanted.commits):
                 continue
             found = None
@@ -130,7 +131,8 @@ class Grammar(Guide):
             stuck[row] = not chosen
             for at, token, confidence in chosen:
                 ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
-        return replace(edit, ids=ids, commit=commit, confidence=settled, forced=forced, rejected=rejected, stuck=stuck)
+        edit = replace(edit, ids=ids, commit=commit, remask=remask, confidence=settled, forced=forced)
+        return replace(edit, rejected=rejected, stuck=stuck)
 
     def _filled(self, text: Text, wanted: Wanted, logits: Tensor) -> list[tuple[int, int, float]]:
         """Place in the query, token and probability at the masks of a row's block, by its shortest completion."""
@@ -222,8 +224,7 @@ class Wanted:
 
     columns: list[int]
     ids: list[int]
-    commits: list[int]  # the surest first; tokens that stand already are none
-    remasked: list[int]
+    commits: list[int]  # the surest first; tokens that stand already, or are taken back at once, are none
     masks: set[int]  # what may be committed in place of others: noise of the block
 
     @staticmethod
@@ -234,15 +235,12 @@ class Wanted:
         standing = canvas.ids[row, query.positions[row]].tolist()
         masked = canvas.masked[row, query.positions[row]].tolist()
         frozen = canvas.frozen[row, query.positions[row]].tolist()
-        chosen, remask = edit.commit[row].tolist(), [False] * len(ids)
-        if edit.remask is not None:
-            remask = edit.remask[row].tolist()
-        eligible = canvas.eligible(query.positions)[row].tolist()
+        stays = edit.commit if edit.remask is None else edit.commit & ~edit.remask
+        chosen, eligible = stays[row].tolist(), canvas.eligible(query.positions)[row].tolist()
         return Wanted(
             columns,
             ids,
             [at for at in order.tolist() if chosen[at] and not frozen[at] and (masked[at] or ids[at] != standing[at])],
-            [at for at in range(len(ids)) if remask[at] and not frozen[at]],
             {at for at in range(len(ids)) if eligible[at]},
         )
 
