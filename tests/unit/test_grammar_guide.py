@@ -48,7 +48,8 @@ def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
     bound = next(one for one in sampler.plugins.guides if isinstance(one, Grammar))
     assert bound.language is not None
     last = None
-    for last in sampler.stream([[1, 2, 3], [4]], max_new_tokens=12):
+    for last in sampler.stream([[1, 2, 3], [4], [9, 9], [17]], max_new_tokens=12):
+        assert (last.tokens[last.masked] == toys.MASK).all()
         for tokens, masked in zip(last.tokens.tolist(), last.masked.tolist(), strict=True):
             words = [None if noise else bound.word(token) for token, noise in zip(tokens, masked, strict=True)]
             assert bound.language.feasible([*words, END]), (words, last.step)
@@ -56,7 +57,7 @@ def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
     found = last.result
     assert found.valid is not None and found.texts is not None
     for row, reason in enumerate(found.finish_reason):
-        assert (reason == "constraint") == (not bool(found.complete[row]))
+        assert reason != "max_steps" and (reason == "constraint") == (not bool(found.complete[row]))
         assert bool(found.valid[row]) == bool(found.complete[row])
         if found.complete[row]:
             assert Language.parse(LISTS, "lists").accepts(found.texts[row].encode())
