@@ -125,7 +125,7 @@ class Reward:
     def _number(self, value: Any, row: int) -> float:
         try:
             number = float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             number = math.nan
         if math.isnan(number) or number == math.inf:
             raise RowError(

@@ -22,7 +22,7 @@ from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.result import Answer, Commits, Result
 from dllm_sampler.sampler import Sampler
 
@@ -253,6 +253,8 @@ def _denoise(
         if commits is not None:
             _interrupted(commits, sampler, sys.stdout)
         raise
+    except RowError as error:
+        raise RowError(error.template, error.rows, [first + number for number in error.prompts]) from error.__cause__
     except NotFiniteError as error:
         if records:
             records.write(first, given, error.result, time.perf_counter() - begun - shown)

@@ -42,9 +42,9 @@ class Plugins:
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
     def bound(self, tokens: int) -> int:
-        """Most steps a generation of `tokens` can take: a guide that refuses commits leaves one in each."""
+        """Most steps a generation of `tokens` can take: of commits that a guide refuses it leaves one in each step."""
         steps = self.scheduler.bound(tokens)
-        return max(steps, tokens) if any(guide.vetoes for guide in self.guides) else steps
+        return steps + tokens if any(guide.vetoes for guide in self.guides) else steps
 
     @property
     def forms(self) -> int:

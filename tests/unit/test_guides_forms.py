@@ -245,6 +245,26 @@ def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch
     assert time.monotonic() - begun < 10
 
 
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "integer", "enum": ["Ada"]}, '"Ada" among its values, which is not of its `type`'),
+        ({"type": "string", "const": 5}, "5 among its values"),
+        ({"type": "string", "format": "date", "maxLength": 10}, "`format` next to `maxLength`"),
+        ({"type": "string", "pattern": "[0-9]{4}", "maxLength": 10}, "`maxLength` next to `pattern`"),
+        ({"allOf": [{"type": "object"}], "properties": {"a": {}}}, "`allOf` next to `properties`"),
+        ({"$ref": "#/$defs/a", "type": "string"}, "`[$]ref` next to `type`"),
+        ({"type": "array", "prefixItems": [{}], "minItems": 3}, "`minItems` next to `prefixItems`"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "say `anyOf` if any may"),
+        ({"enum": []}, "an empty `enum`"),
+        ({"type": "object", "required": "a"}, "which is no list of names"),
+    ],
+)
+def test_keywords_of_which_one_would_be_lost(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        JsonSchema({"type": "object", "properties": {"inside": schema}, "required": ["inside"]}).expressions()
+
+
 def test_what_cannot_be_met_is_said_at_the_start() -> None:
     sampler = toys.sampler(guide={"name": "choices", "choices": ["abcabc-xy", "cd-x-cd"]})
     with pytest.raises(UserError, match="the shortest answer of that form has 5 tokens, and max_new_tokens is 4"):

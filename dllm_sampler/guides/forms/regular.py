@@ -250,7 +250,27 @@ KNOWN = {
     "definitions", "title", "description", "default", "examples", "$schema", "$id", "$comment",
 }  # fmt: skip
 FORMATS = {"date", "time", "date-time", "uuid"}
+# Of two keywords in a group the library keeps one, or reads them as something else.
+ALONE = (
+    {"enum", "const", "$ref", "anyOf", "allOf", "properties", "items", "prefixItems", "pattern", "format"},
+    {"enum", "const", "$ref", "anyOf", "allOf", "minLength"}, {"enum", "const", "$ref", "anyOf", "allOf", "maxLength"},
+    {"$ref", "anyOf", "allOf", "type"}, {"pattern", "format", "minLength"}, {"pattern", "format", "maxLength"},
+    {"prefixItems", "minItems"}, {"prefixItems", "maxItems"},
+)  # fmt: skip
+KINDS = {
+    "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict,
+    "array": list,
+}  # fmt: skip
 LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of JSON."""
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, KINDS.get(kind, object)) or (
+        kind == "integer" and isinstance(value, float) and value == int(value)
+    )
 
 
 def check_schema(schema: Any) -> None:
@@ -263,12 +283,28 @@ def check_schema(schema: Any) -> None:
         return
     names = schema.get("properties", {})
     unknown = sorted(str(name) for name in schema if name not in KNOWN)
-    missing = [name for name in schema.get("required", []) if name not in names]
+    together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
+    listed = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    wrong = [one for one in listed if kinds and not any(_is(one, kind) for kind in kinds)]
+    required = schema.get("required", [])
+    missing = [name for name in required if name not in names] if isinstance(required, list) else []
     odd = [name for name in names if json.dumps(name) != f'"{name}"']
     pattern = schema.get("pattern")
     why = None
     if unknown:
         why = f"'{unknown[0]}', which this guide cannot keep"
+    elif "oneOf" in schema:
+        why = "`oneOf`, of which this guide cannot keep that only one may hold: say `anyOf` if any may"
+    elif together:
+        why = f"`{together[0]}` next to `{together[1]}`, of which this guide keeps only one: leave one of them out"
+    elif wrong:
+        why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
+    elif schema.get("enum") == []:
+        why = "an empty `enum`, which no document meets"
+    elif not isinstance(required, list):
+        why = f"`required`: {json.dumps(required)}, which is no list of names"
     elif missing:
         why = f"'{missing[0]}' among `required`, which is not among `properties`"
     elif odd:
@@ -283,7 +319,7 @@ def check_schema(schema: Any) -> None:
         raise UserError(f"guide.schema has {why}")
     inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
     inner += [schema.get("items"), schema.get("additionalProperties")]
-    for group in ("prefixItems", "anyOf", "oneOf", "allOf"):
+    for group in ("prefixItems", "anyOf", "allOf"):
         inner += schema.get(group, [])
     for one in inner:
         check_schema(one)

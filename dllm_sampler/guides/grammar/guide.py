@@ -30,7 +30,8 @@ class Grammar(Guide):
     What a scheduler wants to commit is tested token by token, the surest first, against the text as it stands, in
     which each run of masks may become any text. What fails is not committed. Where nothing of it may stand, the surest
     other token of the block that fits is committed instead, so that every step makes progress. A row where `tries`
-    tokens have failed ends, with `finish_reason` "constraint". In a row where a token failed nothing is taken back.
+    tokens have failed ends, with `finish_reason` "constraint". Where a token failed, or the rest could not be
+    completed, nothing is taken back.
 
     That a gap has a certain number of masks is not considered, so an answer may run out of them. Where the grammar is
     regular, or with a `depth`, tokens are chosen together instead, as by `guide=regex`: then every answer that comes
@@ -112,8 +113,9 @@ class Grammar(Guide):
                 else:
                     commit[row, at] = False
                     rejected[row] += 1
-            if remask is not None and rejected[row]:
-                remask[row] = False  # a scheduler takes back less than it commits, as far as it knows
+            # A scheduler takes back less than it commits, as far as it knows; and behind an end token stands anything.
+            if remask is not None and (rejected[row] or not self._opens(text, wanted, remask[row])):
+                remask[row] = False
             if kept or not any(at in wanted.masks for at in wanted.commits):
                 continue
             found = None
@@ -133,6 +135,16 @@ class Grammar(Guide):
                 ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
         edit = replace(edit, ids=ids, commit=commit, remask=remask, confidence=settled, forced=forced)
         return replace(edit, rejected=rejected, stuck=stuck)
+
+    def _opens(self, text: Text, wanted: Wanted, remask: Tensor) -> bool:
+        """Whether a text can be completed once the places `remask [Q] bool` of the query are taken back."""
+        assert self.language is not None
+        words, taken = [*text.words, *text.rest], [at for at, back in enumerate(remask.tolist()) if back]
+        for at in taken:
+            place = wanted.columns[at] - text.first
+            if 0 <= place < len(text.words):
+                words[place] = None
+        return not taken or self.language.feasible(words)
 
     def _filled(self, text: Text, wanted: Wanted, logits: Tensor) -> list[tuple[int, int, float]]:
         """Place in the query, token and probability at the masks of a row's block, by its shortest completion."""
