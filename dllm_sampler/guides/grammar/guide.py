@@ -101,9 +101,10 @@ class Grammar(Guide):
         remask = None if edit.remask is None else edit.remask.clone()
         assert readout.draw is not None and readout.raw is not None and readout.logits is not None
         scores: Tensor | None = None  # made when a row wants them
+        every = Wanted.of(canvas, query, edit, sure)
         for text in self.texts(canvas):
             row = text.row
-            wanted = Wanted.of(row, canvas, query, edit, sure)
+            wanted = every[row]
             kept = 0
             for at in wanted.commits:
                 column, token = wanted.columns[at], wanted.ids[at]
@@ -172,13 +173,12 @@ class Grammar(Guide):
 
     def texts(self, canvas: Canvas) -> Iterator[Text]:
         """The texts of rows that are not done, as they stand."""
-        ids, masked = canvas.ids.tolist(), canvas.masked.tolist()
-        first, end, done = canvas.first.tolist(), canvas.end.tolist(), canvas.done.tolist()
-        for row in range(len(ids)):
-            if not done[row]:
-                there = range(first[row], end[row])
-                words = [None if masked[row][at] else self.word(ids[row][at]) for at in there]
-                yield Text(row, first[row], words, [END])
+        ids = canvas.ids.masked_fill(canvas.masked, -1).tolist()
+        ends = torch.stack([canvas.first, canvas.end, canvas.done.long()], 1).tolist()
+        for row, (first, end, done) in enumerate(ends):
+            if not done:
+                words = [None if token < 0 else self.word(token) for token in ids[row][first:end]]
+                yield Text(row, first, words, [END])
 
     def word(self, token: int) -> Word:
         """What a token adds to a text."""
@@ -240,21 +240,18 @@ class Wanted:
     masks: set[int]  # what may be committed in place of others: noise of the block
 
     @staticmethod
-    def of(row: int, canvas: Canvas, query: Query, edit: Edit, sure: Tensor) -> Wanted:
-        """What an edit says of a row; `sure [B, Q]` is the confidence."""
-        columns, ids = query.positions[row].tolist(), edit.ids[row].tolist()
-        order = sure[row].argsort(descending=True, stable=True)
-        standing = canvas.ids[row, query.positions[row]].tolist()
-        masked = canvas.masked[row, query.positions[row]].tolist()
-        frozen = canvas.frozen[row, query.positions[row]].tolist()
+    def of(canvas: Canvas, query: Query, edit: Edit, sure: Tensor) -> list[Wanted]:
+        """What an edit says of each row, by one read of the device; `sure [B, Q]` is the confidence."""
+        at = query.positions
         stays = edit.commit if edit.remask is None else edit.commit & ~edit.remask
-        chosen, eligible = stays[row].tolist(), canvas.eligible(query.positions)[row].tolist()
-        return Wanted(
-            columns,
-            ids,
-            [at for at in order.tolist() if chosen[at] and not frozen[at] and (masked[at] or ids[at] != standing[at])],
-            {at for at in range(len(ids)) if eligible[at]},
-        )
+        new = canvas.masked.gather(1, at) | (edit.ids != canvas.ids.gather(1, at))
+        chosen = stays & new & ~canvas.frozen.gather(1, at)
+        order = sure.argsort(dim=1, descending=True, stable=True)
+        told = torch.stack([at, edit.ids, order, chosen.long(), canvas.eligible(at).long()], 1).tolist()
+        return [
+            Wanted(columns, ids, [one for one in ranked if commits[one]], {n for n, free in enumerate(masks) if free})
+            for columns, ids, ranked, commits, masks in told
+        ]
 
 
 def surest(row: int, wanted: Wanted, scores: Tensor, logits: Tensor) -> Iterator[tuple[int, int, float]]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.grammar import bounded
 from dllm_sampler.guides.grammar.bounded import Automaton, Nesting
+from dllm_sampler.guides.grammar.bounded import automaton as bounded_automaton
 from dllm_sampler.guides.grammar.completion import shortest
 from dllm_sampler.guides.grammar.emptiness import Emptiness
 from dllm_sampler.guides.grammar.lexing import Scanner
@@ -28,8 +28,8 @@ class Language:
     """The texts of a grammar.
 
     Terminals are regular expressions, matched against whole lexemes; bytes to skip may stand before, between and
-    behind lexemes. A text is in the language if *some* way to split it into lexemes is a word of the rules: lexemes
-    need not be the longest ones.
+    behind lexemes. All ways to split a text into lexemes are tried, not only the one with the longest lexemes. The text
+    is in the language if the rules derive one of them.
 
     It never changes; what it remembers only makes it faster. One thread may use it at a time.
 
@@ -157,4 +157,4 @@ class Language:
             UserError: the language is not regular and no depth is given, no text keeps to the depth, or the automaton
                 is too large.
         """
-        return bounded.automaton(self.grammar, self.terminals, depth, self.name)
+        return bounded_automaton(self.grammar, self.terminals, depth, self.name)
