@@ -25,6 +25,7 @@ from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.naming import numbered
 from dllm_sampler.eval.oracle import Oracle
 from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.runner import Runner, Share, run_all
@@ -376,5 +377,5 @@ def test_processes_of_accelerate(whole: Path, tmp_path: Path) -> None:
 
 def test_a_plug_in_names_samples_by_their_numbers() -> None:
     samples = [Sample(7, ""), Sample(11, "")]
-    with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), runner._numbered(samples):
+    with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), numbered(samples):
         raise RowError("the reward failed for {prompts}", [1, 0])

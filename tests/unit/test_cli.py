@@ -149,7 +149,7 @@ WRONG = [
     (["model.cfg_scale=abc"], "model: cfg_scale should be a valid number, not 'abc'"),
     (
         ["scheduler._target_=no.such.Thing"],
-        "scheduler=threshold: what _target_ names cannot be had (No module named 'no'",
+        "scheduler=threshold: _target_ no.such.Thing cannot be had: no module 'no' is installed, and",
     ),
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "guide.top_p should be a guide's settings"),

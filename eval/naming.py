@@ -1,0 +1,54 @@
+"""How errors name the samples of a task: by their numbers, and by file and line where they come from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler import prompts
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import RowError, UserError
+from dllm_sampler.eval.tasks.base import Sample, Task
+
+
+@contextmanager
+def numbered(samples: Sequence[Sample]) -> Iterator[None]:
+    """Where a plug-in names prompts by their place in a call, name them by the numbers of these samples."""
+    try:
+        yield
+    except RowError as error:
+        numbers = [samples[number - 1].index + 1 for number in error.prompts]
+        raise RowError(error.template, error.rows, numbers) from error.__cause__
+
+
+def check_prompts(
+    task: Task,
+    samples: Sequence[Sample],
+    given: Sequence[Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+    spec: ModelSpec,
+    max_new_tokens: int,
+) -> None:
+    """Refuse prompts from a file that the model cannot take, before any is answered.
+
+    Args:
+        task: samples that it makes itself are not looked at.
+        samples: all of them.
+        given: the prompt of each, as the sampler gets it.
+        tokenizer: the model's.
+        spec: the model's.
+        max_new_tokens: length of the canvas behind each prompt.
+
+    Raises:
+        UserError: naming file, line, and what is wrong.
+    """
+    for sample, prompt in zip(samples, given, strict=True):
+        if (where := task.source(sample)) is None:
+            continue
+        try:
+            prompts.encode([prompt], tokenizer, spec, max_new_tokens, sample.index + 1)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
