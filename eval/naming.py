@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,7 @@ def numbered(samples: Sequence[Sample]) -> Iterator[None]:
 
 def check_prompts(
     task: Task,
-    samples: Sequence[Sample],
-    given: Sequence[Any],
+    given: Callable[[Sequence[Sample]], Sequence[Any]],
     tokenizer: PreTrainedTokenizerBase | None,
     spec: ModelSpec,
     max_new_tokens: int,
@@ -36,8 +35,7 @@ def check_prompts(
 
     Args:
         task: samples that it makes itself are not looked at.
-        samples: all of them.
-        given: the prompt of each, as the sampler gets it.
+        given: the prompts of samples, as the sampler gets them.
         tokenizer: the model's.
         spec: the model's.
         max_new_tokens: length of the canvas behind each prompt.
@@ -45,10 +43,10 @@ def check_prompts(
     Raises:
         UserError: naming file, line, and what is wrong.
     """
-    for sample, prompt in zip(samples, given, strict=True):
-        if (where := task.source(sample)) is None:
-            continue
+    sources = {sample.index: where for sample in task.samples() if (where := task.source(sample)) is not None}
+    found = [sample for sample in task.samples() if sample.index in sources]
+    for sample, prompt in zip(found, given(found) if found else (), strict=True):
         try:
             prompts.encode([prompt], tokenizer, spec, max_new_tokens, sample.index + 1)
         except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+            raise UserError(f"{sources[sample.index]}: {error}") from error

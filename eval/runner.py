@@ -143,8 +143,7 @@ class Runner:
         self.sampler.lay_out()
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")
-        samples = task.samples()
-        check_prompts(task, samples, self._prompts(samples), self.tokenizer, self.denoiser.spec, job.max_new_tokens)
+        check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
 
     def records(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Record]]:
         """Run the samples of some batches that are not `done`, by their indices; yields those that are ready.
