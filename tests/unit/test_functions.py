@@ -1,6 +1,5 @@
 """Functions that a user names: an installed module first, else one file of the working directory, and no other."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 from dllm_sampler import config
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError
+from dllm_sampler.training.rewards import find
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_a_file_and_a_package_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "own_package" / "inner.py").write_text("from own_package.other import two\n")
     (tmp_path / "own_package" / "other.py").write_text("def two(): return 2\n")
     path, finders = list(sys.path), list(sys.meta_path)
-    assert function("it", "own_metric:one")() == 1
+    assert function("it", "own_metric:one")() == 1 == find("own_metric:one")(), "and a reward of dllm-train"
     assert function("it", "own_package.inner:two")() == 2
     assert sys.path == path and sys.meta_path == finders
 
@@ -75,18 +75,3 @@ def test_a_plug_in_of_the_working_directory(tmp_path: Path) -> None:
     assert config.build("blocks", {"name": "mine", "_target_": "own_blocks.Mine", "length": 4}).length == 4
     with pytest.raises(UserError, match=r"blocks=mine: _target_ own_gone.Mine cannot be had"):
         config.build("blocks", {"name": "mine", "_target_": "own_gone.Mine"})
-
-
-def test_what_lies_there_is_in_nobodys_way(tmp_path: Path) -> None:
-    """Files with the names of modules that a command imports, before and after it finds the user's own."""
-    for name in ("random", "torch", "numpy", "colorsys", "triton"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
-    (tmp_path / "own.py").write_text("import random, torch\n\ndef half(text, **_): return random.random() < 2\n")
-    (tmp_path / "some.jsonl").write_text('{"prompt": "copy: Ada", "answer": "Ada"}\n')
-    code = (
-        "import sys; sys.path.remove(''); from dllm_sampler.eval.jobs import jobs; path = list(sys.path)\n"
-        "(job,) = jobs(['task=jsonl', 'task.file=some.jsonl', 'task.metric=own:half'])\n"
-        "assert job.built_task.call(text='') is True and sys.path == path; import colorsys, random; print('through')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout == "through\n", done.stderr
