@@ -132,13 +132,15 @@ def test_the_table_says_how_sure_it_is(capsys: pytest.CaptureFixture[str]) -> No
             *(run(fast, "wino", task) for task in ("copy", "sort")),
             *(run(some, "klass", task) for some, task in ((fast, "copy"), (lost, "sort"))),
             *(run(lost, "dus", task) for task in ("copy", "sort")),
+            *(run(some, "rcr", task) for some, task in ((fast, "copy"), (slow, "sort"))),
         ]
     )
     command.show(jobs(["task.count=1"]), {}, found, Console(width=200))
     out = capsys.readouterr().out
-    rows = {tuple(line[2:].split()[:2]): line for line in out.splitlines()[3:11]}
+    rows = {tuple(line[2:].split()[:2]): line for line in out.splitlines()[3:13]}
     assert {name for name, line in rows.items() if line.strip().startswith("*")} == {
-        ("wino", "copy"), ("klass", "copy"), ("dus", "copy"), ("wino", "sort"), ("klass", "sort"), ("dus", "sort"),
+        ("wino", "copy"), ("klass", "copy"), ("dus", "copy"), ("rcr", "copy"),
+        ("wino", "sort"), ("klass", "sort"), ("dus", "sort"),
     }  # fmt: skip
     assert " 4   100.0   [51.0, 100.0] " in rows["fixed", "copy"] and " 0.0     [0.0, 49.0] " in rows["dus", "sort"]
     assert "* Pareto front: " in out and "95 % intervals, Wilson's for right or wrong answers, else bootstrap" in out

@@ -53,6 +53,24 @@ def test_a_row_has_names_figures_and_settings() -> None:
     assert one["score"] == "1.0" and one["seed"] == "0" and two["stops"] == '["a", "b"]' and three["score"] == ""
 
 
+def test_a_grade_that_some_answers_lack() -> None:
+    """A metric of the user's own may say more of one answer than of another."""
+    graded = [record(index, scores={"exact_match": 1.0} | ({"length": 4.0} if index > 1 else {})) for index in range(4)]
+    (row,) = rows([run(graded, "fixed")])
+    assert row["grade.length"] == 4.0
+
+
+def test_a_task_whose_file_changed_is_two_tasks() -> None:
+    task = {"name": "jsonl", "file": "mine.jsonl", "metric": "exact_match"}
+    runs = [
+        run([record()], scheduler, others={"task": {**task, "content": content}})
+        for scheduler, content in (("fixed", "0123456789"), ("wino", "0123456789"), ("fixed", "abcdef0123"))
+    ]
+    assert [row["task"] for row in rows(runs)] == ["mini (012345)", "mini (012345)", "mini (abcdef)"]
+    assert [row["task"] for row in rows(runs[:2])] == ["mini", "mini"]
+    assert [row["configuration"] for row in rows(runs)] == ["fixed", "wino", "fixed"]
+
+
 def test_a_data_frame_or_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame: Any = dllm_sampler.eval.load(runs)
     assert sorted(frame["scheduler"]) == ["fixed", "threshold"] and frame["score"].max() <= 1
