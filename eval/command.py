@@ -24,9 +24,10 @@ from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.eval.report.markov import drawn
 
 LONG = 40  # runs; a table of more says nothing
-MARKS = (
+SURE = f"n: samples. {METHOD[0].upper()}{METHOD[1:]}."
+FRONT = (
     "* Pareto front: no other configuration has a score and tokens/forward at least as high, and one of them higher;"
-    f" intervals may overlap. n: samples. {METHOD[0].upper()}{METHOD[1:]}."
+    " intervals may overlap."
 )
 USAGE = """\
 Run samplers on tasks: every combination of the values that the words give.
@@ -109,7 +110,10 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
     else:
         rows = [(label, "all", figures) for label, figures in each.items()]
     views = {task: task if task in comparison.views else "all tasks" for _, task, _ in rows}
-    best = {task: comparison.front(view, "answer_tokens_per_forward") for task, view in views.items()}
+    several = len(comparison.methods) > 1
+    best = {
+        task: comparison.front(view, "answer_tokens_per_forward") if several else () for task, view in views.items()
+    }
     for label, task, figures in rows:
         share = figures["oracle_share"]
         table.add_row(
@@ -130,7 +134,7 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         console.width = max(console.width, wanted)
     console.print(table)
     if rows:
-        console.print(Text(MARKS), soft_wrap=True)
+        console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
     for label, reason in comparison.refused:
         console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
     if comparison.missing:

@@ -45,7 +45,7 @@ def test_a_task_of_ones_own() -> None:
     found = blocks("tasks.md", "## Your own prompts and answers")
     Path("mine.jsonl").write_text(first(found, "json", "prompt"))
     Path("mymetric.py").write_text("import random\n" + first(found, "python", "def first_name"))
-    assert re.search(r"n +score.*\n.*\n *\* threshold +jsonl +2 +100.0 ", command(first(found, "bash", "task.metric")))
+    assert re.search(r"n +score.*\n.*\n +threshold +jsonl +2 +100.0 ", command(first(found, "bash", "task.metric")))
 
     found = blocks("evaluation.md", "**CSV and data frames.**")
     assert command(first(found, "bash", "--csv")) == "figures.csv\n"

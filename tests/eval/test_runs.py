@@ -243,6 +243,8 @@ def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     output = tmp_path / "a,b=c d"
     words = [*SMALL, f"output={output}", "workers=2"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of the working directory was imported')\n")
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     assert content(output) == content(whole)
 
