@@ -37,6 +37,7 @@ Usage: dllm-eval [-m] [NAME=VALUE,VALUE ...]
   dllm-eval scheduler=threshold,localleap cache=none,dual task=mini task.operation=sort
   dllm-eval scheduler='glob(*)' task.operation=copy,shuffle task.count=40 workers=2
   dllm-eval suite=compare report=report.html
+  dllm-eval task=jsonl task.file=mine.jsonl task.metric=contains
   dllm-eval model=llada-8b suite=compare hydra/launcher=slurm workers=16
   accelerate launch -m dllm_sampler.eval scheduler=threshold model=llada-8b
 
