@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dllm_sampler.eval.command import main
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -55,6 +57,19 @@ def test_a_task_of_ones_own() -> None:
     names: dict[str, Any] = {}
     exec(first(found, "python", "eval.load"), names)
     assert list(names["frame"]["score"]) == [1.0] and list(names["frame"]["samples"]) == [2]
+
+
+def test_a_task_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    found = blocks("tasks.md", "## A task in Python")
+    Path("mytask.py").write_text(first(found, "python", "class Pair"))
+    Path("conf/task").mkdir(parents=True)
+    Path("conf/task/pair.yaml").write_text(first(found, "yaml", "_target_"))
+    _, *words = shlex.split(first(found, "bash", "task=pair"))
+    assert main([*words, "device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\* threshold +pair +20 +100.0 ", out) and re.search(r"  fixed +pair +20 +100.0 ", out)
+    assert main(["--help"]) == 0
+    assert "task=pair: Two names to reverse." in capsys.readouterr().out
 
 
 def test_rollouts_on_ones_own_data() -> None:
