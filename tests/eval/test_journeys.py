@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler.eval.command import main
+from dllm_sampler.eval.report.command import main as report
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -40,7 +41,7 @@ def command(line: str) -> str:
     return done.stdout
 
 
-def test_a_task_of_ones_own() -> None:
+def test_a_task_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts, answers and a metric; a run; its figures as a CSV file and in Python. Other files are left alone."""
     for name in ("random", "torch", "numpy", "pandas", "triton"):  # never imported from here
         Path(f"{name}.py").write_text("raise SystemExit(f'{__file__} was imported')\n")
@@ -50,7 +51,8 @@ def test_a_task_of_ones_own() -> None:
     assert re.search(r"n +score.*\n.*\n +threshold +jsonl +2 +100.0 ", command(first(found, "bash", "task.metric")))
 
     found = blocks("evaluation.md", "**CSV and data frames.**")
-    assert command(first(found, "bash", "--csv")) == "figures.csv\n"
+    _, *words = shlex.split(first(found, "bash", "--csv"), comments=True)
+    assert report(words) == 0 and capsys.readouterr().out == "figures.csv\n"
     (row,) = csv.DictReader(Path("figures.csv").read_text().splitlines())
     assert (row["configuration"], row["score"], row["task.metric"]) == ("threshold", "1.0", "mymetric:first_name")
     assert row["grade.length"] == str((len("Cal, Ben, Ada") + len("Ada, Cal, Dan")) / 2)
