@@ -20,9 +20,15 @@ from dllm_sampler.eval.launch import accelerated, launch
 from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.command import check, write
 from dllm_sampler.eval.report.data import Comparison, load
+from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.eval.report.markov import drawn
 
 LONG = 40  # runs; a table of more says nothing
+SURE = f"n: samples. {METHOD[0].upper()}{METHOD[1:]}."
+FRONT = (
+    "* Pareto front: no other configuration has a score and tokens/forward at least as high, and one of them higher;"
+    " intervals may overlap."
+)
 USAGE = """\
 Run samplers on tasks: every combination of the values that the words give.
 
@@ -31,6 +37,7 @@ Usage: dllm-eval [-m] [NAME=VALUE,VALUE ...]
   dllm-eval scheduler=threshold,localleap cache=none,dual task=mini task.operation=sort
   dllm-eval scheduler='glob(*)' task.operation=copy,shuffle task.count=40 workers=2
   dllm-eval suite=compare report=report.html
+  dllm-eval task=jsonl task.file=mine.jsonl task.metric=contains
   dllm-eval model=llada-8b suite=compare hydra/launcher=slurm workers=16
   accelerate launch -m dllm_sampler.eval scheduler=threshold model=llada-8b
 
@@ -90,11 +97,12 @@ def _run(words: list[str]) -> int:
 def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, console: Console) -> None:
     """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("configuration", overflow="fold")
+    table.add_column("  configuration", overflow="fold")
     error = comparison.together[:1]  # what a task says first of all answers together
     named = [name.replace("_", " ") for name in error]
     formed = any(one["validity"] is not None for one in comparison.figures["all tasks"].values())
-    titles = ["task", "score", *named, *["valid"] * formed, "tokens/forward", "forwards", "tokens/s", "oracle's share"]
+    titles = ["task", "n", "score", "95 %", *named, *["valid"] * formed]
+    titles += ["tokens/forward", "forwards", "tokens/s", "oracle's share"]
     for title in titles:
         table.add_column(title, justify="left" if title == "task" else "right", overflow="fold")
     each = comparison.figures["all tasks"]
@@ -102,12 +110,19 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
     else:
         rows = [(label, "all", figures) for label, figures in each.items()]
+    views = {task: task if task in comparison.views else "all tasks" for _, task, _ in rows}
+    several = len(comparison.methods) > 1
+    best = {
+        task: comparison.front(view, "answer_tokens_per_forward") if several else () for task, view in views.items()
+    }
     for label, task, figures in rows:
         share = figures["oracle_share"]
         table.add_row(
-            Text(label),
+            Text(("* " if label in best[task] else "  ") + label),
             Text(task),
+            f"{figures['samples']:.0f}",
             f"{100 * (figures['score'] or 0):.1f}",
+            Text(interval(figures)),
             *("" if (value := figures.get(name)) is None else f"{value:.4f}" for name in error),
             *["" if (valid := figures["validity"]) is None else f"{100 * valid:.1f}"] * formed,
             f"{figures['answer_tokens_per_forward']:.2f}",
@@ -119,6 +134,8 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
         console.width = max(console.width, wanted)
     console.print(table)
+    if rows:
+        console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
     for label, reason in comparison.refused:
         console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
     if comparison.missing:

@@ -69,7 +69,7 @@ def test_save_and_load(result: Result, tmp_path: Path) -> None:
     file = tmp_path / "run.trace"
     result.trace.save(file)
     loaded = Trace.load(str(file))
-    for field in fields(Trace):
+    for field in (one for one in fields(Trace) if one.compare):
         one, two = getattr(result.trace, field.name), getattr(loaded, field.name)
         assert torch.equal(one, two) and one.dtype == two.dtype if isinstance(one, torch.Tensor) else one == two
     replace(loaded, mask_id=None).save(file)
