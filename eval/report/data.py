@@ -73,7 +73,12 @@ class Method:
 
         scored = {id(record): run.about["score"] for run in runs for record in run.records}
         found = summary(everything, lambda record: record.scores[scored[id(record)]])
-        bounds = {"score_low": score - away("score_low"), "score_high": score + away("score_high")}
+        # Rounding must not carry a bound past the mean of the tasks' bounds, below 0 say.
+        low, high = (fmean(_number(one[name]) for one in each) for name in ("score_low", "score_high"))
+        bounds = {
+            "score_low": max(low, score - away("score_low")),
+            "score_high": min(high, score + away("score_high")),
+        }
         shared = [name for name in runs[0].together if all(name in run.together for run in runs)]
         return found | {"score": score, **bounds} | {name: _mean(run.together[name] for run in runs) for name in shared}
 
