@@ -4,6 +4,8 @@ One YAML is one plug-in: `_target_` names its class, the other keys are the clas
 and the first comment says in one sentence what it is, with the paper.
 """
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -14,17 +16,21 @@ from importlib.resources.abc import Traversable
 from os import PathLike, fspath
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from dllm_sampler.core.values import Noise
 from dllm_sampler.errors import UserError, unknown
 
+if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
+    from dllm_sampler.core.values import Noise
+
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
+BATCHING = ("in_flight", "static")
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
-from dllm_sampler.many import BATCHING
 
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
