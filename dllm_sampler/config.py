@@ -274,8 +274,20 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     try:
         return plain.validate_python(value, strict=True)
     except ValidationError as error:
-        expected = error.errors()[0]["msg"].removeprefix("Input should be ")
-        raise UserError(f"{what} should be {expected}, not {value!r}") from None
+        number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
+        quote = "; a number in quotes is a string" if number else ""
+        raise UserError(f"{what} should be {_expected(error)}, not {value!r}{quote}") from None
+
+
+def _expected(error: ValidationError) -> str:
+    """What would be right, in words; of a union, each of its types once."""
+    found = []
+    for one in error.errors():
+        message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
+        if any(isinstance(place, int) for place in one["loc"]):  # an item
+            message = f"a list of {message.removeprefix('a ')}s"
+        found.append(message.replace("a valid list", "a list as [a,b]"))
+    return ", or ".join(dict.fromkeys(found))
 
 
 def _folder(group: str) -> Traversable:

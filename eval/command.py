@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -16,11 +17,10 @@ from dllm_sampler.cli.compose import choices, entry
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Job, jobs
-from dllm_sampler.eval.launch import accelerated, launch
 from dllm_sampler.eval.markdown import write as write_file
-from dllm_sampler.eval.report.command import check, write
-from dllm_sampler.eval.report.data import Comparison, load
-from dllm_sampler.eval.report.markov import drawn
+
+if TYPE_CHECKING:
+    from dllm_sampler.eval.report.data import Comparison
 
 LONG = 40  # runs; a table of more says nothing
 USAGE = """\
@@ -67,6 +67,12 @@ def _run(words: list[str]) -> int:
         if "=" not in word and not word.startswith("~"):
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
     found = jobs(words)
+    # These import torch and transformers: seconds that the page above and a mistake need not wait for.
+    from dllm_sampler.eval.launch import accelerated, launch
+    from dllm_sampler.eval.report.command import check, write
+    from dllm_sampler.eval.report.data import load
+    from dllm_sampler.eval.report.markov import drawn
+
     report = found[0].options.report
     if report is not None:
         check(report)

@@ -22,11 +22,9 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job, jobs, of_hydra
-from dllm_sampler.eval.launch import bars, device
 from dllm_sampler.eval.markdown import write
 from dllm_sampler.eval.measures import SPEEDS
 from dllm_sampler.eval.report.data import Method, Run
-from dllm_sampler.eval.runner import Share, run_all
 from dllm_sampler.eval.space import Space
 
 if TYPE_CHECKING:
@@ -113,10 +111,14 @@ class Tuner:
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
+        from dllm_sampler.eval.launch import device  # imports torch and transformers: a mistake need not wait for them
+
         self.device = device(self.base, 0)
 
     def search(self) -> str:
         """Run what is missing of the search, and write the winner; returns a line that says what it is."""
+        from dllm_sampler.eval.launch import bars
+
         tuning = self.tuning
         if tuning.file.exists() and MARK not in tuning.file.read_text(encoding="utf-8"):
             raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
@@ -197,6 +199,8 @@ class Tuner:
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
         """What a configuration reaches on all tasks, or why it cannot run."""
+        from dllm_sampler.eval.runner import Share, run_all
+
         found = jobs([*words, *chosen, "oracle=false"])
         if refused := run_all(found, Share(), self.device, lambda job: None, lambda done: None):
             return next(iter(refused.values()))

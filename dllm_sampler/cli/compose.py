@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,6 +50,9 @@ GROUPS = SAMPLE.groups
 SEVERAL = ("guide", "experiment")  # groups of which a list can be chosen
 
 
+LISTS = (*SEVERAL, "stop_strings", "forms")  # what can be a list
+
+
 @dataclass(frozen=True)
 class Composed:
     """A configuration as Hydra composed it, and the name that each group was set to."""
@@ -87,8 +91,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     parsed = [parse(word) for word in words]
     for override in parsed:
         if override.is_sweep_override():
-            word = override.input_line
-            raise UserError(f"{word} gives several values: give one, or quote it, or write a list as [a,b]")
+            raise _several(app, str(override.input_line))
         group = override.key_or_group
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
             raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
@@ -123,6 +126,16 @@ def entry(group: str, name: str) -> config.Entry:
     if name not in config.names(group):
         raise unknown(group, name, choices(group))
     return config.entry(group, name)
+
+
+def holders(group: str, field: str) -> list[str]:
+    """The choices of a group that have a field of this name."""
+    found = []
+    for name in choices(group) if group in config.GROUPS else ():
+        with suppress(UserError):  # a file of the user's that cannot be read
+            if field in entry(group, name).settings:
+                found.append(name)
+    return found
 
 
 class LocalFirst(SearchPathPlugin):
@@ -239,6 +252,14 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
     return UserError(_first_line(error))
 
 
+def _several(app: App, word: str) -> UserError:
+    """The error for `key=a,b` where one value is wanted."""
+    key, _, value = word.partition("=")
+    listed = key in LISTS or "." in key
+    sweep = "; dllm-eval runs every one of several" if app is SAMPLE else ""
+    return UserError(f"{word} gives several values: give one{f', or a list as {key}=[{value}]' * listed}{sweep}")
+
+
 def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> UserError | None:
     """The error for a dotted key that `known` does not have, or None."""
     first, *rest = key.split(".")
@@ -247,6 +268,15 @@ def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Us
         paths |= {
             leaf: f"{group}.{leaf}" for group in app.groups for leaf in _leaves(known.get(group)) if leaf not in paths
         }
+        where = next((group for group in app.groups if holders(group, first)), None)
+        if where is not None and first not in paths:
+            others, inside = holders(where, first), ".NAME" * (where == "guide")
+            name = others[0] if len(others) == 1 else "NAME"
+            return UserError(
+                f"unknown option '{first}': {where}={chosen.get(where)} has no such field; say {where}={name}"
+                f" {where}{inside.replace('NAME', name)}.{first}=VALUE"
+                + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else "")
+            )
         near = [paths[name] for name in get_close_matches(first, paths, n=2)]
         hint = f", did you mean {' or '.join(near)}?" if near else ""
         prompt = "; a prompt may follow --" if app is SAMPLE else ""
@@ -254,7 +284,11 @@ def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Us
     at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
     for part in rest:
         if not isinstance(node, dict) or part not in node:
-            return unknown(f"field of {at}", part, _leaves(node))
+            wrong = unknown(f"field of {at}", part, _leaves(node))
+            if first == "guide" and node is known[first] and part in choices(first):
+                return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
+            others = holders(first, part) if node is known[first] else []
+            return UserError(f"{wrong}; those that have it are {first}={', '.join(others)}") if others else wrong
         # Guides have their names between the group's and the field's: several may be given.
         at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
     return None

@@ -11,8 +11,6 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.data import load
-from dllm_sampler.eval.report.page import page
-from dllm_sampler.eval.report.pictures import available, pictures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +42,12 @@ def check(output: str) -> Path:
     Raises:
         UserError: it does not end in .html, or no picture can be drawn.
     """
-    available()
     target = Path(output).expanduser()
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
+    from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake need not wait for it
+
+    available()
     return target
 
 
@@ -57,8 +57,11 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     Raises:
         UserError: nothing to report on, or nowhere to write it.
     """
-    target = check(output)
     found = load(runs)
+    target = check(output)
+    from dllm_sampler.eval.report.page import page  # imports torch: a mistake need not wait for it
+    from dllm_sampler.eval.report.pictures import pictures
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

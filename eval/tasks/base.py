@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dllm_sampler.core.protocols import Denoiser
+if TYPE_CHECKING:
+    from dllm_sampler.core.protocols import Denoiser
 
 
 @dataclass(frozen=True)
