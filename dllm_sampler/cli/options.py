@@ -53,8 +53,8 @@ class Options:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.output is not None and (suffix := Path(self.output).suffix.lower()) in OTHER_FORMATS:
             raise UserError(
-                f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file that"
-                " ends in .jsonl"
+                f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file"
+                " that ends in .jsonl"
             )
         if not -LARGEST <= self.seed <= LARGEST:
             raise UserError(f"seed should have at most 18 digits, not {len(str(abs(self.seed)))}")

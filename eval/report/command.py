@@ -42,12 +42,17 @@ def check(output: str) -> Path:
     Raises:
         UserError: it does not end in .html, or no picture can be drawn.
     """
-    target = Path(output).expanduser()
-    if target.suffix not in (".html", ".htm"):
-        raise UserError(f"the report should be a file that ends in .html, not {output}")
+    target = _target(output)
     from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake need not wait for it
 
     available()
+    return target
+
+
+def _target(output: str) -> Path:
+    target = Path(output).expanduser()
+    if target.suffix not in (".html", ".htm"):
+        raise UserError(f"the report should be a file that ends in .html, not {output}")
     return target
 
 
@@ -57,8 +62,9 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     Raises:
         UserError: nothing to report on, or nowhere to write it.
     """
+    target = _target(output)
     found = load(runs)
-    target = check(output)
+    check(output)
     from dllm_sampler.eval.report.page import page  # imports torch: a mistake need not wait for it
     from dllm_sampler.eval.report.pictures import pictures
 
