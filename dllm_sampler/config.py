@@ -70,15 +70,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The fields of a YAML of the group `model`."""
+    """The fields of a YAML of the group `model`.
 
-    path: str  # a folder or a hub id
+    Args:
+        path: a checkpoint folder or a hub id.
+        revision: branch, tag or commit on the hub; null: its main branch.
+        trust_remote_code: run the code that comes with the checkpoint's tokenizer.
+        mask_id: the mask token, where the checkpoint does not name it.
+        cfg_scale: strength of classifier-free guidance, which doubles the batch; 0: none.
+        device_map: where the layers go, on several devices: auto, balanced, balanced_low_0, or modules and devices.
+        quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
+    """
+
+    path: str
     revision: str | None = None
     trust_remote_code: bool = False
-    mask_id: int | None = None  # where the checkpoint does not name it
+    mask_id: int | None = None
     cfg_scale: float = 0.0
     device_map: str | dict[str, Any] | None = None
-    quantize: str | None = None  # int8: the weights of the layers as 8-bit integers
+    quantize: str | None = None
 
 
 def names(group: str) -> list[str]:

@@ -95,6 +95,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         group = override.key_or_group
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
             raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
+        if group in SEVERAL:
+            _check_package(group, override.value())
     try:
         cfg, chosen = _compose(app, words)
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
@@ -107,8 +109,12 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
 def choices(group: str) -> list[str]:
     """The names a group can be set to: the packaged ones, then those in `./conf`."""
     packaged = config.names(group)
-    local = sorted(file.stem for file in (LOCAL / group).glob("*.yaml"))
-    return packaged + [name for name in local if name not in packaged]
+    return packaged + [name for name in own(group) if name not in packaged]
+
+
+def own(group: str) -> dict[str, Path]:
+    """The user's own choices of a group: name to file, sorted."""
+    return {file.stem: file for file in sorted((LOCAL / group).glob("*.yaml"))}
 
 
 def entry(group: str, name: str) -> config.Entry:
@@ -117,8 +123,8 @@ def entry(group: str, name: str) -> config.Entry:
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    local = LOCAL / group / f"{name}.yaml"
-    if name in choices(group) and local.is_file():
+    local = own(group).get(name)
+    if local is not None:
         try:
             return config.described(name, local.read_text(encoding="utf-8"))
         except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
@@ -181,7 +187,18 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
     if not isinstance(found, dict) or not found:
         raise UserError(f"no {group}: say {group}=NAME, with one of {', '.join(choices(group))}")
-    return {"name": str(chosen.get(group)), **found}
+    return _inner(group, {"name": str(chosen.get(group)), **found})
+
+
+def _inner(group: str, found: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's settings, in which a user's own scheduler inside it has its settings in place of its name."""
+    inner = found.get("inner")
+    given = {"name": inner} if isinstance(inner, str) else inner
+    if group != "scheduler" or not isinstance(given, dict):
+        return found
+    if given.get("name") in own(group):
+        given = {**entry(group, given["name"]).settings, **given}
+    return {**found, "inner": _inner(group, given) if given != {"name": inner} else inner}
 
 
 def _guides(found: object) -> list[object]:
@@ -202,7 +219,7 @@ def literal(word: str) -> Sequence[str]:
     key, value = match.groups()
     if key != "model":
         return [f"{key}='{_quoted(value)}'"]
-    if value in choices("model"):
+    if value in choices("model") and value != config.CHECKPOINT:  # a folder may have that name
         return [word]
     return [f"model={config.CHECKPOINT}", f"model.path='{_quoted(config.checkpoint(value))}'"]
 
@@ -250,6 +267,18 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
         if not override.is_add() and (wrong := _missing(app, override.key_or_group, known, named)):
             return wrong
     return UserError(_first_line(error))
+
+
+def _check_package(group: str, names: object) -> None:
+    """Refuse a user's own guide or experiment whose YAML does not say where its settings go."""
+    package = "_global_" if group == "experiment" else "guide."
+    for name in names if isinstance(names, list) else [names]:
+        file = own(group).get(str(name))
+        if file is not None and not re.search(
+            rf"^# *@package {package}", file.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            full = package + str(name) * (group == "guide")
+            raise UserError(f"{file} should begin with the line '# @package {full}', so that its settings are found")
 
 
 def _several(app: App, word: str) -> UserError:

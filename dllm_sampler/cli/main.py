@@ -33,8 +33,7 @@ def _run(words: Sequence[str]) -> int:
         print(f"dllm-sample {__version__}")
         return 0
     if arguments.action != "run":
-        console = Console(soft_wrap=False)
-        (pages.show_help if arguments.action == "help" else pages.show_info)(console)
+        pages.show(arguments, Console())
         return 0
     asked = request(arguments)
     from dllm_sampler.cli import run  # brings torch and transformers: seconds that pages and mistakes need not wait for
