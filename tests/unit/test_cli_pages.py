@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,8 @@ def test_own_choices_are_listed_explained_and_chosen(
         assert chosen.options.seed == 3 and chosen.plugins["scheduler"]["threshold"] == 0.5  # type: ignore[index]
     else:
         built = config.build(group, chosen.plugins[group])
-        assert isinstance(built[0] if group == "guide" else built, function("it", _target(OWN[group])))
+        kind: Any = function("it", _target(OWN[group]))
+        assert isinstance(built[0] if group == "guide" else built, kind)
 
 
 def _target(text: str) -> str:
