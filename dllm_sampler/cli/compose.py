@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,9 @@ def choices(group: str) -> list[str]:
 
 
 def own(group: str) -> dict[str, Path]:
-    """The user's own choices of a group: name to file, sorted."""
+    """The user's own choices of a group: name to file, sorted; none in a checkout of this project: its `conf` is ours."""
+    if LOCAL.resolve() == Path(str(files(PACKAGED))).resolve():
+        return {}
     return {file.stem: file for file in sorted((LOCAL / group).glob("*.yaml"))}
 
 

@@ -84,6 +84,13 @@ def test_an_own_file_comes_before_ours_and_inside_another_scheduler(
         assert built.inner.threshold == 0.5
 
 
+def test_in_a_checkout_no_choice_is_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert "yours" not in page(capsys, "--help") + page(capsys, "--info")
+
+
 def test_a_broken_file_breaks_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own(tmp_path, "cache", "[1,\n", "bad")
     for words in (["--help"], ["--info"], ["--info", "cache"]):
