@@ -15,7 +15,6 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike, fspath
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException
@@ -23,6 +22,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
+from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
@@ -220,14 +220,14 @@ def _one(group: str, spec: object) -> Any:
             raise unknown(f"field of {owner}", next(iter(given)), [])
         return None
     try:
-        cls = resolve_name(str(target))
+        cls = function(f"{owner}: _target_", str(target))
         hints = _hints(cls) if inspect.isclass(cls) else {}
         nested = {key: _nested(hints.get(key), value) for key, value in given.items()}
     except UserError:
         raise
     except (ImportError, AttributeError, ValueError, HydraException) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{owner}: what _target_ names cannot be had ({reason})") from error
+        raise UserError(f"{owner}: a _target_ cannot be had ({reason})") from error
     if not inspect.isclass(cls):
         raise UserError(f"{owner}: _target_ should name a class, and {target} is none")
     for key, value in nested.items():
@@ -240,11 +240,10 @@ def _nested(hint: Any, value: object) -> Any:
     """A field of a plug-in: where a scheduler belongs, it is named like any other."""
     if getattr(hint, "__name__", "") == "Scheduler" and isinstance(value, str | Mapping):  # its module needs torch
         return _one("scheduler", value)
-    return instantiate(value) if _is_config(value) else value
-
-
-def _is_config(value: object) -> bool:
-    return isinstance(value, Mapping) and "_target_" in value
+    if not isinstance(value, Mapping) or "_target_" not in value:
+        return value
+    function("_target_", str(value["_target_"]))  # Hydra then finds it, in the working directory too
+    return instantiate(value)
 
 
 @cache

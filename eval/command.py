@@ -13,16 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from dllm_sampler._version import __version__
-from dllm_sampler.cli.compose import choices, entry
+from dllm_sampler.cli.compose import choices
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.help import about
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Job, jobs
 from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.eval.report.headline import METHOD, interval
 
 if TYPE_CHECKING:
     from dllm_sampler.eval.report.data import Comparison
 
 LONG = 40  # runs; a table of more says nothing
+MARKS = (
+    "* Pareto front: no other configuration has a score and tokens/forward at least as high, and one of them higher;"
+    f" intervals may overlap. n: samples. {METHOD[0].upper()}{METHOD[1:]}."
+)
 USAGE = """\
 Run samplers on tasks: every combination of the values that the words give.
 
@@ -56,7 +62,7 @@ def _run(words: list[str]) -> int:
         print(USAGE)
         for group in ("task", "suite"):
             for name in choices(group):
-                print(f"  {group}={name}: {entry(group, name).about}")
+                print(f"  {group}={name}: {about(group, name)}")
         print(f"\n{ENDING}", end="")
         return 0
     if "--version" in words:
@@ -96,11 +102,12 @@ def _run(words: list[str]) -> int:
 def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, console: Console) -> None:
     """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("configuration", overflow="fold")
+    table.add_column("  configuration", overflow="fold")
     error = comparison.together[:1]  # what a task says first of all answers together
     named = [name.replace("_", " ") for name in error]
     formed = any(one["validity"] is not None for one in comparison.figures["all tasks"].values())
-    titles = ["task", "score", *named, *["valid"] * formed, "tokens/forward", "forwards", "tokens/s", "oracle's share"]
+    titles = ["task", "n", "score", "95 %", *named, *["valid"] * formed]
+    titles += ["tokens/forward", "forwards", "tokens/s", "oracle's share"]
     for title in titles:
         table.add_column(title, justify="left" if title == "task" else "right", overflow="fold")
     each = comparison.figures["all tasks"]
@@ -108,12 +115,16 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
     else:
         rows = [(label, "all", figures) for label, figures in each.items()]
+    views = {task: task if task in comparison.views else "all tasks" for _, task, _ in rows}
+    best = {task: comparison.front(view, "answer_tokens_per_forward") for task, view in views.items()}
     for label, task, figures in rows:
         share = figures["oracle_share"]
         table.add_row(
-            Text(label),
+            Text(("* " if label in best[task] else "  ") + label),
             Text(task),
+            f"{figures['samples']:.0f}",
             f"{100 * (figures['score'] or 0):.1f}",
+            Text(interval(figures)),
             *("" if (value := figures.get(name)) is None else f"{value:.4f}" for name in error),
             *["" if (valid := figures["validity"]) is None else f"{100 * valid:.1f}"] * formed,
             f"{figures['answer_tokens_per_forward']:.2f}",
@@ -125,6 +136,8 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
         console.width = max(console.width, wanted)
     console.print(table)
+    if rows:
+        console.print(Text(MARKS), soft_wrap=True)
     for label, reason in comparison.refused:
         console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
     if comparison.missing:

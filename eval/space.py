@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler import config
 from dllm_sampler.cli.compose import entry
+from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.jobs import ELSEWHERE, Options
 
@@ -128,7 +128,7 @@ def _knobs(group: str, name: str, given: object) -> Knobs:
         names = [field for field in settings if field != "_target_"]
         if knob not in names:
             raise unknown(f"field of {group}={name}", str(knob), names)
-        target = resolve_name(str(settings["_target_"]))
+        target = function("_target_", str(settings["_target_"]))
 
         def check(value: object, knob: str = knob, target: Any = target) -> None:
             config.check(where, target, {knob: value})

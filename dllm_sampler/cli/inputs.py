@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from dllm_sampler.errors import UserError
 
@@ -48,9 +48,9 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
     if not prompts:
         where = f" in {file}" if file else ': dllm-sample "reverse: Ada, Ben, Cal, Dan", or see dllm-sample --help'
         raise UserError(f"there is no prompt{where}")
-    for number, prompt in enumerate(prompts, 1):
+    for number, one in enumerate(prompts, 1):
         try:
-            json.dumps(prompt, ensure_ascii=False).encode()
+            json.dumps(one, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
             raise UserError(f"prompt {number} is not valid Unicode text") from None
     named = [form for form in forms if form is not None]
@@ -76,8 +76,22 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
 
 def _records(lines: Iterable[str], name: str) -> tuple[list[Prompt], list[int | None]]:
     """One JSON record per line that is not blank: its prompt, and its form where it names one."""
-    found = [_record(line, f"{name} line {number}") for number, line in _numbered(lines, name)]
-    return [prompt for prompt, _ in found], [form for _, form in found]
+    found = records(lines, name)
+    forms = [_form(record, where) for where, record in found]
+    return [prompt(record, where) for where, record in found], forms
+
+
+def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
+    """The JSON value of each line that is not blank, and where it stands: `FILE line N`.
+
+    Args:
+        lines: an open text file.
+        name: the file's, for errors.
+
+    Raises:
+        UserError: a line is not JSON, or the file not UTF-8.
+    """
+    return [(f"{name} line {number}", _json(line, f"{name} line {number}")) for number, line in _numbered(lines, name)]
 
 
 def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
@@ -87,23 +101,39 @@ def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _record(line: str, where: str) -> tuple[Prompt, int | None]:
+def _json(line: str, where: str) -> Any:
     try:
         record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # "\\udc80": half of a character
+        raise UserError(f"{where} is not valid Unicode text") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {str(error).partition(':')[0]}") from None
-    if isinstance(record, str):
-        return record, None
-    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise UserError(f'{where} needs either "prompt" or "messages"')
-    form = record.get("form")
+    return record
+
+
+def _form(record: Any, where: str) -> int | None:
+    form = record.get("form") if isinstance(record, dict) else None
     if form is not None and type(form) is not int:
         raise UserError(f'{where}: "form" should be the number of a guide\'s form, not {form!r}')
+    return form
+
+
+def prompt(record: Any, where: str) -> Prompt:
+    """The prompt of a JSON value: a text, or an object with either `prompt` or `messages` (docs/formats.md).
+
+    Raises:
+        UserError: it has none; the message begins with `where`.
+    """
+    if isinstance(record, str):
+        return record
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise UserError(f'{where} needs either "prompt" or "messages"')
     if "messages" in record:
-        return _messages(record["messages"], where), form
-    prompt = record["prompt"]
-    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
-        return prompt, form
+        return _messages(record["messages"], where)
+    given = record["prompt"]
+    if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int for token in given)):
+        return given
     raise UserError(f'{where}: "prompt" should be text or a list of token ids')
 
 

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra.utils import get_class
-
 from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 
 USAGE = """\
@@ -74,7 +73,7 @@ def trainer(words: Sequence[str]) -> Any:
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
-    cls = get_class(settings.pop("_target_"))
+    cls: Any = function(f"train={name}: _target_", settings.pop("_target_"))
     return cls(**config.check(f"train={name}", cls, settings))
 
 
