@@ -114,7 +114,7 @@ def choices(group: str) -> list[str]:
 
 
 def own(group: str) -> dict[str, Path]:
-    """The user's own choices of a group: name to file, sorted. A checkout of this project has none: its `conf` is ours."""
+    """The user's own choices of a group: name to file, sorted. In a checkout of this project there are none."""
     if LOCAL.resolve() == Path(str(files(PACKAGED))).resolve():
         return {}
     return {file.stem: file for file in sorted((LOCAL / group).glob("*.yaml"))}
