@@ -15,9 +15,9 @@ from rich.text import Text
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import choices
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.help import about
+from dllm_sampler.cli.help import about, choices_of
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.jobs import Job, jobs
+from dllm_sampler.eval.jobs import EVAL, Job, jobs
 from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.headline import METHOD, interval
 
@@ -45,7 +45,8 @@ a run that was cut off goes on where it was. dllm-report makes a page of it.
 """
 ENDING = """\
 Groups and options are those of dllm-sample --help, and task, suite, batch_size ...
-(conf/eval.yaml). Flags: -h, --help   --version   -m, --multirun (is always on)
+(conf/eval.yaml). dllm-eval --help task=NAME, or scheduler=NAME ..., explains one.
+Flags: -h, --help   --version   -m, --multirun (is always on)
 What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
 input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 """
@@ -59,6 +60,13 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
+        if named := [word for word in words if word.partition("=")[0] in EVAL.groups and "=" in word]:
+            chosen = [choice for word in named for choice in choices_of(word)]
+            from dllm_sampler.cli.explain import explain
+
+            for group, name in chosen:
+                explain(Console(), group, name)
+            return 0
         print(USAGE)
         for group in ("task", "suite"):
             for name in choices(group):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose
-from dllm_sampler.cli.help import about, row, say
+from dllm_sampler.cli.help import about, row, say, written
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError
 
@@ -82,7 +81,7 @@ def explain(console: Console, group: str, name: str) -> None:
     say(console, f"{group}={name}")
     _paragraph(console, about(group, name))
     if group == "experiment":
-        _section(console, "Sets", [(f"{key}={_written(value)}", "") for key, value in _chosen(given)])
+        _section(console, "Sets", [(f"{key}={written(value)}", "") for key, value in _chosen(given)])
     elif group == "model":
         _section(console, "Fields", _fields(group, config.ModelSettings, given))
     elif target:
@@ -92,7 +91,8 @@ def explain(console: Console, group: str, name: str) -> None:
         for paragraph in _prose(cls):
             _paragraph(console, paragraph)
         _section(console, "Fields", _fields(f"guide.{name}" if group == "guide" else group, cls, given))
-        _section(console, "Goes with", [("", line) for line in _company(group, name)])
+        if group in config.GROUPS:
+            _section(console, "Goes with", [("", line) for line in _company(group, name)])
     if entry.paper:
         _paragraph(console, f"Paper: https://arxiv.org/abs/{entry.paper}")
     say(console, "")
@@ -153,7 +153,7 @@ def _fields(prefix: str, cls: Any, given: Mapping[str, Any]) -> Iterator[tuple[s
         named = all(str(value) in meaning for value in values)
         default = None if field.default is MISSING else field.default
         meaning = meaning if named else f"{meaning} [{', '.join(map(str, values))}]"
-        yield f"{prefix}.{field.name}={_written(given.get(field.name, default))}", meaning
+        yield f"{prefix}.{field.name}={written(given.get(field.name, default))}", meaning
 
 
 def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -166,13 +166,6 @@ def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _chosen(value, f"{prefix}{key}.")
         elif key != "defaults":
             yield prefix + key, value
-
-
-def _written(value: object) -> str:
-    """A value as the command line has it."""
-    if value == "???":  # Hydra's word for what must be given
-        return "FOLDER"
-    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
 
 
 def _company(group: str, name: str) -> Iterator[str]:

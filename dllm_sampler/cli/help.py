@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from importlib.resources import files
@@ -87,7 +88,7 @@ def show(arguments: Arguments, console: Console) -> None:
     for name in named:
         _option(console, *next(one for one in options() if one[0] == name))
     if chosen:
-        from dllm_sampler.cli.explain import explain  # imports torch
+        from dllm_sampler.cli.explain import explain  # imports torch for what it prints
 
         for group, name in chosen:
             explain(console, group, name)
@@ -108,9 +109,9 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
     named: list[str] = []
     known = [name for name, _, _ in options()]
     for word in [*arguments.overrides, *arguments.prompts]:
-        key, given, value = word.partition("=")
+        key, given, _ = word.partition("=")
         if key in compose.GROUPS and given:
-            chosen += [(key, name.strip()) for name in value.strip("[]").split(",")]
+            chosen += choices_of(word)
         elif word in compose.GROUPS:
             groups.append(word)
         elif word in known:
@@ -119,10 +120,21 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
             chosen += found
         elif arguments.action == "info":
             raise unknown("group, option or plug-in", word, [*compose.GROUPS, *known])
-    for group, name in chosen:
+    return groups, chosen, named
+
+
+def choices_of(word: str) -> list[tuple[str, str]]:
+    """The group and the names of `GROUP=NAME` or `GROUP=[NAME,NAME]`.
+
+    Raises:
+        UserError: a name that is no choice of the group.
+    """
+    group, _, value = word.partition("=")
+    names = [name.strip() for name in value.strip("[]").split(",")]
+    for name in names:
         if name not in compose.choices(group):
             raise unknown(group, name, compose.choices(group))
-    return groups, chosen, named
+    return [(group, name) for name in names]
 
 
 def show_help(console: Console) -> None:
@@ -158,6 +170,13 @@ def about(group: str, name: str) -> str:
     except UserError as error:
         return str(error)
     return said if own is None else f"{said} [yours: {own}]".lstrip()
+
+
+def written(value: object) -> str:
+    """A value as the command line has it."""
+    if value == "???":  # Hydra's word for what must be given
+        return "FOLDER"
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
 
 
 def say(console: Console, text: str) -> None:

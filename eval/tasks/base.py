@@ -40,7 +40,9 @@ class Task:
 
     `name` and `max_new_tokens` may be properties, where fields decide.
 
-    count: samples; seed: of their generation, so that the same fields are the same samples on every machine
+    Args:
+        count: how many samples.
+        seed: of the samples: the same fields are the same samples on every machine.
     """
 
     name: ClassVar[str]

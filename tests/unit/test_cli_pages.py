@@ -15,6 +15,8 @@ from dllm_sampler.core.functions import function
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval.command import main as evaluate
+from dllm_sampler.training.cli import main as train
 
 OWN = {
     "scheduler": "# Threshold 0.5.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.5\n",
@@ -156,7 +158,7 @@ def test_a_page_that_there_is_not(words: list[str], message: str, capsys: pytest
     assert out == "" and message in err
 
 
-@pytest.mark.parametrize("group", config.GROUPS[1:])
+@pytest.mark.parametrize("group", [*config.GROUPS[1:], "task"])
 def test_every_field_is_explained(group: str) -> None:
     for name in config.names(group):
         given = config.entry(group, name).settings
@@ -165,6 +167,16 @@ def test_every_field_is_explained(group: str) -> None:
             shown = list(explain._fields(group, cls, given))
             assert len(shown) == sum(one.init for one in fields(cls))  # type: ignore[arg-type]
             assert all(meaning.strip("[] ") for _, meaning in shown), f"{cls.__name__} has a field without Args"
+
+
+def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(["--help", "task=mini", "cache=dual"]) == 0
+    out = flat(capsys.readouterr().out)
+    assert "task.count=100 how many samples." in out and "Not with scheduler=wino." in out
+    assert train(["--help", "train=filter"]) == 0
+    assert "train.prompts=null\n" in capsys.readouterr().out
+    assert evaluate(["--help", "task=minni"]) == train(["--help", "train=minni"]) == 2
+    assert capsys.readouterr().err.count("did you mean 'mini'") == 2
 
 
 def test_every_trait_has_words() -> None:
