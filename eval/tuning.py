@@ -7,8 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,12 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import LOCAL, App, composition, entry
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.folders import RunFolder
-from dllm_sampler.eval.jobs import Job, jobs, of_hydra
+from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.markdown import write
-from dllm_sampler.eval.measures import SPEEDS
 from dllm_sampler.eval.report.data import Method, Run
-from dllm_sampler.eval.space import Space
+from dllm_sampler.eval.space import Tuning
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -48,39 +46,6 @@ output=FOLDER: the same command goes on from there, and with more trials, furthe
 The winner, confirmed on samples that the search did not see, is written to
 ./conf/experiment/NAME.yaml, where all commands find it.
 """
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The fields of a file of `conf/tune`."""
-
-    name: str = ""
-    space: dict[str, Any] = field(default_factory=dict)
-    trials: int = 40
-    loss: float = 1.0
-    measure: str = "answer_tokens_per_forward"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w-]+", self.name):
-            raise UserError(f"tune.name should be letters, digits, - and _, not {self.name!r}")
-        if self.trials < 1:
-            raise UserError(f"tune.trials should be at least 1, not {self.trials}")
-        if not 0 <= self.loss <= 100:
-            raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
-        if self.measure not in SPEEDS:
-            raise unknown("measure of speed", self.measure, SPEEDS)
-        _ = self.choices  # a mistake in it shows here
-
-    @cached_property
-    def choices(self) -> Space:
-        """`space`, checked."""
-        return Space.of(self.space)
-
-    @property
-    def file(self) -> Path:
-        """Where the winner is written to."""
-        return LOCAL / "experiment" / f"{self.name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -331,6 +296,8 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     rest = [word for word in words if word not in own]
     if not any(word.startswith("output=") for word in rest):
         rest.append("output=outputs/tune")
+    for line in lines(rest):  # a mistake shows here, before the search's space imports torch
+        composition(EVAL, [values(word)[0] for word in line])
     return Tuning(**config.check("tune", Tuning, settings)), rest
 
 

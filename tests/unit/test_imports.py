@@ -33,7 +33,12 @@ TYPOS = {
         ["--inof"],
     ],
     "dllm_sampler.eval.command": [["cache=duel"], ["task.operatio=sort"], ["batch_size=many"]],
-    "dllm_sampler.eval.tuning": [["tune.trails=3"], ["workers=2"]],
+    "dllm_sampler.eval.tuning": [
+        ["tune.trails=3"],
+        ["workers=2"],
+        ["tune.name=a", "task=minni"],
+        ["tune.name=a", "batch_siz=2"],
+    ],
     "dllm_sampler.training.cli": [["train=min"], ["train=mini", "train.step=3"]],
     "dllm_sampler.eval.report.command": [["gone"], ["--replay=x"]],
 }
