@@ -18,6 +18,7 @@ from dllm_sampler.errors import UserError, unknown
 _DEFAULT = re.compile(r"^  - (\w+): (\S+)$", re.MULTILINE)
 _OPTION = re.compile(r"^(\w+): (.+?) +# (.+(?:\n +# .+)*)$", re.MULTILINE)
 COLUMN, WIDEST = 19, 120
+ANY = "FOLDER ORG/NAME"  # of a model: what has no YAML
 
 USAGE = """\
 Sample from a masked-diffusion language model.
@@ -142,7 +143,7 @@ def show_help(console: Console) -> None:
     say(console, f"{USAGE}\n{PLUGINS}\n")
     for group in compose.GROUPS:
         names = [f"{name}*" if name == defaults()[group] else name for name in compose.choices(group)]
-        names = ["FOLDER ORG/NAME" if name == config.CHECKPOINT else name for name in names]
+        names = [ANY if name == config.CHECKPOINT else name for name in names]
         row(console, group, f"{GROUPS[group]}:", "italic")
         row(console, "", " ".join(names))
         for name, file in compose.own(group).items():
@@ -158,7 +159,7 @@ def show_group(console: Console, group: str) -> None:
     row(console, f"{group}=NAME", GROUPS[group], "italic", indent=0)
     for name in compose.choices(group):
         mark = "*" if name == defaults()[group] else ""
-        row(console, f"{name}{mark}", about(group, name))
+        row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", about(group, name))
     say(console, "")
 
 
