@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Console
@@ -12,16 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from dllm_sampler._version import __version__
-from dllm_sampler.cli.compose import choices, entry
+from dllm_sampler.cli.compose import choices
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.help import about, choices_of
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.jobs import Job, jobs
-from dllm_sampler.eval.launch import accelerated, launch
+from dllm_sampler.eval.jobs import EVAL, Job, jobs
 from dllm_sampler.eval.markdown import write as write_file
-from dllm_sampler.eval.report.command import check, write
-from dllm_sampler.eval.report.data import Comparison, load
 from dllm_sampler.eval.report.headline import METHOD, interval
-from dllm_sampler.eval.report.markov import drawn
+
+if TYPE_CHECKING:
+    from dllm_sampler.eval.report.data import Comparison
 
 LONG = 40  # runs; a table of more says nothing
 SURE = f"n: samples. {METHOD[0].upper()}{METHOD[1:]}."
@@ -46,7 +47,8 @@ a run that was cut off goes on where it was. dllm-report makes a page of it.
 """
 ENDING = """\
 Groups and options are those of dllm-sample --help, and task, suite, batch_size ...
-(conf/eval.yaml). Flags: -h, --help   --version   -m, --multirun (is always on)
+(conf/eval.yaml). dllm-eval --help task=NAME, or scheduler=NAME ..., explains one.
+Flags: -h, --help   --version   -m, --multirun (is always on)
 What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
 input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 """
@@ -60,10 +62,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
+        if named := [word for word in words if word.partition("=")[0] in EVAL.groups and "=" in word]:
+            chosen = [choice for word in named for choice in choices_of(word)]
+            from dllm_sampler.cli.explain import explain
+
+            for group, name in chosen:
+                explain(Console(), group, name)
+            return 0
         print(USAGE)
         for group in ("task", "suite"):
             for name in choices(group):
-                print(f"  {group}={name}: {entry(group, name).about}")
+                print(f"  {group}={name}: {about(group, name)}")
         print(f"\n{ENDING}", end="")
         return 0
     if "--version" in words:
@@ -74,6 +83,12 @@ def _run(words: list[str]) -> int:
         if "=" not in word and not word.startswith("~"):
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
     found = jobs(words)
+    # These import torch and transformers: seconds that the page above and a mistake need not wait for.
+    from dllm_sampler.eval.launch import accelerated, launch
+    from dllm_sampler.eval.report.command import check, write
+    from dllm_sampler.eval.report.data import load
+    from dllm_sampler.eval.report.markov import drawn
+
     report = found[0].options.report
     if report is not None:
         check(report)

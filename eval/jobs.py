@@ -16,9 +16,9 @@ from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
 from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts
+from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
-from dllm_sampler.many import BATCHING
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."

@@ -11,6 +11,7 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.help import about, written
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 
@@ -32,6 +33,7 @@ to. The same seed, settings and machine give the same model, down to the arithme
 the device.
 """
 ENDING = """
+dllm-train --help train=NAME lists the fields of one, with their defaults.
 Flags: -h, --help   --version
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (the state is saved).
@@ -79,12 +81,15 @@ def trainer(words: Sequence[str]) -> Any:
 
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
-        print(USAGE)
-        for name in compose.choices("train"):
-            entry = compose.entry("train", name)
-            print(f"train={name}: {entry.about}")
-            print(_listing(entry.settings), end="")
-        print(ENDING, end="")
+        named = [word.partition("=")[2] for word in words if word.startswith("train=")]
+        for name in named:
+            settings = compose.entry("train", name).settings  # a mistake in the name shows here
+            print(f"train={name}: {about('train', name)}\n{_listing(settings)}", end="")
+        if not named:
+            print(USAGE)
+            for name in compose.choices("train"):
+                print(f"  train={name}: {about('train', name)}")
+            print(ENDING, end="")
     elif "--version" in words:
         print(f"dllm-train {__version__}")
     else:
@@ -125,7 +130,9 @@ def _listing(settings: Mapping[str, Any], prefix: str = "train.") -> str:
     lines = ""
     for key in _fields(settings):
         value = settings[key]
-        lines += _listing(value, f"{prefix}{key}.") if isinstance(value, Mapping) else f"  {prefix}{key}={value}\n"
+        lines += (
+            _listing(value, f"{prefix}{key}.") if isinstance(value, Mapping) else f"  {prefix}{key}={written(value)}\n"
+        )
     return lines
 
 

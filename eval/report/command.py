@@ -11,8 +11,6 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.data import load, read
-from dllm_sampler.eval.report.page import page
-from dllm_sampler.eval.report.pictures import available, pictures
 from dllm_sampler.eval.report.rows import rows, text
 
 
@@ -54,7 +52,14 @@ def check(output: str) -> Path:
     Raises:
         UserError: it does not end in .html, or no picture can be drawn.
     """
+    target = _target(output)
+    from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake need not wait for it
+
     available()
+    return target
+
+
+def _target(output: str) -> Path:
     target = Path(output).expanduser()
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
@@ -67,8 +72,12 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     Raises:
         UserError: nothing to report on, or nowhere to write it.
     """
-    target = check(output)
+    target = _target(output)
     found = load(runs)
+    check(output)
+    from dllm_sampler.eval.report.page import page  # imports torch: a mistake need not wait for it
+    from dllm_sampler.eval.report.pictures import pictures
+
     _make_folder(target)
     names = []
     for name, content in pictures(found).items():

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dllm_sampler.core.protocols import Denoiser
+if TYPE_CHECKING:
+    from dllm_sampler.core.protocols import Denoiser
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Task:
 
     `name` and `max_new_tokens` may be properties, where fields decide.
 
-    count: samples; seed: of their generation, so that the same fields are the same samples on every machine
+    Args:
+        count: how many samples.
+        seed: of the samples: the same fields are the same samples on every machine.
     """
 
     name: ClassVar[str]
