@@ -114,10 +114,10 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
     if given is None and not known:
         return None
     if given is None:
-        single = "; a single form needs no list: quote it if it begins with a bracket" if known == 1 else ""
+        if known == 1:
+            raise UserError("the guide has a list of one form: give the form alone, without brackets, or forms=0")
         raise UserError(
-            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...] with numbers from 0 to"
-            f" {known - 1}{single}"
+            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...], numbers from 0 to {known - 1}"
         )
     if not known:
         raise UserError("forms says which form of a guide's list each prompt wants, and no guide has a list of forms")

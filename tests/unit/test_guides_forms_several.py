@@ -111,8 +111,8 @@ def test_lists_of_each_kind() -> None:
 @pytest.mark.parametrize(
     ("pattern", "forms", "said"),
     [
-        (["a", "b"], None, r"list of forms: say which each prompt wants, forms=\[0, ...\] with numbers from 0 to 1$"),
-        (["a"], None, "a single form needs no list: quote it if it begins with a bracket"),
+        (["a", "b"], None, r"list of forms: say which each prompt wants, forms=\[0, ...\], numbers from 0 to 1$"),
+        (["a"], None, "a list of one form: give the form alone, without brackets, or forms=0"),
         ("a", 0, "no guide has a list of forms"),
         (["a", "b"], [0, 2], "forms of prompt 2 must be a number from 0 to 1, as the guide's list has them, not 2"),
         (["a", "b"], -1, "forms must be a number from 0 to 1, as the guide's list has them, not -1"),
