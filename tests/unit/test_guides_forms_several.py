@@ -175,6 +175,27 @@ def test_prompts_with_forms(
         (["copy: Max", "forms=[0,1]"], "there are 2 forms for 1 prompts"),
     ):
         assert main([*words, *given]) == 2 and said in capsys.readouterr().err
-    Path("b.jsonl").write_text('{"prompt": "copy: Max", "form": "x"}')
-    assert main([*words, "prompts_file=b.jsonl"]) == 2
-    assert "b.jsonl line 1: \"form\" should be the number of a guide's form, not 'x'" in capsys.readouterr().err
+
+
+def test_a_field_form_that_means_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["prompts_file=a.jsonl", "max_new_tokens=4", "device=cpu"]
+    lists = ["guide=choices", "guide.choices.choices=[[Ada, Ben],[Cal]]"]
+    wrong = 'a.jsonl line 2: "form" should be a number from 0 to 1, as the guide\'s list has them, not'
+    only = 'a.jsonl line 2: "form" should be 0, the guide\'s only one, not'
+    for form, guide, said in (
+        ('"poem"', [], None),  # another program's field: no guide is on the form
+        ("7", ["guide=top_k", "temperature=1"], None),
+        ('"poem"', lists, f'{wrong} "poem"'),
+        ("2", lists, f"{wrong} 2"),
+        ("true", lists, f"{wrong} true"),
+        ("1", ["guide=choices", "guide.choices.choices=[Cal]"], f"{only} 1"),
+        ("0", ["guide=choices", "guide.choices.choices=[Cal]"], None),
+    ):
+        first = '{"prompt": "copy: Ada", "form": 0}'
+        Path("a.jsonl").write_text(f'{first}\n{{"prompt": "copy: Max", "form": {form}}}\n')
+        assert main([*words, *guide]) == (2 if said else 0)
+        out, err = capsys.readouterr()
+        assert said in err if said else len(out.splitlines()) == 2
