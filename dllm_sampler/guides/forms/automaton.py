@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms import library
+from dllm_sampler.guides.forms.faults import fault
 
-SECONDS, STATES, BYTES = 10, 10_000, 100_000  # most time to build, states of an automaton, bytes of an expression
+STATES, BYTES = 10_000, 100_000  # most states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes
-MEMORY = 4 << 30  # bytes that building may take
 KEPT = 64  # automata and expressions in memory
 # Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
 # accepted yet (it sees matches one byte late). The character is none, so no answer has it.
@@ -32,36 +30,6 @@ MARK = "\U0010ffff"
 FORMAT = 4  # of the files
 TENSORS = ("moves", "accepts", "classes")
 ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state, accepting ones, where bytes lead
-
-# Runs in a process of its own: an expression may have exponentially many states, and the library cannot be stopped.
-BUILD = """
-import json, sys
-from outlines_core import Index, Vocabulary
-given = json.load(sys.stdin)
-sys.setrecursionlimit(10**5)
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
-except (ImportError, ValueError, OSError):  # not on this platform: time is limited in any case
-    pass
-try:
-    if "schema" in given:
-        from outlines_core.json_schema import build_regex_from_schema
-        json.dump(build_regex_from_schema(given["schema"], given["whitespace"], given["depth"]), sys.stdout)
-        sys.exit()
-    Index(given["bare"], Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
-except Exception as error:  # the library has no type of its own; the caller makes a sentence of it
-    if "missing tokens" not in str(error).lower():
-        sys.exit(f"invalid: {error}")
-try:
-    index = Index(given["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-except Exception as error:  # as above
-    sys.exit(f"invalid: {error}")
-moves = index.get_transitions()
-if len(moves) > given["states"]:
-    sys.exit(f"large: {len(moves)}")
-json.dump([index.get_initial_state(), sorted(index.get_final_states()), list(moves.items())], sys.stdout)
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +70,8 @@ def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_i
         raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
     if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
         raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
-    library = version("outlines-core") if find_spec("outlines_core") else ""
-    about, make = f"{library} {pattern}", partial(byte_automaton, pattern)
+    used = version("outlines-core") if find_spec("outlines_core") else ""
+    about, make = f"{used} {pattern}", partial(byte_automaton, pattern)
     return lifted(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
 
 
@@ -176,7 +144,7 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
 
     Args:
-        seconds: most time to build; None: `SECONDS`.
+        seconds: most time to build; None: `library.SECONDS`.
 
     Raises:
         UserError: no expression, or one too large to build.
@@ -185,7 +153,7 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
     bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
     given = {"bare": bare, "pattern": f"(?:{bare}){MARK}", "states": STATES}
-    start, finals, pairs = json.loads(_run(given, _short(pattern), seconds))
+    start, finals, pairs = json.loads(library.run(given, _short(pattern), seconds, partial(fault, pattern)))
     moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
     return start, [state for state in moves if _ends(moves, state, finals)], moves
 
@@ -198,26 +166,7 @@ def expression(schema: str, whitespace: str, depth: int) -> str:
         UserError: it cannot be made one, or not within the limits.
     """
     given = {"schema": schema, "whitespace": f"(?:{whitespace})", "depth": depth}
-    return json.loads(_run(given, "guide.schema"))
-
-
-def _run(given: dict[str, Any], name: str, seconds: float | None = None) -> str:
-    """What the library makes of it, within limits of time and memory."""
-    library()
-    command = [sys.executable, "-I", "-c", BUILD]
-    try:
-        text = json.dumps({**given, "memory": MEMORY})
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
-    if not done.returncode:
-        return done.stdout
-    said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
-    if said.startswith("invalid: "):
-        raise UserError(f"{name} cannot be used as a form: {said[9:]}")
-    if said.startswith("large: "):
-        raise UserError(f"the form {name} has {said[7:]} states, at most {STATES} can be served")
-    raise UserError(f"the form {name} takes more than {MEMORY >> 30} GiB to build: make it simpler")
+    return json.loads(library.run(given, "guide.json_schema.schema"))
 
 
 def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]) -> bool:
@@ -225,21 +174,6 @@ def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]
     for byte in MARK.encode():
         state = moves.get(state, {}).get(byte) if state is not None else None
     return state in finals
-
-
-def library() -> Any:
-    """The module `outlines_core`.
-
-    Raises:
-        UserError: it is not there.
-    """
-    try:
-        import outlines_core
-    except ImportError:
-        raise UserError(
-            "guides on the answer's form need outlines-core: pip install 'dllm-sampler[constraints]'"
-        ) from None
-    return outlines_core
 
 
 def _short(pattern: str) -> str:
