@@ -23,6 +23,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.values import Noise
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.naming import typed
 
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
@@ -217,6 +218,8 @@ def _one(group: str, spec: object) -> Any:
     for key, value in nested.items():
         if isinstance(value, int) and abs(value) >= 2**31:
             raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+    if name:
+        typed(cls, str(name))
     return cls(**check(owner, cls, nested))
 
 

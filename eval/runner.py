@@ -25,7 +25,7 @@ from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
-from dllm_sampler.guides import Regex
+from dllm_sampler.eval.tasks.formed import Demanded
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.result import Answer
@@ -126,7 +126,7 @@ class Runner:
         self.forms: tuple[str, ...] = ()  # each once
         if options.guided:
             self.forms = tuple(dict.fromkeys(self._form(sample) for sample in task.samples()))
-            self.plugins["guide"] = (*self.plugins["guide"], Regex(self.forms))
+            self.plugins["guide"] = (*self.plugins["guide"], Demanded(self.forms))
         self.guides: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         self.sampler = Sampler(
             self.denoiser,

@@ -139,16 +139,16 @@ def test_a_form_too_long_is_refused_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Regex(("a", "")), "guide.pattern must be a regular expression, or a list of them"),
-        (lambda: Regex(()), "guide.pattern must be a regular expression, or a list of them"),
-        (lambda: Choices((("a",), ())), "or a list of such lists"),
-        (lambda: Choices((("a",), "b")), "or a list of such lists"),
+        (lambda: Regex(("a", "")), "guide.regex.pattern must be a regular expression, or a list of them"),
+        (lambda: Regex(()), "guide.regex.pattern must be a regular expression, or a list of them"),
+        (lambda: Choices((("a",), ())), "guide.choices.choices has an empty list"),
+        (lambda: Choices((("a",), "b")), "or a list of such lists, not a mix of both"),
         (lambda: JsonSchema(({"type": "null"}, "")), "or a list of them, none of them empty"),
         (lambda: toys.sampler(guide=Regex(("abc", "Zoe"))), "no text of this model's tokens has form 1"),
-        (lambda: SpeculativeSampler(toys.sampler(guide="regex"), None), "Regex says what form an answer has"),
+        (lambda: SpeculativeSampler(toys.sampler(guide="regex"), None), "guide=regex says what form an answer has"),
         (
             lambda: SpeculativeSampler(toys.sampler(guide={"name": "grammar", "grammar": "json"}), None),
-            "Grammar says what form an answer has",
+            "guide=grammar says what form an answer has",
         ),
     ],
 )

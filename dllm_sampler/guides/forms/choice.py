@@ -21,7 +21,7 @@ from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
-from dllm_sampler.guides.forms.tops import Tops, best, nothing, rows_at_once, total
+from dllm_sampler.guides.forms.tops import Tops, best, lowest, rows_at_once, total
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
@@ -119,7 +119,7 @@ class Lattice:
         """`[N, T, E]` the best, or the sum, of each edge's moves, from values `[N, T, C+2]` of classes."""
         source, _, edge, _ = self.lists
         each = self.moves(values)
-        return (total if several else best)(each, edge[:, None], nothing(each, source.shape[1]))
+        return (total if several else best)(each, edge[:, None], lowest(each, source.shape[1]))
 
     def parts(self, length: int) -> list[tuple[int, int]]:
         """Stretches of `length` positions whose moves are worked on at once."""
@@ -131,7 +131,7 @@ class Lattice:
         accepts = self.edges.accepts.index_select(0, self.form)
         goal = torch.zeros_like(values[:, 0, :1]).where(accepts, -torch.inf)
         source, target, _, _ = self.lists
-        reduce, none, found = total if several else best, nothing(goal, goal.shape[1]), [goal]
+        reduce, none, found = total if several else best, lowest(goal, goal.shape[1]), [goal]
         for begin, end in reversed(self.parts(values.shape[1])):
             for weight in reversed(self.weights(values[:, begin:end], several).unbind(1)):
                 goal = reduce(weight + goal.gather(1, target), source, none)
@@ -161,7 +161,7 @@ class Lattice:
             both = before[:, begin:end].gather(2, source.expand(-1, end - begin, -1))
             both = both + after[:, begin:end].gather(2, target.expand_as(both))  # [N, T, E]
             each = both.gather(2, edge.expand(-1, end - begin, -1))  # [N, T, M]
-            found.append(total(each, kind, nothing(each, len(self.edges.sizes))))
+            found.append(total(each, kind, lowest(each, len(self.edges.sizes))))
         return torch.cat(found, 1)
 
     def walk(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:

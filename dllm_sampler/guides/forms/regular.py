@@ -22,6 +22,7 @@ from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.tokens import token_bytes
+from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Form(Guide):
         Raises:
             UserError: it cannot be built, or the model has no tokenizer or no mask.
         """
-        spec, name = context.spec, f"guide={type(self).__name__}"
+        spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
             raise UserError(f"{name} needs to know what tokens stand for, and this checkpoint has no tokenizer")
         if spec.mask_id is None:
@@ -102,7 +103,7 @@ class Form(Guide):
         least = self.shortest[form]
         if new_tokens < least:
             raise UserError(
-                f"guide={type(self).__name__}: the shortest answer of {self._name(form)} has {least} tokens, and"
+                f"guide={named(self)}: the shortest answer of {self._name(form)} has {least} tokens, and"
                 f" max_new_tokens is {new_tokens}"
             )
 
@@ -139,7 +140,7 @@ class Regex(Form):
         given = self.pattern
         listed = isinstance(given, list | tuple)
         if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
-            raise UserError(f"guide.pattern must be a regular expression, or a list of them, not {given!r}")
+            raise UserError(f"guide.regex.pattern must be a regular expression, or a list of them, not {given!r}")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
@@ -152,27 +153,40 @@ class Choices(Form):
     """Answers out of a list.
 
     Args:
-        choices: the texts, or a list of such lists.
+        choices: the texts (a whole number is its digits), or a list of such lists.
         posterior: see `Form`.
     """
 
-    choices: tuple[str | Sequence[str], ...] = ("yes", "no")
+    choices: Any = ("yes", "no")  # whatever is given; then a tuple of texts, or of such tuples
 
     def __post_init__(self) -> None:
         given = self.choices
-        listed = isinstance(given, list | tuple) and bool(given) and not any(isinstance(one, str) for one in given)
-        for one in given if listed else [given]:
-            if not isinstance(one, list | tuple) or not one or not all(isinstance(text, str) and text for text in one):
-                raise UserError(
-                    f"guide.choices must be a list of texts, none of them empty, or a list of such lists, not {given!r}"
-                )
-        found = tuple(tuple(texts) for texts in given) if listed else tuple(given)
+        if not isinstance(given, list | tuple) or not given:
+            raise UserError(f"guide.choices.choices must be a list of texts, as in [Ada, Ben], not {given!r}")
+        listed = all(isinstance(one, list | tuple) for one in given)
+        found = tuple(_choices(one) for one in given) if listed else _choices(given)
         vars(self).update(choices=found, forms=len(found) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
         lists = self.choices if self.forms else (self.choices,)
-        return tuple("|".join(re.escape(str(one)) for one in texts) for texts in lists)
+        return tuple("|".join(map(re.escape, texts)) for texts in lists)
+
+
+def _choices(given: Sequence[Any]) -> tuple[str, ...]:
+    """A list of texts; whole numbers become texts."""
+    if not given:
+        raise UserError("guide.choices.choices has an empty list: give it texts, as in [Ada, Ben]")
+    for one in given:
+        if isinstance(one, list | tuple):
+            raise UserError("guide.choices.choices must be a list of texts, or a list of such lists, not a mix of both")
+        if isinstance(one, bool) or not isinstance(one, str | int):
+            raise UserError(f'guide.choices.choices has {one!r}, which is no text: quote it, as in ["yes", "no"]')
+        if one == "":
+            raise UserError(
+                "guide.choices.choices has an empty text, and an answer has at least one token: leave it out"
+            )
+    return tuple(map(str, given))
 
 
 @dataclass(frozen=True)
@@ -193,11 +207,13 @@ class JsonSchema(Form):
     depth: int = 3
 
     def __post_init__(self) -> None:
-        check_count("guide.depth", self.depth, 0)
+        check_count("guide.json_schema.depth", self.depth, 0)
         given = self.schema
         if isinstance(given, list | tuple):
             if not given or not all(given):
-                raise UserError(f"guide.schema must be a schema, or a list of them, none of them empty, not {given!r}")
+                raise UserError(
+                    f"guide.json_schema.schema must be a schema, or a list of them, none of them empty, not {given!r}"
+                )
             vars(self).update(schema=tuple(_text(one) for one in given), forms=len(given))
         elif given:  # else a template of settings; `expressions` refuses it
             vars(self)["schema"] = _text(given)
@@ -211,7 +227,7 @@ class JsonSchema(Form):
             for text in texts:
                 check_schema(json.loads(str(text)))
         except RecursionError:
-            raise UserError("guide.schema is nested too deeply") from None
+            raise UserError("guide.json_schema.schema is nested too deeply") from None
         return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)
 
 
@@ -221,18 +237,20 @@ def _text(given: Any) -> str:
         try:
             text = json.dumps(_plain(given))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"guide.schema must be a mapping as JSON has it: {error}") from None
+            raise UserError(f"guide.json_schema.schema must be a mapping as JSON has it: {error}") from None
     elif given.lstrip().startswith(("{", "true", "false")):
         text = given
     else:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError(f"guide.schema={given!r} is no JSON, and no file that can be read: {error}") from None
+            raise UserError(
+                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read: {error}"
+            ) from None
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"guide.schema is not JSON that can be read: {error}") from None
+        raise UserError(f"guide.json_schema.schema is not JSON that can be read: {error}") from None
     return text
 
 
@@ -316,7 +334,7 @@ def check_schema(schema: Any) -> None:
     elif len(schema.get("allOf", [])) > 1:
         why = "an `allOf` of several schemas"
     if why:
-        raise UserError(f"guide.schema has {why}")
+        raise UserError(f"guide.json_schema.schema has {why}")
     inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
     inner += [schema.get("items"), schema.get("additionalProperties")]
     for group in ("prefixItems", "anyOf", "allOf"):

@@ -26,7 +26,7 @@ def total(values: Tensor, index: Tensor, nothing: Tensor) -> Tensor:
     return weight.log_().add_(top)
 
 
-def nothing(values: Tensor, size: int) -> Tensor:
+def lowest(values: Tensor, size: int) -> Tensor:
     """`[..., size]` -inf for the lists `values [..., I]`."""
     return values.new_full((*values.shape[:-1], size), -torch.inf)
 
@@ -45,8 +45,8 @@ class Tops:
         parts = [_tiles(edges, part, weigh) for part in logits.split(rows_at_once(logits))]
         tiles, sums = (torch.cat(part) for part in zip(*parts, strict=True))
         size = len(edges.sizes)
-        weight = total(sums, edges.tile_kind, nothing(sums, size)) if weigh else None
-        return Tops(tiles, best(tiles, edges.tile_kind, nothing(tiles, size)), weight)
+        weight = total(sums, edges.tile_kind, lowest(sums, size)) if weigh else None
+        return Tops(tiles, best(tiles, edges.tile_kind, lowest(tiles, size)), weight)
 
     def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
         """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
