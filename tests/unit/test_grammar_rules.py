@@ -271,9 +271,7 @@ def test_files(tmp_path: Path) -> None:
     path.write_text("Start -> ( Strt )\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"pairs\.grammar, line 1: unknown variable 'Strt'"):
         Language.load(str(path))
-    with pytest.raises(
-        UserError, match=r"guide.grammar.grammar='jsn' is neither one of arithmetic, json, smiles"
-    ):
+    with pytest.raises(UserError, match=r"guide.grammar.grammar='jsn' is neither one of arithmetic, json, smiles"):
         Language.load("jsn")
     for name in (str(tmp_path), "", "~nobody-of-that-name/x", "a\0b"):
         with pytest.raises(UserError, match="nor a file that can be read"):
