@@ -199,3 +199,15 @@ def test_a_field_form_that_means_something_else(
         assert main([*words, *guide]) == (2 if said else 0)
         out, err = capsys.readouterr()
         assert said in err if said else len(out.splitlines()) == 2
+
+
+def test_an_answer_that_a_stop_string_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not of the form, and that is the stop string's doing, not the guide's."""
+    names = "(Ada|Ben|Cal|Dan)"
+    words = ["copy: Ada, Ben, Cal, Dan", 'stop_strings=[", Cal"]', "block_length=2", "device=cpu"]
+    assert main([*words, "guide=regex", f"guide.regex.pattern={names}(, {names}){{3}}"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Ada, Ben\n"
+    assert err.splitlines()[0] == "the answer: cut at a stop string before it had the guide's form"
+    assert main(words) == 0
+    assert len(capsys.readouterr().err.splitlines()) == 1, "the user wanted it cut: there is nothing to say"
