@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -197,8 +198,23 @@ def _text(prompt: str, tokenizer: PreTrainedTokenizerBase, number: int) -> list[
     ids = list(encoded["input_ids"])
     if fast and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         start, stop = encoded["offset_mapping"][ids.index(tokenizer.unk_token_id)]
-        raise UserError(f"prompt {number} has {prompt[start:stop]!r}, which is not in this model's vocabulary")
+        raise UserError(
+            f"prompt {number} has {prompt[start:stop]!r}, which is not in this model's vocabulary{_known(tokenizer)}"
+        )
     return ids
+
+
+def _known(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What prompts a toy model knows, where its tokenizer's configuration lists them, and where to look further."""
+    operations = tokenizer.init_kwargs.get("operations")
+    if not operations:
+        return ""
+    card = Path(str(tokenizer.name_or_path), "README.md")
+    examples = f" (examples: {card})" if card.is_file() else ""
+    return (
+        f': it knows {", ".join(operations)}, as in "sort: Dan, Ada"{examples}; plain text needs another model, as in'
+        " model=llada-8b chat=true"
+    )
 
 
 def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]) -> list[str]:
