@@ -251,7 +251,8 @@ def _denoise(
         forms=forms,
     )
     labels = [str(first + row + 1) for row in range(len(rows))]
-    screen = Screen(Console(stderr=True), labels, sampler.tokenizer, options.stream_delay) if options.stream else None
+    eos, delay = sampler.denoiser.spec.eos_id, options.stream_delay
+    screen = Screen(Console(stderr=True), labels, sampler.tokenizer, delay, eos) if options.stream else None
     commits: Commits | None = None
     begun, shown = time.perf_counter(), 0.0
     try:
