@@ -139,6 +139,9 @@ class Runner:
             **self.plugins,
             **self.guides,
         )
+        if options.guided:  # its forms are built: the oracle's samplers take them as they are
+            bound = next(one for one in self.sampler.plugins.guides if isinstance(one, Demanded))
+            self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)
         self.sampler.lay_out()
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")

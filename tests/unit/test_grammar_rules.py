@@ -274,10 +274,10 @@ def test_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"guide.grammar.grammar='jsn' is neither one of arithmetic, json, smiles"):
         Language.load("jsn")
     for name in (str(tmp_path), "", "~nobody-of-that-name/x", "a\0b"):
-        with pytest.raises(UserError, match="nor a file that can be read"):
+        with pytest.raises(UserError, match="nor a file to be read"):
             Language.load(name)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="nor a file that can be read"):
+    with pytest.raises(UserError, match="nor a file to be read"):
         Language.load(str(path))
 
 

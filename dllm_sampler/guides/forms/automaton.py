@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,6 +22,7 @@ from dllm_sampler.guides.forms.faults import fault
 STATES, BYTES = 10_000, 100_000  # most states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes
 KEPT = 64  # automata and expressions in memory
+TOGETHER = 50  # expressions that one call of the library builds
 # Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
 # accepted yet (it sees matches one byte late). The character is none, so no answer has it.
 MARK = "\U0010ffff"
@@ -55,7 +54,15 @@ class Automaton:
 
 
 def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int) -> Automaton:
-    """The automaton of a regular expression, from disk where it was built before.
+    """The automaton of a regular expression, see `build_all`."""
+    (found,) = build_all([pattern], tokens, vocab, eos_id, mask_id)
+    return found
+
+
+def build_all(
+    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int
+) -> tuple[Automaton, ...]:
+    """The automata of regular expressions, from disk where they were built before.
 
     Args:
         tokens: the bytes of each token.
@@ -65,14 +72,28 @@ def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_i
     Raises:
         UserError: no expression, one without a text, or one too large to build.
     """
-    size = len(pattern.encode(errors="replace"))
-    if size > BYTES:
-        raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
-    if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
-        raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
-    used = version("outlines-core") if find_spec("outlines_core") else ""
-    about, make = f"{used} {pattern}", partial(byte_automaton, pattern)
-    return lifted(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+    made: dict[str, ByteAutomaton] = {}
+    keys: dict[str, _Key] = {}
+    for pattern in patterns:
+        size = len(pattern.encode(errors="replace"))
+        if size > BYTES:
+            raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
+        if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
+            raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
+        about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
+        keys[pattern] = _key(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+    new = [pattern for pattern, key in keys.items() if not key.path.exists()]
+    for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
+        part = new[first : first + TOGETHER]
+        try:
+            made |= zip(part, _byte_automata(part), strict=True)
+        except UserError:
+            break  # each by itself, which says which one it was
+    return tuple(_built(keys[pattern]) for pattern in patterns)
+
+
+def _made(known: Mapping[str, ByteAutomaton], pattern: str) -> ByteAutomaton:
+    return known[pattern] if pattern in known else byte_automaton(pattern)
 
 
 def lifted(
@@ -95,9 +116,7 @@ def lifted(
     Raises:
         UserError: it is too large.
     """
-    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
-    digest = hashlib.sha256(known + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
-    return _built(_Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id))
+    return _built(_key(name, about, make, tokens, vocab, eos_id, mask_id))
 
 
 @dataclass(frozen=True)
@@ -110,6 +129,13 @@ class _Key:
     eos_id: int
     mask_id: int
 
+    @property
+    def path(self) -> Path:
+        """Where it is kept."""
+        home = os.environ.get("DLLM_SAMPLER_CACHE")
+        home = home or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
+        return Path(home).expanduser() / "forms" / f"{self.digest}.safetensors"
+
     def __hash__(self) -> int:
         return hash(self.digest)
 
@@ -117,11 +143,28 @@ class _Key:
         return isinstance(other, _Key) and self.digest == other.digest
 
 
+def _key(
+    name: str,
+    about: str,
+    make: Callable[[], ByteAutomaton],
+    tokens: Sequence[bytes],
+    vocab: int,
+    eos_id: int,
+    mask_id: int,
+) -> _Key:
+    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
+    digest = hashlib.sha256(known + _joined(tuple(tokens))).hexdigest()
+    return _Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id)
+
+
+@lru_cache(maxsize=2)
+def _joined(tokens: tuple[bytes, ...]) -> bytes:
+    return b"".join(len(one).to_bytes(4) + one for one in tokens)
+
+
 @lru_cache(maxsize=KEPT)
 def _built(key: _Key) -> Automaton:
-    home = os.environ.get("DLLM_SAMPLER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
-    folder = Path(home).expanduser() / "forms"
-    path = folder / f"{key.digest}.safetensors"
+    path = key.path
     try:
         stored = load_file(path)
         start, shortest = stored["numbers"].tolist()
@@ -130,8 +173,8 @@ def _built(key: _Key) -> Automaton:
         pass
     found = _over_tokens(key, *key.make())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{key.digest}.{os.getpid()}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
         numbers = torch.tensor([found.start, found.shortest])
         save_file({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}, part)
         part.replace(path)
@@ -149,13 +192,25 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     Raises:
         UserError: no expression, or one too large to build.
     """
-    bare = pattern.removeprefix("^")
-    slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
-    bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
-    given = {"bare": bare, "pattern": f"(?:{bare}){MARK}", "states": STATES}
-    start, finals, pairs = json.loads(library.run(given, _short(pattern), seconds, partial(fault, pattern)))
-    moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
-    return start, [state for state in moves if _ends(moves, state, finals)], moves
+    (found,) = _byte_automata([pattern], _short(pattern), seconds, partial(fault, pattern))
+    return found
+
+
+def _byte_automata(
+    patterns: Sequence[str], name: str = "", seconds: float | None = None, why: Callable[[], str] | None = None
+) -> list[ByteAutomaton]:
+    """Those of several expressions, by one call of the library; the other arguments are of `library.run`."""
+    given = []
+    for pattern in patterns:
+        bare = pattern.removeprefix("^")
+        slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
+        bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
+        given.append([bare, f"(?:{bare}){MARK}"])
+    found = []
+    for start, finals, pairs in json.loads(library.run({"patterns": given, "states": STATES}, name, seconds, why)):
+        moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
+        found.append((start, [state for state in moves if _ends(moves, state, finals)], moves))
+    return found
 
 
 @lru_cache(maxsize=KEPT)

@@ -7,6 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from dllm_sampler.errors import UserError
@@ -30,22 +33,30 @@ try:
         from outlines_core.json_schema import build_regex_from_schema
         json.dump(build_regex_from_schema(given["schema"], given["whitespace"], given["depth"]), sys.stdout)
         sys.exit()
-    Index(given["bare"], Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
 except MemoryError:
     raise
 except Exception as error:  # the library has no type of its own; the caller makes a sentence of it
-    if "missing tokens" not in str(error).lower():
-        sys.exit(f"invalid: {error}")
-try:
-    index = Index(given["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-except MemoryError:
-    raise
-except Exception as error:  # as above
     sys.exit(f"invalid: {error}")
-moves = index.get_transitions()
-if len(moves) > given["states"]:
-    sys.exit(f"large: {len(moves)}")
-json.dump([index.get_initial_state(), sorted(index.get_final_states()), list(moves.items())], sys.stdout)
+found = []
+for bare, marked in given["patterns"]:
+    try:
+        Index(bare, Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        if "missing tokens" not in str(error).lower():
+            sys.exit(f"invalid: {error}")
+    try:
+        index = Index(marked, Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        sys.exit(f"invalid: {error}")
+    moves = index.get_transitions()
+    if len(moves) > given["states"]:
+        sys.exit(f"large: {len(moves)}")
+    found.append([index.get_initial_state(), sorted(index.get_final_states()), list(moves.items())])
+json.dump(found, sys.stdout)
 """
 
 
@@ -81,6 +92,12 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
         raise UserError(f"the form {name} is nested too deeply to be built: make it flatter")
     ended = said or f"exit status {done.returncode}"
     raise UserError(f"the form {name} cannot be built, outlines-core failed ({ended}): write it in another way")
+
+
+@cache
+def installed() -> str:
+    """The library's version; empty: it is not there."""
+    return version("outlines-core") if find_spec("outlines_core") else ""
 
 
 def module() -> Any:

@@ -53,6 +53,7 @@ class Form(Guide):
     shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
+    bound_to: tuple[object, ModelSpec] | None = field(init=False, default=None, repr=False, compare=False)
 
     @property
     def measures(self) -> bool:
@@ -71,10 +72,10 @@ class Form(Guide):
         """
         assert spec.mask_id is not None
         numbers = spec.vocab_size, spec.eos_id, spec.mask_id
-        return tuple(automaton.build(text, tokens, *numbers) for text in self.expressions())
+        return automaton.build_all(self.expressions(), tokens, *numbers)
 
     def bind(self, context: Context) -> Self:
-        """Build the automaton over the model's tokens.
+        """Build the automaton over the model's tokens, unless it was built for this model before.
 
         Raises:
             UserError: it cannot be built, or the model has no tokenizer or no mask.
@@ -84,6 +85,8 @@ class Form(Guide):
             raise UserError(f"{name} needs to know what tokens stand for, and this checkpoint has no tokenizer")
         if spec.mask_id is None:
             raise UserError(f"{name} is for models with a mask token, and this one's noise are random tokens")
+        if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
+            return learned(self, drawn=context.draws)
         tokens = token_bytes(context.tokenizer)
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
@@ -96,6 +99,7 @@ class Form(Guide):
             shortest=shortest,
             mask_id=spec.mask_id,
             drawn=context.draws,
+            bound_to=(context.tokenizer, spec),
         )
 
     def check_length(self, new_tokens: int, form: int = 0) -> None:
