@@ -202,15 +202,16 @@ def shown(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Tab
 
 
 def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
-    """Floor against window, one panel per model and a line per batch."""
+    """Floor against window, one panel per model and a line per batch; a dot ends the windows that are nearly free."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
     windows = [2 ** (i / 4) for i in range(4 * 10 + 1)]  # 1 to 1024
     figure, panels = pyplot.subplots(
-        1, len(options.models), figsize=(4 * len(options.models), 3.8), squeeze=False, sharey=True
+        1, len(options.models), figsize=(4 * len(options.models), 4), squeeze=False, sharey=True, layout="constrained"
     )
     colours = pyplot.get_cmap("viridis")
     for axes, name in zip(panels[0], options.models, strict=True):
@@ -227,9 +228,13 @@ def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
         axes.set_xticks([1, 8, 32, 128, 1024], ["1", "8", "32", "128", "1024"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel(f"floor, ms ({gpu.name}, {options.dtype}, {options.slots} slots)")
-    panels[0][0].legend(fontsize=8)
-    figure.tight_layout()
+    panels[0][0].set_ylabel(
+        f"floor of a forward, ms (lower is better)\n{gpu.name}, {options.dtype}, {options.slots} slots"
+    )
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    dot = Line2D([], [], color="0.4", marker="o", linestyle="", markersize=5)
+    told = "widest window whose floor is at most a tenth above that of one position"
+    figure.legend([*handles, dot], [*labels, told], loc="outside lower center", ncols=len(labels) + 1, frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

@@ -76,7 +76,7 @@ class Reader:
 
     def result(self, canvas: Canvas, recorder: Recorder, failed: Collection[int] = ()) -> Result:
         """The answers as they stand; for the rows `failed` the model returned no finite statistics."""
-        trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id)
+        trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id, self.tokenizer)
         masked = aligned(canvas, canvas.masked, False).cpu()
         form = torch.zeros_like(canvas.step) if canvas.form is None else canvas.form
         known = (canvas.done, recorder.stuck, recorder.rejected, form)

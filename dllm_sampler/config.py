@@ -4,6 +4,8 @@ One YAML is one plug-in: `_target_` names its class, the other keys are the clas
 and the first comment says in one sentence what it is, with the paper.
 """
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -13,19 +15,23 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike, fspath
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any, TypedDict, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from dllm_sampler.core.values import Noise
+from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.naming import typed
 
+if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
+    from dllm_sampler.core.values import Noise
+
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
+BATCHING = ("in_flight", "static")
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.
@@ -65,15 +71,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The fields of a YAML of the group `model`."""
+    """The fields of a YAML of the group `model`.
 
-    path: str  # a folder or a hub id
+    Args:
+        path: a checkpoint folder or a hub id.
+        revision: branch, tag or commit on the hub; null: its main branch.
+        trust_remote_code: run the code that comes with the checkpoint's tokenizer.
+        mask_id: the mask token, where the checkpoint does not name it.
+        cfg_scale: strength of classifier-free guidance, which doubles the batch; 0: none.
+        device_map: where the layers go, on several devices: auto, balanced, balanced_low_0, or modules and devices.
+        quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
+    """
+
+    path: str
     revision: str | None = None
     trust_remote_code: bool = False
-    mask_id: int | None = None  # where the checkpoint does not name it
+    mask_id: int | None = None
     cfg_scale: float = 0.0
     device_map: str | dict[str, Any] | None = None
-    quantize: str | None = None  # int8: the weights of the layers as 8-bit integers
+    quantize: str | None = None
 
 
 def names(group: str) -> list[str]:
@@ -205,14 +221,14 @@ def _one(group: str, spec: object) -> Any:
             raise unknown(f"field of {owner}", next(iter(given)), [])
         return None
     try:
-        cls = resolve_name(str(target))
+        cls = function(f"{owner}: _target_", str(target))
         hints = _hints(cls) if inspect.isclass(cls) else {}
         nested = {key: _nested(hints.get(key), value) for key, value in given.items()}
     except UserError:
         raise
     except (ImportError, AttributeError, ValueError, HydraException) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{owner}: what _target_ names cannot be had ({reason})") from error
+        raise UserError(f"{owner}: a _target_ cannot be had ({reason})") from error
     if not inspect.isclass(cls):
         raise UserError(f"{owner}: _target_ should name a class, and {target} is none")
     for key, value in nested.items():
@@ -227,11 +243,10 @@ def _nested(hint: Any, value: object) -> Any:
     """A field of a plug-in: where a scheduler belongs, it is named like any other."""
     if getattr(hint, "__name__", "") == "Scheduler" and isinstance(value, str | Mapping):  # its module needs torch
         return _one("scheduler", value)
-    return instantiate(value) if _is_config(value) else value
-
-
-def _is_config(value: object) -> bool:
-    return isinstance(value, Mapping) and "_target_" in value
+    if not isinstance(value, Mapping) or "_target_" not in value:
+        return value
+    function("_target_", str(value["_target_"]))  # Hydra then finds it, in the working directory too
+    return instantiate(value)
 
 
 @cache
@@ -271,8 +286,20 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     try:
         return plain.validate_python(value, strict=True)
     except ValidationError as error:
-        expected = error.errors()[0]["msg"].removeprefix("Input should be ")
-        raise UserError(f"{what} should be {expected}, not {value!r}") from None
+        number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
+        quote = "; a number in quotes is a string" if number else ""
+        raise UserError(f"{what} should be {_expected(error)}, not {value!r}{quote}") from None
+
+
+def _expected(error: ValidationError) -> str:
+    """What would be right, in words; of a union, each of its types once."""
+    found = []
+    for one in error.errors():
+        message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
+        if any(isinstance(place, int) for place in one["loc"]):  # an item
+            message = f"a list of {message.removeprefix('a ')}s"
+        found.append(message.replace("a valid list", "a list as [a,b]"))
+    return ", or ".join(dict.fromkeys(found))
 
 
 def _folder(group: str) -> Traversable:

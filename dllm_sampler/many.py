@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
 from dllm_sampler import prompts as texts
+from dllm_sampler.config import BATCHING
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.engine.lockstep import Ranks
@@ -17,8 +18,6 @@ from dllm_sampler.stream import Progress, Stream, alone, uneven
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
-
-BATCHING = ("in_flight", "static")
 
 
 def answers(

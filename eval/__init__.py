@@ -1,1 +1,32 @@
 """Measuring samplers: conformance to published decoders, tasks, metrics, reports. Imported as `dllm_sampler.eval`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+
+def load(*folders: str | PathLike[str]) -> Any:
+    """What runs of `dllm-eval` found, one row per configuration and task.
+
+    Args:
+        folders: run directories, or folders with run directories at any depth; `outputs/eval` if none is given.
+
+    Returns:
+        A `pandas.DataFrame` if pandas is installed, else a list with a dict for each row. `docs/evaluation.md` lists
+        the columns.
+
+    Raises:
+        UserError: a folder does not exist, or there are no samples in any.
+    """
+    from dllm_sampler.eval.report.data import read
+    from dllm_sampler.eval.report.rows import rows
+
+    found = rows(read([Path(folder) for folder in folders or ("outputs/eval",)]))
+    try:
+        pandas = import_module("pandas")
+    except ImportError:
+        return found
+    return pandas.DataFrame(found)

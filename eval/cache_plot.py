@@ -29,8 +29,11 @@ def draw(timed: Sequence[Row], judged: Sequence[Row], where: str, what: str) -> 
     best = {one.method for one in points if not any(_beats(other, one) for other in points)}
     for one in points:
         axes.plot(*one.point, "o", color=BEST if one.method in best else PLAIN, markersize=5)
-    axes.set_xlabel(f"time per step on {where}, no cache = 1")
-    axes.set_ylabel(f"tokens as without a cache on {what}, %")
+    axes.plot([], [], "o", color=BEST, markersize=5, label="no other cache is as fast and agrees as much")
+    axes.plot([], [], "o", color=PLAIN, markersize=5, label="another one is at least as good in both")
+    axes.set_xlabel(f"← faster     time per step on {where}, no cache = 1 (lower is better)")
+    axes.set_ylabel(f"tokens as without a cache on {what}, % (higher is better)")
+    axes.legend(loc="lower right", frameon=False, title="the best corner is at the top left")
     axes.margins(0.15)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)

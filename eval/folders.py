@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
 from filelock import FileLock
 
 from dllm_sampler import __version__
@@ -183,6 +182,8 @@ def _dump(line: dict[str, Any]) -> str:
 @cache
 def environment(device: str) -> dict[str, Any]:
     """What ran it: versions, the commit of the code, the machine."""
+    import torch  # which readers of runs need not wait for
+
     packages = {}
     for name in ("transformers", "hydra-core", "safetensors", "numpy"):
         with suppress(PackageNotFoundError):
@@ -217,6 +218,8 @@ def commit() -> str | None:
 def processor(device: str) -> str:
     """The name of what computes."""
     if device.startswith("cuda"):
+        import torch
+
         return torch.cuda.get_device_name(device)
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -17,9 +17,9 @@ from hydra.core.override_parser.types import Glob
 from dllm_sampler import config
 from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts, readable
 from dllm_sampler.cli.quoting import TEXTS
+from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
-from dllm_sampler.many import BATCHING
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
@@ -80,13 +80,17 @@ class Job:
     task: dict[str, Any]
     words: tuple[str, ...] = field(compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the task, which another process builds again: its class may lie in the working directory."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     @cached_property
     def built_task(self) -> Task:
         """The task itself."""
         task = config.build("task", self.task)
         if not isinstance(task, Task):
             raise UserError(f"task={self.choices['task']} names a {type(task).__name__}, which is no task")
-        if task.count < 1:
+        if task.count is not None and task.count < 1:
             raise UserError(f"task.count should be at least 1, not {task.count}")
         return task
 
@@ -101,6 +105,8 @@ class Job:
         given = asdict(self.options).items()
         options = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
+        if self.built_task.content is not None:
+            task["content"] = self.built_task.content
         whole = {"task": task, "model": self.model, **self.plugins, **options}
         return json.loads(json.dumps(whole))
 
@@ -144,9 +150,9 @@ def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
     found = []
     for combination in words:
         overrides = [parse(word) for word in combination]
-        fields = {str(one.get_key_element()).removeprefix(_FIELD): one.value() for one in overrides}
+        given = {str(one.get_key_element()).removeprefix(_FIELD): one.value() for one in overrides}
         kept = [word for word in first.words if not word.startswith(_FIELD)]
-        made = replace(first, task={**first.task, **fields}, words=(*kept, *combination))
+        made = replace(first, task={**first.task, **given}, words=(*kept, *combination))
         _ = made.built_task
         found.append(made)
     return found
@@ -167,10 +173,10 @@ def jobs(words: Sequence[str]) -> list[Job]:
     for line in lines([word for word in words if not of_hydra(word)]):
         of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]
         others = [word for word in line if word not in of_task]
-        fields = list(product(*map(values, of_task)))
+        of_tasks = list(product(*map(values, of_task)))
         for combination in product(*map(values, others)):
-            first = job([*combination, *fields[0]])
-            found |= {made.name: made for made in (first, *variants(first, fields[1:])) if made.name not in found}
+            first = job([*combination, *of_tasks[0]])
+            found |= {made.name: made for made in (first, *variants(first, of_tasks[1:])) if made.name not in found}
     return list(found.values())
 
 

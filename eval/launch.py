@@ -109,13 +109,30 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
             context = HydraContext(config_loader=loader, callbacks=_callbacks())
             piece = Piece(tuple(found), workers)
             launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
-            done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
+            with _safe_path():
+                done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
         except (HydraException, ImportError) as error:
             raise _explain(error, own, loader) from error
     refused: dict[str, str] = {}
     for job in done:
         refused |= job.return_value  # raises what a worker raised
     return refused
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that begin meanwhile import nothing by accident from the working directory.
+
+    Launchers begin them as `python -c` and `python -m`, which look there first: a `random.py` would be Python's.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH")
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _explain(error: Exception, own: Sequence[str], loader: Any) -> UserError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.eval.tasks.base import Answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SCHEMA = 2  # of a line of samples.jsonl; docs/formats.md
 TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run

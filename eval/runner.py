@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -16,11 +16,12 @@ import transformers
 from dllm_sampler import config
 from dllm_sampler.batch import Reader
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.eval import memory
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import Job
+from dllm_sampler.eval.naming import check_prompts, numbered
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
@@ -145,6 +146,7 @@ class Runner:
         self.sampler.lay_out()
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")
+        check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
 
     def records(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Record]]:
         """Run the samples of some batches that are not `done`, by their indices; yields those that are ready.
@@ -182,7 +184,7 @@ class Runner:
         ready: list[Answered] = []
         size = self.job.options.batch_size
         stream = self.sampler.generate_many(self._prompts(samples), batch_size=size, **self._settings(samples))
-        with _numbered(samples), closing(cast("Generator[Answer, None, None]", stream)):
+        with numbered(samples), closing(cast("Generator[Answer, None, None]", stream)):
             memory.reset(self.denoiser.spec.device)
             begun = time.perf_counter()
             for answer in stream:
@@ -200,7 +202,7 @@ class Runner:
         begun = time.perf_counter()
         memory.reset(self.denoiser.spec.device)
         options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}
-        with _numbered(batch):
+        with numbered(batch):
             answers = list(self.sampler.generate_many(self._prompts(batch), **options))
         times = time.perf_counter() - begun, len(batch), memory.peak(self.denoiser.spec.device)
         return [Answered.of(batch[answer.index], answer, times) for answer in answers]
@@ -214,7 +216,7 @@ class Runner:
         while left:
             history, result, bad = History(), None, set()
             try:
-                with _numbered(left):
+                with numbered(left):
                     for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
                         history.note(commits.step, commits.step_map, commits.tokens)
                         result = commits.result
@@ -319,16 +321,6 @@ class Runner:
 
     def _piece(self, token: int) -> str:
         return str(token) if self.tokenizer is None else str(self.tokenizer.decode([token]))
-
-
-@contextmanager
-def _numbered(samples: Sequence[Sample]) -> Iterator[None]:
-    """Where a plug-in names prompts by their place in a call, name them by the numbers of these samples."""
-    try:
-        yield
-    except RowError as error:
-        numbers = [samples[number - 1].index + 1 for number in error.prompts]
-        raise RowError(error.template, error.rows, numbers) from error.__cause__
 
 
 def _model(job: Job, device: str) -> tuple[Denoiser, Any]:

@@ -1,16 +1,20 @@
-"""What a search may choose: the `space` of a file of `conf/tune`, checked before anything is tried."""
+"""What a search may choose and what it looks for: a file of `conf/tune`, checked before anything is tried."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pkgutil import resolve_name
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import entry
+from dllm_sampler.cli.compose import LOCAL, entry
+from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.jobs import ELSEWHERE, Options
+from dllm_sampler.eval.measures import SPEEDS
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -119,6 +123,39 @@ class Space:
         return [*words, *(f"{knob}={domain.choose(trial, knob)}" for knob, domain in self.options.items())]
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """The fields of a file of `conf/tune`."""
+
+    name: str = ""
+    space: dict[str, Any] = field(default_factory=dict)
+    trials: int = 40
+    loss: float = 1.0
+    measure: str = "answer_tokens_per_forward"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]+", self.name):
+            raise UserError(f"tune.name should be letters, digits, - and _, not {self.name!r}")
+        if self.trials < 1:
+            raise UserError(f"tune.trials should be at least 1, not {self.trials}")
+        if not 0 <= self.loss <= 100:
+            raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
+        if self.measure not in SPEEDS:
+            raise unknown("measure of speed", self.measure, SPEEDS)
+        _ = self.choices  # a mistake in it shows here
+
+    @cached_property
+    def choices(self) -> Space:
+        """`space`, checked."""
+        return Space.of(self.space)
+
+    @property
+    def file(self) -> Path:
+        """Where the winner is written to."""
+        return LOCAL / "experiment" / f"{self.name}.yaml"
+
+
 def _knobs(group: str, name: str, given: object) -> Knobs:
     where, settings = f"tune.space.{group}.{name}", entry(group, name).settings
     if given is not None and not isinstance(given, Mapping):
@@ -128,7 +165,7 @@ def _knobs(group: str, name: str, given: object) -> Knobs:
         names = [field for field in settings if field != "_target_"]
         if knob not in names:
             raise unknown(f"field of {group}={name}", str(knob), names)
-        target = resolve_name(str(settings["_target_"]))
+        target = function("_target_", str(settings["_target_"]))
 
         def check(value: object, knob: str = knob, target: Any = target) -> None:
             config.check(where, target, {knob: value})

@@ -11,8 +11,11 @@ Z = 1.959963984540054  # of a normal distribution, for 95 %
 DRAWS = 2000  # of the bootstrap
 
 
-def wilson(right: int, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927)."""
+Estimate = tuple[float, float, float]  # a mean, and the two ends of its 95 % interval
+
+
+def wilson(right: float, count: int) -> tuple[float, float]:
+    """The 95 % score interval of a share (Wilson 1927); `right` of `count` may be a sum of scores from 0 to 1."""
     if count == 0:
         return 0.0, 1.0
     share, weight = right / count, Z * Z / count
@@ -34,10 +37,29 @@ def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> t
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean: Wilson's where all scores are 0 or 1, else the bootstrap's."""
-    if all(score in (0, 1) for score in scores):
-        return wilson(int(sum(scores)), len(scores))
+    """The 95 % interval of a mean of scores from 0 to 1.
+
+    Wilson's where all are 0 or 1, and where all are equal: resampling equal scores says nothing about others. A share
+    has the largest variance of all scores with its mean, so Wilson's interval is then too wide rather than too narrow.
+    Else the bootstrap's.
+    """
+    if all(score in (0, 1) for score in scores) or len(set(scores)) == 1:
+        return wilson(sum(scores), len(scores))
     return bootstrap(scores)
+
+
+def difference(one: Estimate, other: Estimate) -> Estimate:
+    """`one` less `other`, and its 95 % interval from theirs (MOVER; Newcombe's hybrid score interval for two shares).
+
+    The two are taken as independent. Where the same prompts were answered they rarely are, and the interval is too
+    wide.
+    """
+    (mean, low, high), (its, least, most) = one, other
+    return (
+        mean - its,
+        mean - its - math.hypot(mean - low, most - its),
+        mean - its + math.hypot(high - mean, its - least),
+    )
 
 
 def kendall(one: Sequence[float], two: Sequence[float]) -> float | None:

@@ -7,8 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +18,12 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import LOCAL, App, composition, entry
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.folders import RunFolder
-from dllm_sampler.eval.jobs import Job, jobs, of_hydra
-from dllm_sampler.eval.launch import bars, device
+from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.markdown import write
-from dllm_sampler.eval.measures import SPEEDS
 from dllm_sampler.eval.report.data import Method, Run
-from dllm_sampler.eval.runner import Share, run_all
-from dllm_sampler.eval.space import Space
+from dllm_sampler.eval.space import Tuning
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -50,39 +46,6 @@ output=FOLDER: the same command goes on from there, and with more trials, furthe
 The winner, confirmed on samples that the search did not see, is written to
 ./conf/experiment/NAME.yaml, where all commands find it.
 """
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The fields of a file of `conf/tune`."""
-
-    name: str = ""
-    space: dict[str, Any] = field(default_factory=dict)
-    trials: int = 40
-    loss: float = 1.0
-    measure: str = "answer_tokens_per_forward"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w-]+", self.name):
-            raise UserError(f"tune.name should be letters, digits, - and _, not {self.name!r}")
-        if self.trials < 1:
-            raise UserError(f"tune.trials should be at least 1, not {self.trials}")
-        if not 0 <= self.loss <= 100:
-            raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
-        if self.measure not in SPEEDS:
-            raise unknown("measure of speed", self.measure, SPEEDS)
-        _ = self.choices  # a mistake in it shows here
-
-    @cached_property
-    def choices(self) -> Space:
-        """`space`, checked."""
-        return Space.of(self.space)
-
-    @property
-    def file(self) -> Path:
-        """Where the winner is written to."""
-        return LOCAL / "experiment" / f"{self.name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -113,10 +76,14 @@ class Tuner:
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
+        from dllm_sampler.eval.launch import device  # imports torch and transformers: a mistake need not wait for them
+
         self.device = device(self.base, 0)
 
     def search(self) -> str:
         """Run what is missing of the search, and write the winner; returns a line that says what it is."""
+        from dllm_sampler.eval.launch import bars
+
         tuning = self.tuning
         if tuning.file.exists() and MARK not in tuning.file.read_text(encoding="utf-8"):
             raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
@@ -197,6 +164,8 @@ class Tuner:
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
         """What a configuration reaches on all tasks, or why it cannot run."""
+        from dllm_sampler.eval.runner import Share, run_all
+
         found = jobs([*words, *chosen, "oracle=false"])
         if refused := run_all(found, Share(), self.device, lambda job: None, lambda done: None):
             return next(iter(refused.values()))
@@ -327,6 +296,8 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     rest = [word for word in words if word not in own]
     if not any(word.startswith("output=") for word in rest):
         rest.append("output=outputs/tune")
+    for line in lines(rest):  # a mistake shows here, before the search's space imports torch
+        composition(EVAL, [values(word)[0] for word in line])
     return Tuning(**config.check("tune", Tuning, settings)), rest
 
 

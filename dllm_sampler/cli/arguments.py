@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dllm_sampler.cli.options import Options
 from dllm_sampler.errors import UserError, unknown
 
 FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info"}
@@ -13,6 +14,9 @@ FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info
 _NAME = r"[A-Za-z_][\w./@-]*"
 _OVERRIDE = re.compile(rf"(\+\+?|~)?{_NAME}=|~{_NAME}\Z")
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=\S*)?\Z")
+
+
+MULTIRUN = ("-m", "--multirun")
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,23 @@ def split(words: Sequence[str]) -> Arguments:
         if word in FLAGS:
             action = FLAGS[word]
         elif _FLAG.match(word):
-            raise UserError(
-                f"{unknown('flag', word, FLAGS)}; options are written name=value, and a prompt may follow --"
-            )
+            raise _no_flag(word)
         elif is_override(word):
             overrides.append(word)
         else:
             prompts.append(word)
     return Arguments(action, prompts, overrides)
+
+
+def _no_flag(word: str) -> UserError:
+    """The error for a word that is written like a flag: what to write instead."""
+    if word in MULTIRUN:
+        return UserError(
+            f"{word} is for several runs, and dllm-sample makes one: dllm-eval takes several values, as in"
+            " dllm-eval scheduler=fixed,threshold"
+        )
+    name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+    if name in Options.__dataclass_fields__:
+        value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
+        return UserError(f"{word} is no flag: options are written name=value, here {name}={value}")
+    return UserError(f"{unknown('flag', word, FLAGS)}; options are written name=value, and a prompt may follow --")

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,9 @@ GROUPS = SAMPLE.groups
 SEVERAL = ("guide", "experiment")  # groups of which a list can be chosen
 
 
+LISTS = (*SEVERAL, "stop_strings", "forms")  # what can be a list
+
+
 @dataclass(frozen=True)
 class Composed:
     """A configuration as Hydra composed it, and the name that each group was set to."""
@@ -88,11 +93,12 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     parsed = [parse(word) for word in words]
     for override in parsed:
         if override.is_sweep_override():
-            word = override.input_line
-            raise UserError(f"{word} gives several values: give one, or quote it, or write a list as [a,b]")
+            raise _several(app, str(override.input_line))
         group = override.key_or_group
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
             raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
+        if group in SEVERAL:
+            _check_package(group, override.value())
     try:
         cfg, chosen = _compose(app, words)
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
@@ -105,8 +111,14 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
 def choices(group: str) -> list[str]:
     """The names a group can be set to: the packaged ones, then those in `./conf`."""
     packaged = config.names(group)
-    local = sorted(file.stem for file in (LOCAL / group).glob("*.yaml"))
-    return packaged + [name for name in local if name not in packaged]
+    return packaged + [name for name in own(group) if name not in packaged]
+
+
+def own(group: str) -> dict[str, Path]:
+    """The user's own choices of a group: name to file, sorted. In a checkout of this project there are none."""
+    if LOCAL.resolve() == Path(str(files(PACKAGED))).resolve():
+        return {}
+    return {file.stem: file for file in sorted((LOCAL / group).glob("*.yaml"))}
 
 
 def entry(group: str, name: str) -> config.Entry:
@@ -115,8 +127,8 @@ def entry(group: str, name: str) -> config.Entry:
     Raises:
         UserError: there is none, or it cannot be read.
     """
-    local = LOCAL / group / f"{name}.yaml"
-    if name in choices(group) and local.is_file():
+    local = own(group).get(name)
+    if local is not None:
         try:
             return config.described(name, local.read_text(encoding="utf-8"))
         except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
@@ -124,6 +136,16 @@ def entry(group: str, name: str) -> config.Entry:
     if name not in config.names(group):
         raise unknown(group, name, choices(group))
     return config.entry(group, name)
+
+
+def holders(group: str, field: str) -> list[str]:
+    """The choices of a group that have a field of this name."""
+    found = []
+    for name in choices(group) if group in config.GROUPS else ():
+        with suppress(UserError):  # a file of the user's that cannot be read
+            if field in entry(group, name).settings:
+                found.append(name)
+    return found
 
 
 class LocalFirst(SearchPathPlugin):
@@ -169,7 +191,18 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
     if not isinstance(found, dict) or not found:
         raise UserError(f"no {group}: say {group}=NAME, with one of {', '.join(choices(group))}")
-    return {"name": str(chosen.get(group)), **found}
+    return _inner(group, {"name": str(chosen.get(group)), **found})
+
+
+def _inner(group: str, found: dict[str, Any]) -> dict[str, Any]:
+    """A scheduler's settings, in which a user's own scheduler inside it has its settings in place of its name."""
+    inner = found.get("inner")
+    given = {"name": inner} if isinstance(inner, str) else inner
+    if group != "scheduler" or not isinstance(given, dict):
+        return found
+    if given.get("name") in own(group):
+        given = {**entry(group, given["name"]).settings, **given}
+    return {**found, "inner": _inner(group, given) if given != {"name": inner} else inner}
 
 
 def _guides(found: object) -> list[object]:
@@ -193,7 +226,7 @@ def literal(word: str) -> Sequence[str]:
     key, value = match.groups()
     if key != "model":
         return [f"{key}={quoted(value)}"]
-    if value in choices("model"):
+    if value in choices("model") and value != config.CHECKPOINT:  # a folder may have that name
         return [word]
     return [f"model={config.CHECKPOINT}", f"model.path={quoted(config.checkpoint(value))}"]
 
@@ -242,6 +275,26 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
     return UserError(_first_line(error))
 
 
+def _check_package(group: str, names: object) -> None:
+    """Refuse a user's own guide or experiment whose YAML does not say where its settings go."""
+    package = "_global_" if group == "experiment" else "guide."
+    for name in names if isinstance(names, list) else [names]:
+        file = own(group).get(str(name))
+        if file is not None and not re.search(
+            rf"^# *@package {package}", file.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            full = package + str(name) * (group == "guide")
+            raise UserError(f"{file} should begin with the line '# @package {full}', so that its settings are found")
+
+
+def _several(app: App, word: str) -> UserError:
+    """The error for `key=a,b` where one value is wanted."""
+    key, _, value = word.partition("=")
+    listed = key in LISTS or "." in key
+    sweep = "; dllm-eval runs every one of several" if app is SAMPLE else ""
+    return UserError(f"{word} gives several values: give one{f', or a list as {key}=[{value}]' * listed}{sweep}")
+
+
 def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> UserError | None:
     """The error for a dotted key that `known` does not have, or None."""
     first, *rest = key.split(".")
@@ -250,6 +303,15 @@ def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Us
         paths |= {
             leaf: f"{group}.{leaf}" for group in app.groups for leaf in _leaves(known.get(group)) if leaf not in paths
         }
+        where = next((group for group in app.groups if holders(group, first)), None)
+        if where is not None and first not in paths:
+            others, inside = holders(where, first), ".NAME" * (where == "guide")
+            name = others[0] if len(others) == 1 else "NAME"
+            return UserError(
+                f"unknown option '{first}': {where}={chosen.get(where)} has no such field; say {where}={name}"
+                f" {where}{inside.replace('NAME', name)}.{first}=VALUE"
+                + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else "")
+            )
         near = [paths[name] for name in get_close_matches(first, paths, n=2)]
         hint = f", did you mean {' or '.join(near)}?" if near else ""
         prompt = "; a prompt may follow --" if app is SAMPLE else ""
@@ -257,7 +319,11 @@ def _missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Us
     at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
     for part in rest:
         if not isinstance(node, dict) or part not in node:
-            return unknown(f"field of {at}", part, _leaves(node))
+            wrong = unknown(f"field of {at}", part, _leaves(node))
+            if first == "guide" and node is known[first] and part in choices(first):
+                return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
+            others = holders(first, part) if node is known[first] else []
+            return UserError(f"{wrong}; those that have it are {first}={', '.join(others)}") if others else wrong
         # Guides have their names between the group's and the field's: several may be given.
         at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
     return None

@@ -1,19 +1,24 @@
-"""`dllm-sample --help` and `--info`, written from the YAML files themselves."""
+"""`dllm-sample --help` and `--info`, written from the YAML files themselves, the user's own among them."""
+
+from __future__ import annotations
 
 import json
 import re
+import textwrap
 from importlib.resources import files
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose
+from dllm_sampler.cli.arguments import Arguments
+from dllm_sampler.errors import UserError, unknown
 
 _DEFAULT = re.compile(r"^  - (\w+): (\S+)$", re.MULTILINE)
-_OPTION = re.compile(r"^(\w+): (.+?) +# (.+)$", re.MULTILINE)
+_OPTION = re.compile(r"^(\w+): (.+?) +# (.+(?:\n +# .+)*)$", re.MULTILINE)
+COLUMN, WIDEST = 19, 120
+ANY = "FOLDER ORG/NAME"  # of a model: what has no YAML
 
 USAGE = """\
 Sample from a masked-diffusion language model.
@@ -24,7 +29,7 @@ Usage: dllm-sample [PROMPT ...] [NAME=VALUE ...] [-- PROMPT ...]
   dllm-sample "sort: Dan, Ada, Cal" scheduler.threshold=0.7 cache=dual
   dllm-sample "shuffle: Ada, Ben, Cal" temperature=1 top_p=0.9 seed=7
   dllm-sample prompts_file=prompts.jsonl output=samples.jsonl
-  dllm-sample "copy: Ada, Ben" model=my-drafter target=my-ar-model draft_length=16
+  dllm-sample "copy: Ada" model=MY-DRAFTER target=MY-AR-MODEL draft_length=16
   echo "copy: Ada, Ben" | dllm-sample scheduler=fixed scheduler.steps=4
   dllm-sample "Why is the sky blue?" model=llada-8b chat=true max_new_tokens=256
 
@@ -33,18 +38,28 @@ option; any other word is a prompt, and so is every word after --. Without one,
 prompts are read from a pipe, one a line. Answers go to stdout, one per prompt;
 the line of figures, and errors, to stderr.
 """
-PLUGINS = """\
-Plug-ins: GROUP=NAME, GROUP.FIELD=VALUE (* is the default; --info explains them)
+PLUGINS = "Plug-ins: GROUP=NAME chooses one (* default), GROUP.FIELD=VALUE sets a field"
+MORE = """\
+  dllm-sample --help scheduler=klass   one: fields, paper, what it goes with
+  dllm-sample --info scheduler         all of a group, each in a sentence
+  dllm-sample --info                   all of all groups
 """
-OPTIONS = """\
-Options: NAME=VALUE
-"""
+OPTIONS = "Options: NAME=VALUE"
 ENDING = """\
 Flags: -h, --help   --version   --info
-Your own YAML files in ./conf/GROUP/ are choices too, as in Hydra.
+Your own YAML files in ./conf/GROUP/ are choices too, and come before ours.
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (what is done is printed).
 """
+GROUPS = {
+    "model": "what predicts",
+    "scheduler": "what to ask and what to commit in a step",
+    "blocks": "where blocks end",
+    "stop": "what an end-of-text token does",
+    "cache": "which keys and values are reused",
+    "guide": "how a token is chosen; several as guide=[A,B], in that order",
+    "experiment": "a recipe of all of these",
+}
 
 
 def defaults() -> dict[str, str]:
@@ -54,62 +69,135 @@ def defaults() -> dict[str, str]:
 
 def options() -> list[tuple[str, str, str]]:
     """Each option of `conf/sample.yaml`: name, default, what its comment says."""
-    return _OPTION.findall(_root())
+    return [(name, default, re.sub(r"\n +# ", " ", comment)) for name, default, comment in _OPTION.findall(_root())]
+
+
+def show(arguments: Arguments, console: Console) -> None:
+    """Print the page that `--help` or `--info` asks for.
+
+    Args:
+        arguments: the command line. Words that name a group, an option or a choice (`scheduler`, `seed`,
+            `scheduler=klass`) ask for a page of their own; `--help` ignores all others.
+        console: where to print.
+
+    Raises:
+        UserError: `--info` with a word that names nothing.
+    """
+    groups, chosen, named = _topics(arguments)
+    for group in groups:
+        show_group(console, group)
+    for name in named:
+        _option(console, *next(one for one in options() if one[0] == name))
+    if chosen:
+        from dllm_sampler.cli.explain import explain  # imports torch for what it prints
+
+        for group, name in chosen:
+            explain(console, group, name)
+    if groups or chosen or named:
+        return
+    if arguments.action == "help":
+        show_help(console)
+    else:
+        for group in compose.GROUPS:
+            show_group(console, group)
+        say(console, "* is the default. Fields and what goes with what: dllm-sample --help GROUP=NAME")
+
+
+def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """Groups, choices and options that the words of a command line name."""
+    groups: list[str] = []
+    chosen: list[tuple[str, str]] = []
+    named: list[str] = []
+    known = [name for name, _, _ in options()]
+    for word in [*arguments.overrides, *arguments.prompts]:
+        key, given, _ = word.partition("=")
+        if key in compose.GROUPS and given:
+            chosen += choices_of(word)
+        elif word in compose.GROUPS:
+            groups.append(word)
+        elif word in known:
+            named.append(word)
+        elif found := [(group, word) for group in compose.GROUPS if word in compose.choices(group)]:
+            chosen += found
+        elif arguments.action == "info":
+            raise unknown("group, option or plug-in", word, [*compose.GROUPS, *known])
+    return groups, chosen, named
+
+
+def choices_of(word: str) -> list[tuple[str, str]]:
+    """The group and the names of `GROUP=NAME` or `GROUP=[NAME,NAME]`.
+
+    Raises:
+        UserError: a name that is no choice of the group.
+    """
+    group, _, value = word.partition("=")
+    names = [name.strip() for name in value.strip("[]").split(",")]
+    for name in names:
+        if name not in compose.choices(group):
+            raise unknown(group, name, compose.choices(group))
+    return [(group, name) for name in names]
 
 
 def show_help(console: Console) -> None:
-    """Print the usage, the groups with their choices and fields, the options."""
-    _say(console, USAGE)
-    _say(console, PLUGINS)
+    """Print the usage, the groups with their choices, the options."""
+    say(console, f"{USAGE}\n{PLUGINS}\n")
     for group in compose.GROUPS:
-        choices = [name for name in compose.choices(group) if name != config.CHECKPOINT]
-        names = [f"{name}*" if name == defaults()[group] else name for name in choices]
-        _row(console, group, " ".join([*names, "FOLDER ORG/NAME"] if group == "model" else names))
-        fields = {name: _fields(group, name) for name in choices if group != "experiment"}
-        for name, given in ({"": fields["mini"]} if group == "model" else fields).items():
-            if given:
-                _row(console, "", f"{name}: {given}" if name else given, "bright_black")
-    _say(console, "")
-    _say(console, OPTIONS)
-    for name, default, comment in options():
-        _row(console, f"{name}={default}", comment)
-    _say(console, "")
-    _say(console, ENDING.rstrip("\n"))
+        names = [f"{name}*" if name == defaults()[group] else name for name in compose.choices(group)]
+        names = [ANY if name == config.CHECKPOINT else name for name in names]
+        row(console, group, f"{GROUPS[group]}:", "italic")
+        row(console, "", " ".join(names))
+        for name, file in compose.own(group).items():
+            row(console, "", f"{name} is yours: {file}")
+    say(console, f"\n{MORE}\n{OPTIONS}\n")
+    for option in options():
+        _option(console, *option)
+    say(console, f"\n{ENDING}".rstrip("\n"))
 
 
-def show_info(console: Console) -> None:
-    """Print every choice of every group: name, one line, paper."""
-    for group in compose.GROUPS:
-        table = Table("name", "what it is", "paper", title=f"{group}=NAME", **_STYLE)
-        for name in config.names(group):
-            entry = config.entry(group, name)
-            about = re.sub(r"(, )?arXiv [\d.]+", "", entry.about).replace(" ()", "")
-            mark = "*" if name == defaults()[group] else ""
-            table.add_row(f"{name}{mark}", Text(about), f"arXiv {entry.paper}" if entry.paper else "")
-        console.print(table)
-    _say(console, "* is the default. For the fields see --help.")
+def show_group(console: Console, group: str) -> None:
+    """Print every choice of a group: name, what it is with its paper, and the file of a user's own."""
+    row(console, f"{group}=NAME", GROUPS[group], "italic", indent=0)
+    for name in compose.choices(group):
+        mark = "*" if name == defaults()[group] else ""
+        row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", about(group, name))
+    say(console, "")
 
 
-_STYLE = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD, "pad_edge": False, "expand": True}
+def about(group: str, name: str) -> str:
+    """What the first comment of a choice's YAML says; of a user's own its file, too."""
+    own = compose.own(group).get(name)
+    try:
+        said = compose.entry(group, name).about
+    except UserError as error:
+        return str(error)
+    return said if own is None else f"{said} [yours: {own}]".lstrip()
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False)
+def written(value: object) -> str:
+    """A value as the command line has it."""
+    if value == "???":  # Hydra's word for what must be given
+        return "FOLDER"
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
 
 
-def _row(console: Console, left: str, right: str, style: str = "") -> None:
-    """Two columns, the right one wrapped to the terminal."""
-    table = Table.grid(padding=(0, 1))
-    table.add_column(min_width=22)
-    table.add_column()
-    table.add_row(Text("  " + left, "bold"), Text(right, style))
-    console.print(table)
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _fields(group: str, name: str) -> str:
-    settings = config.entry(group, name).settings
-    shown = {key: value for key, value in settings.items() if key not in ("_target_", "path")}
-    return " ".join(f"{key}={json.dumps(value)}" for key, value in shown.items())
+def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
+    """Print two columns, the right one wrapped to the terminal; a name too long for the left stands above it."""
+    name, width = " " * indent + left, max(min(console.width, WIDEST) - column, 20)
+    lines = textwrap.wrap(right, width, break_long_words=False, break_on_hyphens=False) or [""]
+    if left and right and len(name) >= column:
+        lines.insert(0, "")
+    for place, line in enumerate(lines):
+        text = Text((name if place == 0 else "").ljust(column) if line else name, "bold")
+        console.print(text.append(line and line, f"not bold {style}"), soft_wrap=True, highlight=False)
+
+
+def _option(console: Console, name: str, default: str, comment: str) -> None:
+    row(console, f"{name}={default}", comment, column=24)
 
 
 def _root() -> str:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from dllm_sampler.errors import UserError
 
@@ -28,9 +28,9 @@ class Forms(NamedTuple):
         """
         if not known or all(value is None for value in self.values):
             return None
-        right = (
-            f"a number from 0 to {known - 1}, as the guide's list has them" if known > 1 else "0, the guide's only one"
-        )
+        right = "0, the guide's only one"
+        if known > 1:
+            right = f"a number from 0 to {known - 1}, as the guide's list has them"
         found: list[int] = []
         for value, place in zip(self.values, self.places, strict=True):
             if value is None:
@@ -71,12 +71,12 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
         try:
             with path.open(encoding="utf-8") as lines:
                 if path.suffix in (".jsonl", ".json"):
-                    records = [(place, *_record(line, place)) for place, line in _placed(lines, file)]
-                    prompts += [prompt for _, prompt, _ in records]
-                    said = [form for _, _, form in records]
+                    found = records(lines, file)
+                    prompts += [prompt(record, place) for place, record in found]
+                    said = [record.get("form") if isinstance(record, dict) else None for _, record in found]
                     if any(form is not None for form in said):
                         before = [f"prompt {number}" for number, _ in enumerate(words, 1)]
-                        forms = Forms([*[None] * len(words), *said], [*before, *[one[0] for one in records]], file)
+                        forms = Forms([*[None] * len(words), *said], [*before, *[place for place, _ in found]], file)
                 else:
                     prompts += _lines(lines, file)
         except OSError as error:
@@ -84,9 +84,9 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
     if not prompts:
         where = f" in {file}" if file else ': dllm-sample "reverse: Ada, Ben, Cal, Dan", or see dllm-sample --help'
         raise UserError(f"there is no prompt{where}")
-    for number, prompt in enumerate(prompts, 1):
+    for number, one in enumerate(prompts, 1):
         try:
-            json.dumps(prompt, ensure_ascii=False).encode()
+            json.dumps(one, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
             raise UserError(f"prompt {number} is not valid Unicode text") from None
     return Given(prompts, forms)
@@ -105,30 +105,52 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _placed(lines: Iterable[str], name: str) -> list[tuple[str, str]]:
-    """Each line that is not blank, after its place in the file."""
+def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
+    """The JSON value of each line that is not blank, and where it stands: `FILE line N`.
+
+    Args:
+        lines: an open text file.
+        name: the file's, for errors.
+
+    Raises:
+        UserError: a line is not JSON, or the file not UTF-8.
+    """
+    return [(f"{name} line {number}", _json(line, f"{name} line {number}")) for number, line in _numbered(lines, name)]
+
+
+def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
     try:
-        return [(f"{name} line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+        return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def _record(line: str, where: str) -> tuple[Prompt, object]:
-    """The prompt of a JSON record, and its field `form`."""
+def _json(line: str, where: str) -> Any:
     try:
         record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # "\\udc80": half of a character
+        raise UserError(f"{where} is not valid Unicode text") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {str(error).partition(':')[0]}") from None
+    return record
+
+
+def prompt(record: Any, where: str) -> Prompt:
+    """The prompt of a JSON value: a text, or an object with either `prompt` or `messages` (docs/formats.md).
+
+    Raises:
+        UserError: it has none; the message begins with `where`.
+    """
     if isinstance(record, str):
-        return record, None
+        return record
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise UserError(f'{where} needs either "prompt" or "messages"')
-    form = record.get("form")
     if "messages" in record:
-        return _messages(record["messages"], where), form
-    prompt = record["prompt"]
-    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
-        return prompt, form
+        return _messages(record["messages"], where)
+    given = record["prompt"]
+    if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int for token in given)):
+        return given
     raise UserError(f'{where}: "prompt" should be text or a list of token ids')
 
 

@@ -10,6 +10,7 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.arguments import split
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.request import request
 from dllm_sampler.errors import FallbackWarning
 
 
@@ -32,9 +33,9 @@ def _run(words: Sequence[str]) -> int:
         print(f"dllm-sample {__version__}")
         return 0
     if arguments.action != "run":
-        console = Console(soft_wrap=False)
-        (pages.show_help if arguments.action == "help" else pages.show_info)(console)
+        pages.show(arguments, Console())
         return 0
-    from dllm_sampler.cli import run  # brings torch and transformers: seconds that the pages above need not wait for
+    asked = request(arguments)
+    from dllm_sampler.cli import run  # brings torch and transformers: seconds that pages and mistakes need not wait for
 
-    return run.run(arguments)
+    return run.run(asked)

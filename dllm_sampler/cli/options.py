@@ -1,10 +1,12 @@
 """The root of `conf/sample.yaml`, checked: everything that is not a plug-in."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from dllm_sampler.errors import UserError
-from dllm_sampler.many import BATCHING
+from dllm_sampler.config import BATCHING, DTYPES
+from dllm_sampler.errors import UserError, unknown
 
+OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
 
@@ -47,6 +49,13 @@ class Options:
                 raise UserError(f"{name} should be at least 1, not {value}")
         if self.batching not in BATCHING:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
+        if self.dtype.removeprefix("torch.") not in DTYPES:
+            raise unknown("dtype", self.dtype, DTYPES)
+        if self.output is not None and (suffix := Path(self.output).suffix.lower()) in OTHER_FORMATS:
+            raise UserError(
+                f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file"
+                " that ends in .jsonl"
+            )
         if not -LARGEST <= self.seed <= LARGEST:
             raise UserError(f"seed should have at most 18 digits, not {len(str(abs(self.seed)))}")
         if not 0 <= self.stream_delay <= 60:

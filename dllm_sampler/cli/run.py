@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,14 +14,13 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dllm_sampler import config, prompts
-from dllm_sampler.cli import inputs
-from dllm_sampler.cli.arguments import Arguments
-from dllm_sampler.cli.compose import Settings, settings
+from dllm_sampler.cli.compose import Settings
 from dllm_sampler.cli.inputs import Forms, Prompt
 from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
-from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.cli.request import Request
+from dllm_sampler.errors import NotFiniteError, RowError
 from dllm_sampler.result import Answer, Commits, Result
 from dllm_sampler.sampler import Sampler
 
@@ -31,28 +29,19 @@ if TYPE_CHECKING:
     from dllm_sampler.speculative.deer import SpeculativeSampler
 
 
-def run(arguments: Arguments) -> int:
-    """Do what a sorted command line asks for; answers go to stdout, figures to stderr.
+def run(asked: Request) -> int:
+    """Do what a command line asks for; answers go to stdout, figures to stderr.
 
     Raises:
         UserError: any mistake in the input; nothing was printed then.
         KeyboardInterrupt: after printing what was done.
     """
-    chosen = settings(arguments.overrides)
-    options = chosen.options
-    given, own = inputs.read(
-        arguments.prompts, options.prompts_file, None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
-    )
-    if own is not None and options.forms is not None:
-        raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
-    if options.chat:
-        given = [inputs.as_chat(prompt) for prompt in given]
-    check_target(options, arguments.overrides)
-    sampler = load(chosen)
+    options, given = asked.settings.options, asked.prompts
+    sampler = load(asked.settings)
     deer = None if options.target is None else verified(sampler, options)
     # every prompt is checked before the first answer is printed
     rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
-    forms = _forms(own, options, sampler, len(rows))
+    forms = _forms(asked.forms, options, sampler, len(rows))
     totals = Totals()
     many = len(rows) > options.batch_size  # there is progress to show
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
@@ -165,28 +154,6 @@ def load(chosen: Settings) -> Sampler:
         top_k=options.top_k,
         top_p=options.top_p,
     )
-
-
-def check_target(options: Options, overrides: Sequence[str]) -> None:
-    """Refuse settings that say nothing with a target, or nothing without one.
-
-    Raises:
-        UserError: the first of them, and what to do instead.
-    """
-    given = {re.split(r"[.=@]", word.lstrip("+~"))[0] for word in overrides}
-    if options.target is None:
-        if idle := sorted(given & {"draft_length", "draft_scheduled", "separator"}):
-            raise UserError(f"{idle[0]} is for drafts that a target verifies: name a causal language model as target=")
-        return
-    if options.stream:
-        raise UserError("stream=true shows a canvas being denoised, and target= has none: leave one of them out")
-    if options.block_length is not None:
-        raise UserError("block_length is not for target=: a draft has draft_length tokens, its blocks blocks.length")
-    if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):
-        raise UserError(
-            f"{idle[0]} changes nothing where the model drafts for target= in one forward: leave it out, or say"
-            " draft_scheduled=true"
-        )
 
 
 def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:

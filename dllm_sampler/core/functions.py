@@ -1,16 +1,54 @@
-"""Functions that a user names in a setting."""
+"""Functions and classes that a user names in a setting, in installed modules or in a file of the working directory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
+from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 from dllm_sampler.errors import UserError
 
 
+class _Named:
+    """Finds one module, which no other finder has, in the working directory."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if fullname != self.name:
+            return None
+        return FileFinder(str(Path.cwd()), (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(fullname)
+
+
+def resolve(name: str) -> Any:
+    """What `package.module:attribute` or `package.module.attribute` names; its module is imported.
+
+    The module may be a file or a package of the working directory. An installed module of that name comes first. Only
+    what `name` says is looked for there: `sys.path` does not change, so neither this library nor the imported module
+    imports another file of the working directory by accident.
+
+    Raises:
+        ImportError, AttributeError, ValueError: there is none. Whatever the module raises when it is imported.
+    """
+    finder = _Named(name.partition(":")[0].partition(".")[0])
+    sys.meta_path.append(finder)
+    try:
+        return resolve_name(name)
+    finally:
+        sys.meta_path.remove(finder)
+
+
 def function(what: str, name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names; its module is imported.
+    """The function that `package.module:function` names; its module is imported as `resolve` does.
 
     Args:
         what: what an error calls it, `the reward` say.
@@ -19,9 +57,22 @@ def function(what: str, name: str) -> Callable[..., Any]:
         UserError: there is none.
     """
     try:
-        found = resolve_name(name)
+        found = resolve(name)
     except Exception as error:  # whatever the module does when it is imported
-        raise UserError(f"{what} {name} cannot be had ({type(error).__name__}: {error})") from None
+        raise UserError(f"{what} {name} cannot be had{_reason(name, error)}") from None
     if not callable(found):
         raise UserError(f"{what} {name} is no function but a {type(found).__name__}")
+    return found
+
+
+def _reason(name: str, error: Exception) -> str:
+    """Why there is no such function, and where its module was looked for if that may be the mistake."""
+    top = name.partition(":")[0].partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name == top:
+        return f": no module '{top}' is installed, and there is no {top}.py in the working directory"
+    found = f" ({type(error).__name__}: {error})"
+    own = Path.cwd() / f"{top}.py"
+    with suppress(OSError):
+        if own.exists() and not own.samefile(getattr(sys.modules.get(top), "__file__", None) or own):
+            found += f": the installed module '{top}' comes before {own.name} in the working directory, rename the file"
     return found

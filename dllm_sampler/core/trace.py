@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dllm_sampler.core import notebook
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -85,7 +87,7 @@ def aligned(canvas: Canvas, values: Tensor, fill: float) -> Tensor:
     return values.gather(1, columns.clamp(min=0)).masked_fill(outside, fill)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     """The history of a generation, on the CPU: rows left-padded, so that column `origin` is every row's first generated
     one."""
@@ -105,9 +107,10 @@ class Trace:
     pad_id: int
     grid: int | None = None  # length of a block-causal model's blocks, counted from the row's first token
     entropy: Tensor | None = None  # [B, L] nats of the model's prediction at the commit; None: not recorded
+    tokenizer: Any = field(default=None, repr=False, compare=False)  # what a notebook spells tokens with
 
     @staticmethod
-    def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int) -> Trace:
+    def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int, tokenizer: Any = None) -> Trace:
         """The trace of a finished (or interrupted) generation."""
         origin = int(canvas.first.max())
         begin = origin - canvas.first  # [B]
@@ -127,7 +130,20 @@ class Trace:
         if recorder.entropy is not None:
             kept["entropy"] = aligned(canvas, recorder.entropy, 0)
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}
-        return Trace(**tensors, origin=origin, mask_id=mask_id, pad_id=pad_id, grid=canvas.grid)
+        about = {"mask_id": mask_id, "pad_id": pad_id, "grid": canvas.grid, "tokenizer": tokenizer}
+        return Trace(**tensors, origin=origin, **about)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the tokenizer, which is megabytes, where a trace goes to another process."""
+        return vars(self) | {"tokenizer": None}
+
+    def __repr__(self) -> str:
+        rows, width = self.generated.shape
+        return f"Trace({rows} row{'s' * (rows != 1)} of {width} tokens, {_span(self.nfe)} forwards)"
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the answers, to be denoised again with a slider."""
+        return notebook.page(self, self.tokenizer)
 
     @property
     def generated(self) -> Tensor:
@@ -237,3 +253,9 @@ class Trace:
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise UserError(f"{path} cannot be read as a trace: {error}") from error
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
+
+
+def _span(numbers: Tensor) -> str:
+    """`8 to 12`, or the one number that all are."""
+    low, high = int(numbers.min()), int(numbers.max())
+    return str(low) if low == high else f"{low} to {high}"

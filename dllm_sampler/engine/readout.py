@@ -130,5 +130,20 @@ def read(
             measured = guide(measured, canvas, answers)
     draw = Draw.of(guides, canvas, answers, spec.vocab_size)
     seen = measure(measured, draw.chosen(logits), answers.pick(answers.query.ids), needs, hidden)
+    if any(guide.joint and guide.measures for guide in guides):
+        seen = _tied(seen, logits.dtype)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
     return replace(seen, draw=draw) if "draw" in needs else seen
+
+
+def _tied(seen: Readout, dtype: torch.dtype) -> Readout:
+    """Statistics `[R]` under the law of a form, rounded to what `dtype` can tell apart.
+
+    Tokens of which each makes the other certain have equal probabilities, but for rounding errors. These must not rank
+    them, since they differ between a batch and a row alone.
+    """
+    digits = 9 if dtype == torch.float64 else 5
+    parts = {name: getattr(seen, name) for name in ("margin", "gap", "entropy", "current")}
+    parts = {name: one.round(decimals=digits) for name, one in parts.items() if one is not None}
+    mantissa, exponent = seen.confidence.frexp()  # rounded by its first digits: the smallest must not become 0
+    return replace(seen, confidence=torch.ldexp(mantissa.round(decimals=digits), exponent), **parts)

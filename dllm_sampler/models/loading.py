@@ -184,7 +184,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     if isinstance(dtype, str):
         if dtype.removeprefix("torch.") not in DTYPES:
-            raise unknown("dtype", dtype, DTYPES)
+            raise unknown("dtype", dtype, ["auto", *DTYPES])
         return DTYPES[dtype.removeprefix("torch.")]
     if dtype is not None and dtype not in DTYPES.values():
         raise UserError(f"a model cannot run in {dtype}: the choices are {', '.join(DTYPES)}")

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydra.utils import get_class
-
 from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.help import about, written
+from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 
 USAGE = """\
@@ -33,6 +33,7 @@ to. The same seed, settings and machine give the same model, down to the arithme
 the device.
 """
 ENDING = """
+dllm-train --help train=NAME lists the fields of one, with their defaults.
 Flags: -h, --help   --version
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (the state is saved).
@@ -74,18 +75,21 @@ def trainer(words: Sequence[str]) -> Any:
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
-    cls = get_class(settings.pop("_target_"))
+    cls: Any = function(f"train={name}: _target_", settings.pop("_target_"))
     return cls(**config.check(f"train={name}", cls, settings))
 
 
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
-        print(USAGE)
-        for name in compose.choices("train"):
-            entry = compose.entry("train", name)
-            print(f"train={name}: {entry.about}")
-            print(_listing(entry.settings), end="")
-        print(ENDING, end="")
+        named = [word.partition("=")[2] for word in words if word.startswith("train=")]
+        for name in named:
+            settings = compose.entry("train", name).settings  # a mistake in the name shows here
+            print(f"train={name}: {about('train', name)}\n{_listing(settings)}", end="")
+        if not named:
+            print(USAGE)
+            for name in compose.choices("train"):
+                print(f"  train={name}: {about('train', name)}")
+            print(ENDING, end="")
     elif "--version" in words:
         print(f"dllm-train {__version__}")
     else:
@@ -126,7 +130,9 @@ def _listing(settings: Mapping[str, Any], prefix: str = "train.") -> str:
     lines = ""
     for key in _fields(settings):
         value = settings[key]
-        lines += _listing(value, f"{prefix}{key}.") if isinstance(value, Mapping) else f"  {prefix}{key}={value}\n"
+        lines += (
+            _listing(value, f"{prefix}{key}.") if isinstance(value, Mapping) else f"  {prefix}{key}={written(value)}\n"
+        )
     return lines
 
 

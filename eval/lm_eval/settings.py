@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from dllm_sampler import config
+from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.many import BATCHING
 
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}

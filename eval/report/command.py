@@ -10,21 +10,22 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.markdown import write as write_file
-from dllm_sampler.eval.report.data import load
-from dllm_sampler.eval.report.page import page
-from dllm_sampler.eval.report.pictures import available, pictures
+from dllm_sampler.eval.report.data import load, read
+from dllm_sampler.eval.report.rows import rows, text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dllm-report`; returns its exit status."""
     parser = Parser(
         prog="dllm-report",
-        description="Make one HTML page, with its PNG files, of runs of dllm-eval.",
-        epilog="The page asks the network for nothing. Exit status: 0, or 2 after a mistake in the arguments.",
+        description="Make one HTML page, with its PNG files, of runs of dllm-eval; or a CSV file.",
+        epilog="The page asks the network for nothing. With --csv it is made only where --output is given too."
+        " Exit status: 0, or 2 after a mistake in the arguments.",
     )
     add = parser.add_argument
     add("runs", nargs="*", default=["outputs/eval"], metavar="RUNS", help="folders of runs (outputs/eval)")
-    add("--output", default="report.html", metavar="FILE", help="the page; its pictures go next to it (report.html)")
+    add("--output", metavar="FILE", help="the page; its pictures go next to it (report.html)")
+    add("--csv", metavar="FILE", help="a row for each configuration and task; - is standard output")
     add("--title", default="Samplers compared", help="at the top of the page")
     add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
 
@@ -32,7 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         if options.replays < 0:
             raise UserError(f"--replays should be at least 0, not {options.replays}")
-        print(write([Path(path) for path in options.runs], options.output, options.title, options.replays))
+        runs = [Path(path) for path in options.runs]
+        if options.output is not None:
+            check(options.output)
+        if options.csv is not None:
+            write_csv(runs, options.csv)
+        if options.csv is None or options.output is not None:
+            written = write(runs, options.output or "report.html", options.title, options.replays)
+            print(written, file=sys.stderr if options.csv == "-" else sys.stdout)
         return 0
 
     return ending("dllm-report", run)
@@ -44,7 +52,14 @@ def check(output: str) -> Path:
     Raises:
         UserError: it does not end in .html, or no picture can be drawn.
     """
+    target = _target(output)
+    from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake need not wait for it
+
     available()
+    return target
+
+
+def _target(output: str) -> Path:
     target = Path(output).expanduser()
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
@@ -57,12 +72,13 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     Raises:
         UserError: nothing to report on, or nowhere to write it.
     """
-    target = check(output)
+    target = _target(output)
     found = load(runs)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{target.parent} cannot be made: {error.strerror}") from error
+    check(output)
+    from dllm_sampler.eval.report.page import page  # imports torch: a mistake need not wait for it
+    from dllm_sampler.eval.report.pictures import pictures
+
+    _make_folder(target)
     names = []
     for name, content in pictures(found).items():
         file = target.with_name(f"{target.stem}-{name}.png")
@@ -70,6 +86,29 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
         names.append(file.name)
     write_file(target, page(found, title, replays))
     return " ".join([str(target), *names])
+
+
+def write_csv(runs: Sequence[Path], output: str) -> None:
+    """Write a row for each configuration and task, to standard output for `-`; says the name of a file.
+
+    Raises:
+        UserError: nothing to report on, or nowhere to write it.
+    """
+    table = text(rows(read(runs)))
+    if output == "-":
+        print(table, end="")
+        return
+    target = Path(output).expanduser()
+    _make_folder(target)
+    write_file(target, table)
+    print(target)
+
+
+def _make_folder(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{target.parent} cannot be made: {error.strerror}") from error
 
 
 if __name__ == "__main__":

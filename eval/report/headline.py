@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dllm_sampler.eval.curves import adaptive_oracle, aup, parallelizability, pbx
 from dllm_sampler.eval.report.data import Comparison, Figures, Method
+from dllm_sampler.eval.statistics import Estimate, difference
 
 LOSS = 0.01  # of score, that still counts as being as good
+METHOD = "95 % intervals, Wilson's for right or wrong answers, else bootstrap"
 LEVELS = (0.9, 0.8, 0.7)  # of PBx
 
 
@@ -15,30 +19,41 @@ def sentences(found: Comparison) -> list[str]:
 
 
 def best(found: Comparison) -> str:
-    """The fastest method that is about as good as one token per step, or as the best one."""
+    """The fastest method that is about as good as one token per step, or as the best one; whether the samples tell."""
     whole = found.figures["all tasks"]
     if not whole:
         return "No method was run on all tasks; the tasks are shown one by one."
     top = max(whole, key=lambda label: _of(whole[label], "score"))
     given = found.reference.label if found.reference else top
-    against = "one token per step" if found.reference else f"the best method, {top},"
+    against = "one token per step" if found.reference else f"the best method, {top}"
     if len(whole) == 1:
         return (
-            f"{given} scores {_percent(whole[given])} at {_rate(whole[given])} tokens per forward, over"
-            f" {_samples(whole[given])} samples."
+            f"{given} scores {_percent(whole[given])} at {_rate(whole[given])} tokens per forward"
+            f" (n = {_samples(whole[given])}; {METHOD})."
         )
     good = [label for label in whole if _of(whole[label], "score") >= _of(whole[given], "score") - LOSS]
     fast = max(good, key=lambda label: _of(whole[label], "answer_tokens_per_forward"))
     fewer = _of(whole[given], "nfe") / max(_of(whole[fast], "nfe"), 1e-9)
     if _of(whole[fast], "answer_tokens_per_forward") <= _of(whole[given], "answer_tokens_per_forward"):
         return (
-            f"No method is faster than {given} without losing more than one point of its {_percent(whole[given])}"
-            f" score."
+            f"No method is faster than {given} and scores within one point of its {_percent(whole[given])}"
+            f" (n = {_samples(whole[given])}; {METHOD})."
         )
+    gap = difference(_score(whole[fast]), _score(whole[given]))
+    sure = gap[1] >= -LOSS
+    rivals = [
+        label
+        for label in good
+        if label not in (fast, given)
+        and _of(whole[label], "answer_tokens_per_forward_high") >= _of(whole[fast], "answer_tokens_per_forward_low")
+    ]
     return (
-        f"{fast} is the fastest that scores as {against} does, within one point: {_percent(whole[fast])} against"
-        f" {_percent(whole[given])}, with {fewer:.1f} times fewer forwards ({_rate(whole[fast])} tokens per forward"
-        f" instead of {_rate(whole[given])})."
+        f"{fast} {'is' if sure else 'was'} the fastest that {'scores' if sure else 'scored'} within one point of"
+        f" {against}: {_percent(whole[fast])} against {_percent(whole[given])}, with {fewer:.1f} times fewer forwards"
+        f" ({_rate(whole[fast])} tokens per forward instead of {_rate(whole[given])};"
+        f" n = {_each(whole[fast], whole[given])}; {METHOD})."
+        + ("" if sure else f" That is not enough to say that it is as good: {_span(gap)}.")
+        + (f" Its speed cannot be told from that of {_few(rivals)}." if rivals else "")
     )
 
 
@@ -54,15 +69,21 @@ def dependency(found: Comparison) -> str | None:
     if not ends:
         return None
 
-    def loss(figures: dict[str, Figures], pair: tuple[Method, Method]) -> float:
-        return _of(figures[pair[0].label], "score") - _of(figures[pair[1].label], "score")
+    def loss(figures: dict[str, Figures], pair: tuple[Method, Method]) -> Estimate:
+        return difference(_score(figures[pair[0].label]), _score(figures[pair[1].label]))
 
-    slow, fast = max(ends, key=lambda pair: loss(high, pair))
-    costs = "costs most" if loss(high, (slow, fast)) > loss(low, (slow, fast)) else "does not cost more"
+    slow, fast = max(ends, key=lambda pair: loss(high, pair)[0])
+    more = difference(loss(high, (slow, fast)), loss(low, (slow, fast)))
+    if more[0] <= 0:
+        costs = "did not cost more"
+    else:
+        costs = "costs more" if more[1] > 0 else "cost more in these samples, which are too few to be sure,"
     return (
         f"Decoding in parallel {costs} where tokens have to agree with one another: from {slow.label} to {fast.label}"
         f" the score goes from {_percent(high[slow.label])} to {_percent(high[fast.label])} on tasks of high"
-        f" dependency, and from {_percent(low[slow.label])} to {_percent(low[fast.label])} on the others."
+        f" dependency (n = {_each(high[slow.label], high[fast.label])}), and from {_percent(low[slow.label])} to"
+        f" {_percent(low[fast.label])} on the others"
+        f" (n = {_each(low[slow.label], low[fast.label])})."
     )
 
 
@@ -77,8 +98,8 @@ def room(found: Comparison) -> str | None:
     return (
         f"A scheduler with perfect knowledge of the answers of one token per step would need"
         f" {_of(whole[found.reference.label], 'nfe') * _share(whole[found.reference.label]):.1f} forwards for each"
-        f" ({oracle[0]:.1f} tokens per forward): the fastest method as good as that reaches"
-        f" {100 * rate / oracle[0]:.0f} % of it."
+        f" ({oracle[0]:.1f} tokens per forward): the fastest method that scores within one point of that reaches"
+        f" {100 * rate / oracle[0]:.0f} % of it (n = {_samples(whole[found.reference.label])})."
     )
 
 
@@ -113,6 +134,11 @@ def family_rows(found: Comparison) -> list[dict[str, object]]:
     return rows
 
 
+def interval(figures: Figures) -> str:
+    """The 95 % interval of the score, in %."""
+    return f"[{100 * _of(figures, 'score_low'):.1f}, {100 * _of(figures, 'score_high'):.1f}]"
+
+
 def _of(figures: Figures, name: str) -> float:
     value = figures[name]
     return float("nan") if value is None else value
@@ -122,13 +148,32 @@ def _share(figures: Figures) -> float:
     return _of(figures, "oracle_share")
 
 
+def _score(figures: Figures) -> Estimate:
+    return _of(figures, "score"), _of(figures, "score_low"), _of(figures, "score_high")
+
+
 def _percent(figures: Figures) -> str:
-    return f"{100 * _of(figures, 'score'):.1f} %"
+    return f"{100 * _of(figures, 'score'):.1f} % {interval(figures)}"
 
 
 def _rate(figures: Figures) -> str:
     return f"{_of(figures, 'answer_tokens_per_forward'):.2f}"
 
 
+def _span(gap: Estimate) -> str:
+    """An interval of a difference of scores, in points."""
+    return f"the scores may differ by {100 * gap[1]:+.1f} to {100 * gap[2]:+.1f} points"
+
+
 def _samples(figures: Figures) -> str:
     return f"{_of(figures, 'samples'):.0f}"
+
+
+def _each(one: Figures, other: Figures) -> str:
+    """The samples of two methods, in words."""
+    counts = _samples(one), _samples(other)
+    return f"{counts[0]} each" if counts[0] == counts[1] else " and ".join(counts)
+
+
+def _few(labels: Sequence[str]) -> str:
+    return " and ".join(labels) if len(labels) < 3 else f"{len(labels)} others"

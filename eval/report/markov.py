@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.eval.report.data import Comparison, Run
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMN = 8  # families: more colours look alike
+MARKERS = "osv^DPX*"
 TICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -30,54 +35,81 @@ def curves(found: Comparison, task: str) -> dict[str, list[Run]]:
 
 
 def draw(families: dict[str, list[Run]]) -> bytes:
-    """A PNG file: KL of transitions and the gap in log-likelihood against forwards; exact samples' noise in grey."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
+    """A PNG file: KL of transitions above, the gap in log-likelihood below, both against forwards.
 
-    figure = Figure(figsize=(15, 7), dpi=110, layout="constrained")
-    runs = [run for family in families.values() for run in family]
-    most = max(_of(run, "nfe") for run in runs)
-    styles = _styles(sorted(families))
-    for axes, name in zip(figure.subplots(1, 2), ("transition_kl", "likelihood_gap"), strict=True):
-        noise, gap = max(_of(run, f"{name}_floor") for run in runs), name == "likelihood_gap"
-        for family, (color, marker) in styles.items():
-            own = sorted((_of(run, "nfe"), _of(run, name)) for run in families[family])
-            if not gap:  # exact samples lie around 0, below which a logarithm has no place
-                own = [(forwards, max(kl, noise / 3)) for forwards, kl in own]
-            axes.plot(*zip(*own, strict=True), marker=marker, color=color, linewidth=1, markersize=5, alpha=0.85)
-        axes.set_xscale("log", base=2)
-        ticks = [tick for tick in TICKS if tick <= 2 * most]
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set_xlabel("forwards per sequence (mean)")
-        axes.grid(alpha=0.2)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.axhspan(-noise if gap else 0, noise, color="0.5", alpha=0.25, linewidth=0)
-        if gap:
-            axes.set_ylabel("nats per token by which samples are less likely than the chain's own")
-            axes.set_title("log-likelihood (below 0: too likely)", fontsize=10)
-        else:
-            axes.set_yscale("log")
-            axes.set_ylim(bottom=noise / 4)
-            axes.set_ylabel("KL of transitions from the chain's, nats per transition")
-            axes.set_title("transitions (grey: exact samples of this number)", fontsize=10)
-    handles = [
-        Line2D([], [], color=color, marker=marker, linewidth=1, label=family)
-        for family, (color, marker) in styles.items()
-    ]
-    figure.legend(handles=handles, loc="outside right upper", fontsize=8, frameon=False)
+    A column shows up to `COLUMN` families in colours of their own, with the others in grey behind them: more colours
+    cannot be told apart. The families are in the order of the KL at their slowest setting.
+    """
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    order = sorted(families, key=lambda family: (_kl(families[family]), family))
+    columns = [order[first : first + COLUMN] for first in range(0, len(order), COLUMN)]
+    figure = Figure(figsize=(1 + 4.2 * len(columns), 10.5), dpi=100, layout="constrained")
+    panels = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
+    colors: Any = colormaps["tab10"]
+    for column, shown in enumerate(columns):
+        for axes, name in zip(panels[:, column], ("transition_kl", "likelihood_gap"), strict=True):
+            for family in (one for one in order if one not in shown):
+                axes.plot(*_line(families, family, name), color="0.85", linewidth=0.8, marker=".", markersize=3)
+            for number, family in enumerate(shown):
+                error = _kl(families[family])
+                told = f"{error:.2g}" if error > _noise(families, "transition_kl") else "none"
+                label = f"{family} ({told} at {_slowest(families[family]):.0f})"
+                style = {"color": colors(number), "marker": MARKERS[number], "label": label}
+                axes.plot(*_line(families, family, name), **style, linewidth=1.2, markersize=6, alpha=0.85, zorder=3)
+            _frame(axes, families, name)
+        panels[0, column].set_title(f"{COLUMN * column + 1} to {COLUMN * column + len(shown)} of {len(order)}")
+        handles, labels = panels[0, column].get_legend_handles_labels()
+        below = {"loc": "upper left", "bbox_to_anchor": (0, -0.13), "frameon": False, "fontsize": 9}
+        panels[1, column].legend(
+            handles, labels, **below, title="KL at the forwards of the slowest setting\n(none: in the grey band)"
+        )
+        panels[1, column].set_xlabel("forwards per sequence (mean)")
+    panels[0, 0].set_ylabel("KL of transitions from the chain's,\nnats per transition (lower is better)")
+    panels[1, 0].set_ylabel("nats per token by which samples are less likely\nthan the chain's own (0 is right)")
+    figure.suptitle("Coloured: the schedulers named below. Light grey: all others. Grey band: what exact samples show.")
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
+
+
+def _line(families: dict[str, list[Run]], family: str, name: str) -> tuple[list[float], list[float]]:
+    """Forwards and errors of a family's runs, from the fastest on."""
+    found = sorted((_of(run, "nfe"), _of(run, name)) for run in families[family])
+    if name == "transition_kl":  # exact samples lie around 0, below which a logarithm has no place
+        found = [(forwards, max(kl, _noise(families, name) / 3)) for forwards, kl in found]
+    return [forwards for forwards, _ in found], [error for _, error in found]
+
+
+def _frame(axes: Axes, families: dict[str, list[Run]], name: str) -> None:
+    """Scales, ticks, and the band of exact samples."""
+    noise, gap = _noise(families, name), name == "likelihood_gap"
+    axes.set_xscale("log", base=2)
+    ticks = [tick for tick in TICKS if tick <= 2 * max(_slowest(runs) for runs in families.values())]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.axhspan(-noise if gap else 0, noise, color="0.5", alpha=0.25, linewidth=0)
+    if not gap:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=noise / 4)
+
+
+def _noise(families: dict[str, list[Run]], name: str) -> float:
+    return max(_of(run, f"{name}_floor") for runs in families.values() for run in runs)
+
+
+def _slowest(runs: Sequence[Run]) -> float:
+    return max(_of(run, "nfe") for run in runs)
+
+
+def _kl(runs: Sequence[Run]) -> float:
+    """Of the run with the most forwards."""
+    return _of(max(runs, key=lambda run: _of(run, "nfe")), "transition_kl")
 
 
 def _of(run: Run, name: str) -> float:
     value = run.figures[name]
     assert value is not None
     return value
-
-
-def _styles(families: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    from matplotlib import colormaps
-
-    colors, markers = colormaps["tab10"].colors, "osv^DPX*"  # pyright: ignore[reportAttributeAccessIssue]
-    return {family: (colors[i % 10], markers[(i // 10 + i) % len(markers)]) for i, family in enumerate(families)}

@@ -86,7 +86,7 @@ function dot(svg, place, name, one, rate, kind) {
   const made = element("circle", { cx: x, cy: y, r: 5, class: kind, tabindex: 0 }, null, svg);
   if (Number(name) === state.method) made.classList.add("chosen");
   if (place(one[rate], one.score)[1] === place(one[rate], 0)[1] && one.score > 0) made.classList.add("under");
-  element("title", {}, `${data.methods[name].label}: ${percent(one.score)} % [${percent(one.score_low)}, ${percent(one.score_high)}], ${say(one[rate])} ${data.rates[rate]}`, made);
+  element("title", {}, `${data.methods[name].label}: ${percent(one.score)} % [${percent(one.score_low)}, ${percent(one.score_high)}], n = ${one.samples}, ${say(one[rate])} ${data.rates[rate]}`, made);
   made.onclick = () => choose(Number(name));
   made.onkeydown = event => { if (event.key === "Enter") choose(Number(name)); };
   return [x, y];
@@ -261,7 +261,7 @@ function heat() {
 
 function table() {
   const view = data.views[state.view], edge = new Set(view.front[state.rate]);
-  const columns = [{ name: "label", title: "configuration", about: "" }, { name: "score", title: "score, %", about: "mean over tasks" }, { name: "interval", title: "95 %", about: "interval of the score" }, ...data.measures];
+  const columns = [{ name: "label", title: "configuration", about: "" }, { name: "samples", title: "n", about: "samples" }, { name: "score", title: "score, %", about: "mean over tasks" }, { name: "interval", title: "95 %", about: "interval of the score" }, ...data.measures];
   const value = (name, column) => column === "label" ? data.methods[name].label : column === "interval" ? view.figures[name].score_high - view.figures[name].score_low : view.figures[name][column];
   const names = Object.keys(view.figures).map(Number).sort((a, b) => {
     const [x, y] = [value(a, state.sort), value(b, state.sort)], sign = state.down ? -1 : 1;
@@ -269,10 +269,19 @@ function table() {
     return x < y ? -sign : x > y ? sign : a - b;
   });
   const head = columns.map(({ name, title, about }) => [title + (state.sort === name ? (state.down ? " ▾" : " ▴") : ""), about, () => { state.down = state.sort === name ? !state.down : name !== "label"; state.sort = name; table(); }]);
+  find("csv").href = "data:text/csv;charset=utf-8," + encodeURIComponent(csv(names, view.figures));
   rows(find("table"), head, names.map(name => {
     const one = view.figures[name];
     return [columns.map(({ name: column }) => column === "score" ? percent(one.score) : column === "interval" ? `${percent(one.score_low)} to ${percent(one.score_high)}` : value(name, column)), name, edge.has(name) ? "best" : ""];
   }));
+}
+
+// The same figures as a CSV file, in full precision of the page, in the order of the table.
+function csv(names, figures) {
+  const columns = [...new Set(["samples", "score", "score_low", "score_high", ...data.measures.map(measure => measure.name)])];
+  const cell = value => value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : String(value);
+  const lines = names.map(name => [data.methods[name].label, ...columns.map(column => figures[name][column])]);
+  return [["configuration", ...columns], ...lines].map(line => line.map(cell).join(",") + "\n").join("");
 }
 
 function families() {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dllm_sampler.core.protocols import Denoiser
+if TYPE_CHECKING:
+    from dllm_sampler.core.protocols import Denoiser
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class Task:
 
     `name` and `max_new_tokens` may be properties, where fields decide.
 
-    count: samples; seed: of their generation, so that the same fields are the same samples on every machine
+    Args:
+        count: how many samples.
+        seed: of the samples: the same fields are the same samples on every machine.
     """
 
     name: ClassVar[str]
@@ -64,6 +69,15 @@ class Task:
         return None
 
     @property
+    def content(self) -> str | None:
+        """A hash of the files that samples and grading come from, part of what a run is; None: there are none."""
+        return None
+
+    def source(self, sample: Sample) -> str | None:
+        """Where a sample stands, for an error: its file and line; None: it is made from the fields."""
+        return None
+
+    @property
     def dependency(self) -> Literal["low", "high"] | None:
         """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""
         return None
@@ -71,3 +85,11 @@ class Task:
     def denoiser(self) -> Denoiser | None:
         """The model of a test bed, whose truth is known; None: the task is for any model."""
         return None
+
+
+def digest(*files: Path) -> str:
+    """A hash of what files hold, in this order; 16 hexadecimal digits."""
+    found = sha256()
+    for file in files:
+        found.update(sha256(file.read_bytes()).digest())
+    return found.hexdigest()[:16]

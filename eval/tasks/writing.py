@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks import fluency, overlap, texts
-from dllm_sampler.eval.tasks.base import Answer, Sample
+from dllm_sampler.eval.tasks.base import Answer, Sample, digest
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.themes import NEAR, THEMES
 
@@ -111,6 +111,11 @@ class FromTexts(Writing):
         if not found:
             raise UserError(f"task.file {self.file} has no lines")
         return found
+
+    @property
+    def content(self) -> str | None:
+        """See `Task.content`."""
+        return digest(Path(self.file).expanduser()) if self.file is not None and self.lines else None
 
     def samples(self) -> Sequence[Sample]:
         """See `Task.samples`; not more than the file has."""

@@ -128,6 +128,18 @@ def test_wilson() -> None:
     assert (low, high) == pytest.approx((0.72247, 1.0), abs=1e-5)
 
 
+def test_difference() -> None:
+    """Newcombe's published example (1998, method 10): 56 of 70 against 48 of 80."""
+    one, other = ((right / count, *statistics.wilson(right, count)) for right, count in ((56, 70), (48, 80)))
+    assert statistics.difference(one, other) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)
+
+
+def test_equal_scores_are_not_certain() -> None:
+    assert statistics.interval([0.5] * 4) == statistics.wilson(2, 4)
+    low, high = statistics.interval([0.5] * 4)
+    assert low < 0.2 and high > 0.8
+
+
 def test_bootstrap_of_a_ratio() -> None:
     above, below = [1.0, 3.0] * 50, [1.0, 1.0] * 50
     low, high = statistics.bootstrap(above, below)

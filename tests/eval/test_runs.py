@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from dllm_sampler.cli.compose import PACKAGED
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import RowError
@@ -25,8 +23,8 @@ from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.naming import numbered
 from dllm_sampler.eval.oracle import Oracle
-from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.runner import Runner, Share, run_all
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.sampler import Sampler
@@ -99,15 +97,6 @@ def test_who_takes_nothing_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) 
     found = sorted(records, key=lambda record: record.index)
     assert [record.commits for record in found] == watched.commits
     assert [record.revisions for record in found] == watched.revisions == [[]] * 4
-
-
-def test_options_that_came_later_leave_old_runs_their_names() -> None:
-    (old,) = jobs(["task=mini"])
-    assert not {"backend", "cuda_graph", "compile"} & old.identity.keys()
-    assert "batching" not in jobs(["task=mini", "batching=static"])[0].identity
-    assert old.identity["batching"] == "in_flight", "runs of before were static"
-    (new,) = jobs(["task=mini", "backend=torch", "compile=step"])
-    assert (new.identity["backend"], new.identity["compile"]) == ("torch", "step") and new.name != old.name
 
 
 def test_steps_that_cannot_be_recorded_are_refused(tmp_path: Path) -> None:
@@ -239,95 +228,6 @@ def _samples(output: Path) -> int:
     return found
 
 
-def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["scheduler=threshold,wino", "cache=dual", "task.count=2", f"output={tmp_path}", "device=cpu"]
-    assert command.main(words) == 0
-    out = capsys.readouterr().out
-    assert "cannot run wino" in out and "use cache=none" in out and "1 runs" in out
-    assert command.main([*words[1:], "scheduler=wino"]) == 2
-    assert "use cache=none" in capsys.readouterr().err
-    assert command.main(["schedular=x"]) == 2
-    assert command.main(["foo"]) == 2
-
-
-def test_a_table_in_a_file_has_the_width_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["scheduler=slowfast", "scheduler.threshold=0.1,0.9", "cache=none,dual", "task.operation=copy,shuffle"]
-    assert command.main([*words, "task.count=1", f"output={tmp_path}", "device=cpu", "oracle=false"]) == 0
-    head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.strip()][:10]
-    assert "tokens/forward" in head and head.rstrip().endswith("oracle's share")
-    assert len(rows) == 8 and all(" copy " in row or " shuffle " in row for row in rows)
-
-
-def test_a_run_of_another_schema_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["scheduler=threshold,fixed", "task.count=1", f"output={tmp_path}", "device=cpu"]
-    _, old = (RunFolder(job.folder) for job in jobs(words))
-    old.path.mkdir()
-    (old.path / "run.json").write_text('{"schema": 1}')
-    (old.path / "samples.jsonl").touch()
-    assert command.main(words) == 2
-    assert f"{old.path} is no run of schema 2, the one this version reads" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [old.path.name], "nothing was run before that"
-
-
-def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
-    (one,) = jobs(["task.count=2", f"output={tmp_path}"])
-    folder = RunFolder(one.folder)
-    folder.begin(one, "cpu")
-    folder.refuse("it is too slow")
-    folder.begin(one, "cpu")
-    folder.begin(one, "mps")  # another process, elsewhere
-    about = folder.about()
-    assert about is not None and about["refused"] == "it is too slow" and len(about["environments"]) == 2
-    assert launch([], [one], Console(quiet=True)) == {}, "a new command tries again"
-    assert (about := folder.about()) is not None and about["refused"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["device=cudaa"], "unknown device 'cudaa'"),
-        (["device=cuda:99"], "device=cuda:99 needs a GPU"),
-        (["device=cuda:99", "workers=2"], "device=cuda:99 needs a GPU"),
-        (["output=file"], "results cannot be kept in file: "),
-        (["output=file/below"], "results cannot be kept in file/below: "),
-        (["report=report.pdf"], "ends in .html"),
-        (["hydra/launchr=slurm"], "hydra/launchr=slurm is for other processes, and there are none"),
-        (["hydra.launcher.partition=gpu"], "add workers=N or hydra/launcher=NAME"),
-        (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),
-        (["hydra.launcher.n_jbs=2", "workers=2"], "did you mean 'hydra.launcher.n_jobs'"),
-        (["hydra/launcher=jobbib"], "unknown hydra/launcher 'jobbib', did you mean 'joblib'"),
-    ],
-)
-def test_mistakes_are_sentences_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], sentence: str
-) -> None:
-    if any("launch" in word for word in words):
-        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-        pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("a file")
-    assert command.main(["task.count=2", *words]) == 2
-    assert sentence in capsys.readouterr().err
-    assert not list(tmp_path.rglob("run.json"))
-
-
-def test_a_missing_launcher_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda name: None)
-    monkeypatch.chdir(tmp_path)
-    assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
-    assert "pip install 'dllm-sampler[eval]' brings the launchers" in capsys.readouterr().err
-
-
-def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["task.count=2", "batch_size=1", f"output={tmp_path}", "device=cpu"]
-    found = jobs(words)
-    run_all(found, Share(0, 2), "cpu", lambda job: None, lambda done: None)
-    command.show(found, {}, load([tmp_path]), Console())
-    assert "1 sample is missing" in capsys.readouterr().out
-
-
 def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner._loaded.cache_clear()
     loads: list[object] = []
@@ -343,16 +243,10 @@ def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     output = tmp_path / "a,b=c d"
     words = [*SMALL, f"output={output}", "workers=2"]
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of the working directory was imported')\n")
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     assert content(output) == content(whole)
-
-
-def test_the_slurm_launcher_is_submitits() -> None:
-    pytest.importorskip("submitit")
-    with initialize_config_module(PACKAGED, version_base="1.3"):
-        cfg = compose("eval", overrides=["hydra/launcher=slurm", "output=here"], return_hydra_config=True)
-    assert cfg.hydra.launcher._target_.endswith("SlurmLauncher")
-    assert cfg.hydra.launcher.gpus_per_node == 1 and cfg.hydra.launcher.submitit_folder == "here/.submitit/%j"
 
 
 @pytest.mark.slow
@@ -376,5 +270,5 @@ def test_processes_of_accelerate(whole: Path, tmp_path: Path) -> None:
 
 def test_a_plug_in_names_samples_by_their_numbers() -> None:
     samples = [Sample(7, ""), Sample(11, "")]
-    with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), runner._numbered(samples):
+    with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), numbered(samples):
         raise RowError("the reward failed for {prompts}", [1, 0])

@@ -19,7 +19,7 @@ from dllm_sampler.eval.tasks import fluency, listing, overlap
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.eval.tasks.puzzles import sudokus
 
-NAMES = config.names("task")
+NAMES = [name for name in config.names("task") if name != "jsonl"]  # which has a file of the user's
 LINES = ("copy", "reverse", "sort", "shuffle", "replace_index", "replace_random", "insert_index", "insert_random",
          "remove_index", "remove_random")  # fmt: skip
 

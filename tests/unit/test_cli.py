@@ -2,42 +2,19 @@
 
 import io
 import json
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dllm_sampler import sampler
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.options import Options
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend
 
-
-class Terminal(io.StringIO):
-    """A standard input with no pipe."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture(autouse=True)
-def at_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No pipe, an empty working folder, 80 columns."""
-    monkeypatch.setattr("sys.stdin", Terminal())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-@pytest.fixture
-def words(checkpoint: Path) -> list[str]:
-    return [f"model={checkpoint}", "max_new_tokens=6", "device=cpu"]
+pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
 
 def test_answers_and_figures(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -139,6 +116,20 @@ WRONG = [
     (["scheduler.threshold=-1"], "threshold must be"),
     (["scheduler.threshold=nan"], "threshold must be"),
     (["scheduler.threshold=0.7,0.9"], "gives several values"),
+    (["temperature=0.7,0.9"], "temperature=0.7,0.9 gives several values: give one; dllm-eval runs every one"),
+    (["stop_strings=a,b"], "give one, or a list as stop_strings=[a,b]"),
+    (["stop_strings=3"], "stop_strings should be a list as [a,b], or a valid string, not 3; a number in quotes is"),
+    (["stop_strings=[1]"], "stop_strings should be a list of valid strings, or a valid string, not [1]"),
+    (["stream=yes"], "stream should be true or false, not 'yes'"),
+    (["steps=4"], "'steps': scheduler=threshold has no such field; say scheduler=NAME scheduler.steps=VALUE, where"),
+    (["scheduler=fixed", "steps=4"], "unknown option 'steps', did you mean scheduler.steps"),
+    (["cache.every=4"], "those that have it are cache=periodic_dual, periodic_prefix"),
+    (["k=4"], "say guide=top_k guide.top_k.k=VALUE"),
+    (["guide.top_k.k=4"], "guide.top_k sets a guide that is not chosen: add guide=top_k"),
+    (["-m", "scheduler=fixed,threshold"], "dllm-eval takes several values"),
+    (["--stream"], "--stream is no flag: options are written name=value, here stream=true"),
+    (["--max-new-tokens=9"], "here max_new_tokens=9"),
+    (["output=out.csv"], "output=out.csv: samples are written as JSON lines, not as CSV"),
     (["scheduler.threshold=[0.1"], "cannot read the override scheduler.threshold=[0.1"),
     (["scheduler@x=fixed"], "Could not override 'scheduler@x'"),
     (["~scheduler"], "no scheduler: say scheduler=NAME"),
@@ -149,7 +140,7 @@ WRONG = [
     (["model.cfg_scale=abc"], "model: cfg_scale should be a valid number, not 'abc'"),
     (
         ["scheduler._target_=no.such.Thing"],
-        "scheduler=threshold: what _target_ names cannot be had (No module named 'no'",
+        "scheduler=threshold: _target_ no.such.Thing cannot be had: no module 'no' is installed, and",
     ),
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "guide.top_p should be a guide's settings"),
@@ -163,6 +154,7 @@ WRONG = [
     (["device=cuda:99"], "device=cuda:99 needs a GPU"),
     (["device=toaster"], "unknown device 'toaster'"),
     (["dtype=float3"], "unknown dtype 'float3', did you mean"),
+    (["dtype=fp16"], "unknown dtype 'fp16': the choices are auto, "),
     (["stream_delay=-1"], "stream_delay should be between"),
     (["output=no/such/folder.jsonl"], "cannot write output no/such/folder.jsonl: No such file"),
     (["prompts_file=gone.txt"], "cannot read prompts_file gone.txt: No such file"),
@@ -225,91 +217,6 @@ def test_no_prompt_and_no_text(
     assert "a.txt is not UTF-8 text" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_is_done(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = sampler.Sampler.stream
-
-    def interrupted(*args: Any, **rest: Any) -> Any:
-        for commits in whole(*args, **rest):
-            yield commits
-            if commits.step == 2:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(sampler.Sampler, "stream", interrupted)
-    assert main([*words, "copy: Ben", "scheduler=fixed", "stop=none"]) == 130
-    out, err = capsys.readouterr()
-    assert out.count("░░") == 4
-    assert "stopped in step 2" in err
-
-
-def test_ctrl_c_in_flight_prints_answers_that_waited_for_their_turn(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    prompts, whole = ["copy: Ada", "copy: Ben", "copy: Cal", "Dan"], sampler.Sampler.generate_many
-    assert main([*words, *prompts, "batch_size=2", "batching=static"]) == 0
-    expected = capsys.readouterr().out.splitlines()
-    assert main([*words, *prompts, "batch_size=2"]) == 0
-    assert capsys.readouterr().out.splitlines() == expected
-
-    def interrupted(*args: Any, **rest: Any) -> Any:
-        answers = {answer.index: answer for answer in whole(*args, **rest)}
-        yield from (answers[0], answers[2], answers[3])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sampler.Sampler, "generate_many", interrupted)
-    assert main([*words, *prompts, "batch_size=2", "output=o.jsonl"]) == 130
-    out, err = capsys.readouterr()
-    assert out.splitlines() == [expected[index] for index in (0, 2, 3)]
-    assert "stopped: no answer to prompt 2" in err
-    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [(line["index"], line["text"]) for line in lines] == [(index, expected[index]) for index in (0, 2, 3)]
-
-
-def test_nan_in_flight_costs_no_other_answer(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    prompts, whole = ["copy: Ada", "copy: Ben", "copy: Cal"], sampler.Sampler.generate_many
-
-    def broken(*args: Any, **rest: Any) -> Any:
-        for answer in whole(*args, **rest):
-            yield replace(answer, finish_reason="not_finite", length=0) if answer.index == 1 else answer
-
-    monkeypatch.setattr(sampler.Sampler, "generate_many", broken)
-    assert main([*words, *prompts, "output=o.jsonl"]) == 2
-    out, said = capsys.readouterr()
-    assert "NaN or infinite logits at step" in said and "prompt 2" in said
-    assert len(out.splitlines()) == 2, "what failed is no answer"
-    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [line["complete"] for line in lines] == [True, False, True]
-
-
-def test_nan_keeps_what_was_done(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    whole = sampler.Sampler.stream
-
-    def broken(*args: Any, **rest: Any) -> Any:
-        for commits in whole(*args, **rest):
-            if commits.result is not None:
-                error = NotFiniteError(commits.step, [1])
-                error.result = commits.result
-                raise error
-            yield commits
-
-    monkeypatch.setattr(sampler.Sampler, "stream", broken)
-    assert main([*words, "copy: Ada", "output=o.jsonl"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "NaN" in err
-    assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 1
-    assert main([*words, "copy: Ada", "max_new_tokens=8"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "tokens were not written yet" in err
-    assert "NaN" in err
-
-
 def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dllm-sample {__version__}\n"
@@ -341,16 +248,6 @@ def test_guides_keep_their_order() -> None:
     assert guides("guide=[temperature,top_p]", "guide.top_p.p=0.3") == [("temperature", 1.0), ("top_p", 0.3)]
 
 
-def test_a_failing_run_leaves_an_earlier_output_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = tmp_path / "old.jsonl"
-    old.write_text("keep\n")
-    assert main(["copy: Ada", f"output={old}", "blocks=full", "block_length=8"]) == 2
-    assert old.read_text() == "keep\n"
-    assert main(["copy: Ada", f"output={old}"]) == 0
-    assert old.read_text().startswith("{") and len(old.read_text().splitlines()) == 1
-    capsys.readouterr()
-
-
 @pytest.mark.parametrize("word", ["--temperature=0.7", "-threshold=1", "--stream"])
 def test_options_with_dashes_are_no_prompts(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["copy: Ada", word]) == 2
@@ -370,15 +267,3 @@ def test_yaml_files_of_the_user(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="did you mean 'bold'"):
         settings(["scheduler=bald"])
-
-
-def test_a_reader_that_leaves_is_no_error() -> None:
-    """As in `dllm-train --help | head -1`, of any command: they end in one place."""
-    code = (
-        "import sys; from dllm_sampler.cli.ending import ending; sys.exit(ending('it', lambda: print('x\\n' * 10**6)))"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait() == 141

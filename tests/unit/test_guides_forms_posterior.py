@@ -12,6 +12,7 @@ from dllm_sampler.core.statistics import measure
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import EndTokens, Temperature
+from tests import toys
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, laid_out, law, ruled, strings
 
 
@@ -60,6 +61,16 @@ def test_a_posterior_where_all_that_fits_is_forbidden(ban: int) -> None:
     canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
     found = read(torch.randn(4, VOCAB).double(), torch.zeros(4, 1), canvas, Answers.every(Query.window(canvas)), rule)
     assert built("a").accepted(found.token[0, 0].tolist()) and bool(found.confidence.isfinite().all())
+
+
+def test_tokens_that_stand_or_fall_together_tie() -> None:
+    """Exactly, so that no rounding ranks them; what the form decides has confidence 1."""
+    guide = {"name": "regex", "pattern": "(abcdefgh|bcdefgha)ij", "posterior": True}
+    sampler = toys.sampler("llada", scheduler={"name": "fixed", "steps": 1}, guide=guide)
+    found = sampler.generate([[at, 3] for at in range(20)], max_new_tokens=10).trace.logprob[:, 2:]  # of the answer
+    linked = found[:, 3:6]  # there is no token that joins any of these with another letter
+    assert torch.equal(linked, linked[:, :1].expand(-1, 3)) and bool((linked < 0).any())
+    assert bool((found[:, 6:8] == 0).all())
 
 
 def test_a_posterior_commits_what_the_form_decides() -> None:

@@ -16,15 +16,21 @@ from tests.forms import LENGTH, VOCAB, laid_out, ruled
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_best_of_each_class(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "main"),
+    [("[a-m]{5}n?", True), ("[a-j]{5}[k-n]?", False), ("(?s).*", True)],
+    ids=["main", "none", "all"],
+)
+def test_the_best_of_each_class(pattern: str, main: bool, dtype: torch.dtype) -> None:
     """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
-    listed = joined((automaton.build("[a-m]{5}n?", [*words, b"", b""], len(words) + 2, 240, 241),))
-    assert int(listed.sizes.exp().max()) > 2 * edges.TILE and int(listed.sizes.exp().min()) == 0
+    listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, 240, 241),))
+    assert (listed.main >= 0) == main
+    assert int(listed.sizes[: listed.stays].exp().max()) >= edges.TILE - 15 and int(listed.sizes.exp().min()) == 0
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
     logits[3:6] = logits[3:6].round()
-    logits[6:] = torch.where(listed.classes == 0, -torch.inf, logits[6:])
+    logits[6:] = torch.where(listed.classes == max(0, listed.main), -torch.inf, logits[6:])
     found = tops.Tops.of(listed, logits, weigh=True)
     assert found.weight is not None
     for kind in range(listed.stays):

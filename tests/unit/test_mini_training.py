@@ -129,6 +129,9 @@ def test_mistakes_get_one_sentence(
 def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     page = capsys.readouterr().out
+    assert "train=mini: " in page and len(page.splitlines()) < 40
+    assert cli.main(["--help", "train=mini"]) == 0
+    page = capsys.readouterr().out
     assert all(f"train.{field}" in page for field in MiniTrainer.__dataclass_fields__)
 
 

@@ -86,6 +86,19 @@ def test_readme() -> None:
         assert (ROOT / target).exists(), f"README.md links to {target}, which is not there"
 
 
+def test_links_between_documents() -> None:
+    """Each link leads to a file, and to a heading of it where it names one."""
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), f"{page} links to {link}, which is not there"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                known = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                assert anchor in known, f"{page} links to {link}, and {target.name} has no such heading"
+
+
 def test_scripts() -> None:
     for target in PROJECT["project"]["scripts"].values():
         module, _, function = target.partition(":")

@@ -21,7 +21,7 @@ from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
-from dllm_sampler.guides.forms.tops import Tops, best, lowest, rows_at_once, total
+from dllm_sampler.guides.forms.tops import Tops, best, floor, rows_at_once, total
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
@@ -119,7 +119,8 @@ class Lattice:
         """`[N, T, E]` the best, or the sum, of each edge's moves, from values `[N, T, C+2]` of classes."""
         source, _, edge, _ = self.lists
         each = self.moves(values)
-        return (total if several else best)(each, edge[:, None], lowest(each, source.shape[1]))
+        edge = edge[:, None].expand_as(each)
+        return (total if several else best)(each, edge, floor(each, source.shape[1], several))
 
     def parts(self, length: int) -> list[tuple[int, int]]:
         """Stretches of `length` positions whose moves are worked on at once."""
@@ -128,26 +129,33 @@ class Lattice:
 
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
-        accepts = self.edges.accepts.index_select(0, self.form)
-        goal = torch.zeros_like(values[:, 0, :1]).where(accepts, -torch.inf)
-        source, target, _, _ = self.lists
-        reduce, none, found = total if several else best, lowest(goal, goal.shape[1]), [goal]
+        (source, target, _, _), found = self.lists, [self._ends(values)]
+        reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
         for begin, end in reversed(self.parts(values.shape[1])):
             for weight in reversed(self.weights(values[:, begin:end], several).unbind(1)):
-                goal = reduce(weight + goal.gather(1, target), source, none)
-                found.append(goal)
+                found.append(reduce(weight + found[-1].gather(1, target), source, least))
         return torch.stack(found[::-1], 1)
 
-    def behind(self, values: Tensor) -> Tensor:
-        """`[N, L, S]` the sum of what may lead to each state at each position."""
-        source, target, _, _ = self.lists
-        none = values.new_full((len(self.form), self.edges.accepts.shape[1]), -torch.inf)
-        goal, found = none.scatter(1, self.edges.start.index_select(0, self.form)[:, None], 0), []
+    def around(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """`[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it behind.
+
+        Both passes run side by side, which takes hardly longer than one: the sizes are small.
+        """
+        (source, target, _, _), goal = self.lists, self._ends(values)
+        start = torch.full_like(goal, -torch.inf).scatter(1, self.edges.start.index_select(0, self.form)[:, None], 0)
+        found, back = [torch.cat([start, goal])], values.flip(1)
+        least = floor(found[0], goal.shape[1], True)
+        source, target = torch.cat([source, target]), torch.cat([target, source])  # [2 N, E]
         for begin, end in self.parts(values.shape[1]):
-            for weight in self.weights(values[:, begin:end], True).unbind(1):
-                found.append(goal)
-                goal = total(weight + goal.gather(1, source), target, none)
-        return torch.stack(found, 1)
+            both = torch.cat([self.weights(one[:, begin:end], True) for one in (values, back)])
+            for weight in both.unbind(1):
+                found.append(total(weight + found[-1].gather(1, source), target, least))
+        before, after = torch.stack(found[:-1], 1).chunk(2)
+        return before, after.flip(1)
+
+    def _ends(self, values: Tensor) -> Tensor:
+        """`[N, S]` 0 for the states in which a string may end, -inf for the others."""
+        return torch.zeros_like(values[:, 0, :1]).where(self.edges.accepts.index_select(0, self.form), -torch.inf)
 
     def factors(self, behind: Tensor, ahead: Tensor) -> Tensor:
         """`[N, Q, C+2]` the sum of what leads to, and what follows, a token of each class at the queried positions.
@@ -161,7 +169,7 @@ class Lattice:
             both = before[:, begin:end].gather(2, source.expand(-1, end - begin, -1))
             both = both + after[:, begin:end].gather(2, target.expand_as(both))  # [N, T, E]
             each = both.gather(2, edge.expand(-1, end - begin, -1))  # [N, T, M]
-            found.append(total(each, kind, lowest(each, len(self.edges.sizes))))
+            found.append(total(each, kind.expand_as(each), floor(each, len(self.edges.sizes), True)))
         return torch.cat(found, 1)
 
     def walk(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -209,9 +217,7 @@ def posterior(edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, ma
     lattice, tops = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, logits, weigh=True)
     assert tops.weight is not None
     mass = lattice.values(_relative(tops.weight, tops.weight.amax(1, keepdim=True)), edges.sizes)
-    factor = answers.pick(
-        lattice.factors(lattice.behind(mass), lattice.ahead(mass, True)[:, 1:]).view(*answers.query.ids.shape, -1)
-    )  # [R, C+2]
+    factor = answers.pick(lattice.factors(*lattice.around(mass)).view(*answers.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
     factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
     # Where another guide forbids all that fits, tokens of a class are alike.

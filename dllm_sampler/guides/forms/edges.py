@@ -8,7 +8,7 @@ that fit somewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -40,6 +40,8 @@ class Edges:
     tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
     filled: Tensor  # [G, TILE] bool: no token is repeated there
     tile_kind: Tensor  # [G] the class of each tile
+    main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
+    outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
 
     @property
     def stays(self) -> int:
@@ -48,7 +50,8 @@ class Edges:
 
     def to(self, device: torch.device) -> Edges:
         """The same elsewhere."""
-        return Edges(**{one.name: getattr(self, one.name).to(device) for one in fields(self)})
+        tensors = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **tensors)
 
 
 @lru_cache(maxsize=8)
@@ -63,6 +66,8 @@ def joined(automata: tuple[Automaton, ...]) -> Edges:
     sizes = torch.zeros(count + 2, dtype=torch.float64)
     sizes.index_add_(0, classes, torch.ones(len(classes), dtype=torch.float64))
     sizes[count:] = 0
+    largest = int(sizes.argmax())
+    main = largest if 2 * sizes[largest] > len(classes) else -1
     return Edges(
         source=_stacked(source),
         target=_stacked(target),
@@ -72,7 +77,9 @@ def joined(automata: tuple[Automaton, ...]) -> Edges:
         start=torch.tensor([one.start for one in automata]),
         classes=classes,
         sizes=sizes.log(),
-        **_tiled(classes, count),
+        **_tiled(torch.where(classes == main, count, classes), count),
+        main=main,
+        outside=torch.zeros(len(classes)).masked_fill(classes != main, -torch.inf),
     )
 
 
@@ -101,7 +108,7 @@ def _stacked(values: Sequence[Tensor], filler: int = 0) -> Tensor:
 
 
 def _tiled(classes: Tensor, count: int) -> dict[str, Tensor]:
-    """The tiles of the tokens with classes below `count`."""
+    """The tiles of the tokens with classes below `count`; where there are none, one tile of the last class."""
     order = classes.argsort(stable=True)
     order = order[classes[order] < count]
     kind, sizes = classes[order], classes.bincount(minlength=count)[:count]
@@ -113,4 +120,6 @@ def _tiled(classes: Tensor, count: int) -> dict[str, Tensor]:
     table.view(-1)[place] = order
     filled = torch.zeros(table.shape, dtype=torch.bool)
     filled.view(-1)[place] = True
+    if not len(own):
+        table, filled, own = table.new_zeros(1, TILE), filled.new_zeros(1, TILE), own.new_tensor([count + 1])
     return {"tiles": table.int(), "filled": filled, "tile_kind": own}

@@ -13,40 +13,63 @@ from dllm_sampler.guides.forms.edges import Edges
 CACHE = 2**20  # logits that a CPU works on at once: its time goes into buffers that it has not touched yet
 
 
-def best(values: Tensor, index: Tensor, nothing: Tensor) -> Tensor:
-    """`[..., S]` the highest of the values `[..., I]` with each `index [..., I]`; `nothing [..., S]` is -inf."""
-    return nothing.scatter_reduce(-1, index.expand_as(values), values, "amax")
+def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
+    """`[..., S]` the highest of the values `[..., I]` with each `index`; no less than `least [..., S]`, see `floor`.
+
+    Args:
+        index: `[I]`, or of the values' shape.
+    """
+    return least.scatter_reduce(-1, index if index.dim() == values.dim() else index.expand_as(values), values, "amax")
 
 
-def total(values: Tensor, index: Tensor, nothing: Tensor) -> Tensor:
-    """`[..., S]` logarithm of the sum of exp(values `[..., I]`) with each `index [..., I]`; `nothing` is -inf."""
-    index = index.expand_as(values)
-    top = best(values, index, nothing).clamp(min=torch.finfo(values.dtype).min)
+def total(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
+    """`[..., S]` the logarithm of the sum of exp(values `[..., I]`) with each `index`; `least` see `floor`."""
+    index = index if index.dim() == values.dim() else index.expand_as(values)
+    top = best(values, index, least)
     weight = torch.zeros_like(top).scatter_add_(-1, index, (values - top.gather(-1, index)).exp_())
     return weight.log_().add_(top)
 
 
-def lowest(values: Tensor, size: int) -> Tensor:
-    """`[..., size]` -inf for the lists `values [..., I]`."""
-    return values.new_full((*values.shape[:-1], size), -torch.inf)
+def floor(values: Tensor, size: int, several: bool) -> Tensor:
+    """`[..., size]` what `best` of the lists `values [..., I]` starts from; `several`: what `total` does.
+
+    It is finite for a sum: a sum of nothing must not become NaN.
+    """
+    least = torch.finfo(values.dtype).min if several else -torch.inf
+    return values.new_full((*values.shape[:-1], size), least)
 
 
 @dataclass(frozen=True)
 class Tops:
-    """The best logits of each class of tokens."""
+    """The best logits of each class of tokens.
+
+    Most of the classes are small, and their tokens are gathered in tiles. One that more than half of the tokens have,
+    such as all that may stand in a string, is looked at in place: a pass over the logits takes less than gathering.
+    """
 
     tiles: Tensor  # [R, G] of each tile
     classes: Tensor  # [R, C+2]
     weight: Tensor | None  # [R, C+2] float64 logarithm of the sum of each class's exp(logits)
+    main: Tensor | None  # [R] the first token of the class `Edges.main` with its best logit; None: there is none
 
     @staticmethod
     def of(edges: Edges, logits: Tensor, weigh: bool = False) -> Tops:
         """Those of logits `[R, V]`; `weigh`: their sums too."""
-        parts = [_tiles(edges, part, weigh) for part in logits.split(rows_at_once(logits))]
-        tiles, sums = (torch.cat(part) for part in zip(*parts, strict=True))
+        parts = []
+        for rows in logits.split(rows_at_once(logits)):
+            main = () if edges.main < 0 else _main(edges.outside, rows, weigh)
+            parts.append((*_tiles(edges, rows, weigh), *main))
+        tiles, sums, *main = (torch.cat(part) for part in zip(*parts, strict=True))
         size = len(edges.sizes)
-        weight = total(sums, edges.tile_kind, lowest(sums, size)) if weigh else None
-        return Tops(tiles, best(tiles, edges.tile_kind, lowest(tiles, size)), weight)
+        classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
+        weight = total(sums, edges.tile_kind, floor(sums, size, True)) if weigh else None
+        if not main:
+            return Tops(tiles, classes, weight, None)
+        token, top, mass = main
+        classes[:, edges.main] = top
+        if weight is not None:
+            weight[:, edges.main] = mass
+        return Tops(tiles, classes, weight, token)
 
     def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
         """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
@@ -54,7 +77,8 @@ class Tops:
         tile = argmax(((self.tiles == top) & (edges.tile_kind == kind[:, None])).view(torch.uint8))
         tokens = edges.tiles.index_select(0, tile).long()  # [R, TILE]
         place = (logits.gather(1, tokens) == top).view(torch.uint8).argmax(1, keepdim=True)
-        return tokens.gather(1, place)[:, 0]
+        found = tokens.gather(1, place)[:, 0]
+        return found if self.main is None else torch.where(kind == edges.main, self.main, found)
 
 
 def rows_at_once(logits: Tensor) -> int:
@@ -72,3 +96,17 @@ def _tiles(edges: Edges, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
     least = top.to(each.dtype).clamp(min=torch.finfo(each.dtype).min)
     mass = each.sub_(least[..., None]).exp_().mul_(edges.filled).sum(2)
     return top, mass.double().log_().add_(least)
+
+
+def _main(outside: Tensor, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`[R]` the first best token of those for which `outside [V]` is 0, its logit, and the logarithm of their sum."""
+    own = logits + outside.to(logits.dtype)
+    token = argmax(own)
+    top = own.gather(1, token[:, None])[:, 0]
+    token = torch.where(top == -torch.inf, argmax(outside), token)
+    if not weigh:
+        return token, top, top
+    precise = torch.promote_types(own.dtype, torch.float32)
+    share = torch.softmax(own, 1, dtype=precise, out=own if own.dtype == precise else None)
+    mass = top.double() - share.amax(1).double().log()  # the best token's share is 1 / sum of exp(logit - top)
+    return token, top, mass.masked_fill(top == -torch.inf, -torch.inf)

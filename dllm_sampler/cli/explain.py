@@ -1,0 +1,237 @@
+"""`dllm-sample --help GROUP=NAME`: one plug-in, from its YAML, its docstring and its traits."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from rich.console import Console
+
+from dllm_sampler import config
+from dllm_sampler.cli import compose
+from dllm_sampler.cli.help import about, row, say, written
+from dllm_sampler.core.functions import function
+from dllm_sampler.errors import UserError
+
+# What others rely on, in words: of `Traits` the values that are not the default, of other kinds the class attributes.
+SCHEDULER = {
+    "asks": "It asks about the whole block in each step, not about its masks only.",
+    "asks_block": "It does not ask about the active block in every step: no scheduler can be around it.",
+    "whole": "Every forward computes every column: no cache that leaves some out.",
+    "leave_one_out": "It adds shadow rows of masks to the forward.",
+    "exact": "It must hear about every mask it asks about: no cache that chooses among them.",
+    "revises": "It may take back or replace tokens that are committed.",
+    "uniform": "It also denoises random tokens, the noise of models without a mask token (uniform diffusion).",
+    "own_tokens": "It may write other tokens than the candidates of a step: no guide on the answer's form.",
+    "plans": "It knows before a forward what the forward will commit, as cache=dkv_greedy needs.",
+    "draws_order": "It draws which positions it commits.",
+    "drafts": "It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.",
+    "opens_ahead": "It may open a block without a forward of its own.",
+    "static": "Its steps read the device: no CUDA graphs.",
+    "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
+    "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
+    "block_length": "It was made for blocks of one length.",
+    "horizon": "The model sees only so many columns from the first mask on.",
+}
+OTHERS = {
+    "cache": {
+        "stores": "It keeps no keys and values.",
+        "pads": "It runs the layers itself, on padded rows.",
+        "syncs": "It reads the device inside a step: no CUDA graphs.",
+        "chooses": "It chooses which masks are predicted: no scheduler that must hear about all of them.",
+        "keeps_noise": "It keeps nothing of masks that a step did not compute.",
+        "causal": "It is for block-causal models only.",
+        "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
+    },
+    "stop": {
+        "cuts": "It may shorten the canvas: no scheduler that drafts.",
+        "fills": "It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.",
+    },
+    "guide": {
+        "truncates": "It keeps the likeliest tokens only, which changes nothing without a temperature.",
+        "excludes": "It takes given tokens away: it goes before guides that keep the likeliest only.",
+        "joint": "The tokens of a step are chosen together: no other guide on the form, no stop that fills in tokens.",
+        "vetoes": "It may refuse what a step commits: no scheduler that drafts, no cache that counts on commits.",
+    },
+    "blocks": {"sizes_on_open": "Blocks are shortened by the forward that opens them."},
+}
+PLAIN = {"scheduler": "threshold", "cache": "none", "stop": "prefix", "blocks": "fixed"}  # they go with everything
+MODELS: dict[str, dict[str, Any]] = {
+    "masked diffusion": {},
+    "block-causal": {"attention": "block_causal", "block_length": 4},
+    "uniform diffusion": {"mask_id": None},
+}
+
+
+def explain(console: Console, group: str, name: str) -> None:
+    """Print what one choice is: fields with defaults and meaning, paper, what it goes with.
+
+    Raises:
+        UserError: the user's own YAML cannot be read, or names no class.
+    """
+    entry = compose.entry(group, name)
+    target, given = (
+        entry.settings.get("_target_"),
+        {key: value for key, value in entry.settings.items() if key != "_target_"},
+    )
+    say(console, f"{group}={name}")
+    _paragraph(console, about(group, name))
+    if group == "experiment":
+        _section(console, "Sets", [(f"{key}={written(value)}", "") for key, value in _chosen(given)])
+    elif group == "model":
+        _section(console, "Fields", _fields(group, config.ModelSettings, given))
+    elif target:
+        import dllm_sampler.models  # noqa: F401 - before transformers, whose log it silences
+
+        cls = function(f"{group}={name}: _target_", str(target))
+        for paragraph in _prose(cls):
+            _paragraph(console, paragraph)
+        _section(console, "Fields", _fields(f"guide.{name}" if group == "guide" else group, cls, given))
+        if group in config.GROUPS:
+            _section(console, "Goes with", [("", line) for line in _company(group, name)])
+    if entry.paper:
+        _paragraph(console, f"Paper: https://arxiv.org/abs/{entry.paper}")
+    say(console, "")
+
+
+def _paragraph(console: Console, text: str) -> None:
+    row(console, "", text, column=2)
+    say(console, "")
+
+
+def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print rows under a title; nothing where there are none."""
+    found = list(rows)
+    if found:
+        row(console, title, "", indent=2)
+        for left, right in found:
+            row(console, left, right, indent=4, column=29 if left else 4)
+        say(console, "")
+
+
+def _prose(cls: Any) -> Iterator[str]:
+    """The paragraphs of a docstring before its arguments."""
+    text = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:")[0]
+    for paragraph in re.split(r"\n\s*\n", text):
+        yield " ".join(paragraph.split())
+
+
+def _arguments(cls: Any) -> dict[str, str]:
+    """What the docstring's `Args:` say of each name; several names may share a line."""
+    _, _, text = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    for part in re.split(r"\n(?=\S)", inspect.cleandoc("\n" + text.partition("\n\n")[0])):
+        names, _, meaning = part.partition(":")
+        if not meaning.lstrip().startswith("see `"):  # the class that it names says more
+            found |= {one.strip(): _yaml(" ".join(meaning.split())) for one in names.split(",")}
+    return found
+
+
+def _yaml(text: str) -> str:
+    """Python's names of constants as YAML and the command line write them."""
+    for python, yaml in (("None", "null"), ("True", "true"), ("False", "false")):
+        text = re.sub(rf"\b{python}\b", yaml, text)
+    return text
+
+
+def _fields(prefix: str, cls: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each field of a class with its default (that of the YAML first), and its meaning with the values it may have."""
+    try:
+        hints = get_type_hints(cls)
+    except NameError:  # a type imported for the type checker only
+        hints = {}
+    for field in (one for one in fields(cls) if one.init):
+        home = next((base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {})), cls)
+        places = (home, *cls.__mro__)  # the class that has the field says more of it than one that extends it
+        meaning = next((said for base in places if (said := _arguments(base).get(field.name))), "")
+        hint = hints.get(field.name)
+        values = [one for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for one in get_args(kind)]
+        named = all(str(value) in meaning for value in values)
+        default = None if field.default is MISSING else field.default
+        meaning = meaning if named else f"{meaning} [{', '.join(map(str, values))}]"
+        yield f"{prefix}.{field.name}={written(given.get(field.name, default))}", meaning
+
+
+def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """What an experiment sets, as words of the command line."""
+    for one in settings.get("defaults", []) if not prefix else []:
+        for key, value in one.items() if isinstance(one, Mapping) else ():
+            yield key.removeprefix("override /"), value
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _chosen(value, f"{prefix}{key}.")
+        elif key != "defaults":
+            yield prefix + key, value
+
+
+def _company(group: str, name: str) -> Iterator[str]:
+    """What must be known to combine it: traits in words, models, and what refuses it."""
+    try:
+        built = config.build(group, {"name": name, **compose.entry(group, name).settings})
+    except UserError as error:
+        yield f"By itself it is refused: {error}."
+        return
+    built = built[0] if group == "guide" else built
+    yield from _words(group, built)
+    if group == "guide":  # what it can do depends on the tokenizer
+        return
+    why = {model: _refusal(model, {group: built}) for model in MODELS}
+    good = [model for model in MODELS if why[model] is None]
+    if not good:
+        yield f"With the defaults it is refused: {why['masked diffusion']}."
+        return
+    yield f"Models: {', '.join(good)}."
+    for other in PLAIN:
+        bad = [
+            one
+            for one in config.names(other)
+            if other != group and _alone(good[0], other, one) and _refusal(good[0], {group: built, other: one})
+        ]
+        if bad:
+            yield f"Not with {other}={', '.join(bad)}."
+
+
+def _words(group: str, built: Any) -> Iterator[str]:
+    """The sentences for what differs from the default of its kind."""
+    from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
+    from dllm_sampler.core.spec import Traits
+
+    if group == "scheduler":
+        told, plain, words = built.traits, Traits(), SCHEDULER
+    else:
+        kinds = {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}
+        told, plain, words = built, kinds[group], OTHERS[group]
+    yield from (said for name, said in words.items() if getattr(told, name) != getattr(plain, name))
+
+
+@cache
+def _alone(model: str, group: str, name: str) -> bool:
+    """Whether a choice can be had by itself, with what goes with everything."""
+    return _refusal(model, {group: name}) is None
+
+
+def _refusal(model: str, plugins: Mapping[str, Any]) -> str | None:
+    """Why a model of that kind cannot be sampled from with these plug-ins and defaults for the rest; None: it can."""
+    import torch
+
+    from dllm_sampler.core.spec import ModelSpec
+    from dllm_sampler.engine.plugins import assemble
+
+    spec = ModelSpec(
+        **{"vocab_size": 100, "mask_id": 99, "eos_id": 1, "pad_id": 0, "max_positions": 256, **MODELS[model]},
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    chosen: dict[str, Any] = {"guide": None, **PLAIN, **plugins}
+    try:
+        assemble(spec, **chosen, temperature=None, top_k=None, top_p=None, compat=False)
+    except UserError as error:
+        return str(error)
+    return None

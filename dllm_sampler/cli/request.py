@@ -1,0 +1,63 @@
+"""What a command line asks for, read and checked before torch is imported: a mistake need not wait for seconds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dllm_sampler.cli import inputs
+from dllm_sampler.cli.arguments import Arguments
+from dllm_sampler.cli.compose import Settings, settings
+from dllm_sampler.cli.inputs import Prompt
+from dllm_sampler.cli.options import Options
+from dllm_sampler.errors import UserError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run of `dllm-sample`: its settings, its prompts, and what these say of their forms (None: nothing)."""
+
+    settings: Settings
+    prompts: list[Prompt]
+    forms: inputs.Forms | None
+
+
+def request(arguments: Arguments) -> Request:
+    """Compose the settings and read the prompts of a sorted command line.
+
+    Raises:
+        UserError: a name that is not known, a value of the wrong type, a prompt that cannot be read.
+    """
+    chosen = settings(arguments.overrides)
+    options = chosen.options
+    check_target(options, arguments.overrides)
+    given, own = inputs.read(
+        arguments.prompts, options.prompts_file, None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
+    )
+    if own is not None and options.forms is not None:
+        raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
+    return Request(chosen, [inputs.as_chat(prompt) for prompt in given] if options.chat else given, own)
+
+
+def check_target(options: Options, overrides: Sequence[str]) -> None:
+    """Refuse settings that say nothing with a target, or nothing without one.
+
+    Raises:
+        UserError: the first of them, and what to do instead.
+    """
+    given = {re.split(r"[.=@]", word.lstrip("+~"))[0] for word in overrides}
+    if options.target is None:
+        if idle := sorted(given & {"draft_length", "draft_scheduled", "separator"}):
+            raise UserError(f"{idle[0]} is for drafts that a target verifies: name a causal language model as target=")
+        return
+    if options.stream:
+        raise UserError("stream=true shows a canvas being denoised, and target= has none: leave one of them out")
+    if options.block_length is not None:
+        raise UserError("block_length is not for target=: a draft has draft_length tokens, its blocks blocks.length")
+    if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):
+        raise UserError(
+            f"{idle[0]} changes nothing where the model drafts for target= in one forward: leave it out, or say"
+            " draft_scheduled=true"
+        )

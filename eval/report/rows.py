@@ -1,0 +1,74 @@
+"""Runs as rows of a table: for CSV files and data frames."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from dllm_sampler.eval.measures import MEASURES
+from dllm_sampler.eval.report.data import Run
+from dllm_sampler.eval.report.labels import GROUPS, leaves, named
+
+FIGURES = ("score", "score_low", "score_high", "answer_tokens_per_forward_low", "answer_tokens_per_forward_high")
+
+
+def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each run: names, figures, plug-ins, settings. All rows have the same columns in the same order.
+
+    The columns are `configuration` and `task` (as in the report), `dependency`, `samples` and `missing` (how many are
+    there, and how many are to come), the measures, the mean of each other grade of the task (`grade.error_missing`),
+    the name of each group (`scheduler`, `cache` ...), each setting by
+    the name it has on the command line (`scheduler.threshold`), `folder`, and `refused` (why the run has no figures).
+    What a run does not have is None.
+    """
+    shown = (*FIGURES, *(measure.name for measure in MEASURES))
+    found = []
+    for run, label in zip(runs, named(runs), strict=True):
+        figures = run.figures if run.records else {}
+        found.append(
+            {"configuration": label.method, "task": label.task, "dependency": run.about["dependency"]}
+            | {"samples": len(run.records), "missing": run.missing}
+            | {name: figures.get(name) for name in dict.fromkeys((*shown, *run.together))}
+            | _grades(run)
+            | {group: run.about["choices"][group] for group in GROUPS}
+            | _settings(run.about["config"])
+            | {"folder": str(run.folder / run.about["name"]), "refused": run.about["refused"]}
+        )
+    columns = list(dict.fromkeys(name for row in found for name in row))
+    last = ("folder", "refused")  # behind the settings of all runs
+    columns = [name for name in columns if name not in last] + [*last] * bool(found)
+    return [{name: row.get(name) for name in columns} for row in found]
+
+
+def text(table: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a CSV file: a head, commas, an empty cell for None, JSON for lists."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    for row in table:
+        writer.writerow({name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()})
+    return out.getvalue()
+
+
+def _grades(run: Run) -> dict[str, float]:
+    """The mean of every grade but the score, over the samples that have it."""
+    names = dict.fromkeys(name for record in run.records for name in record.scores if name != run.about["score"])
+    return {f"grade.{n}": fmean(one.scores[n] for one in run.records if n in one.scores) for n in names}
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting of a run by the name it has on the command line."""
+    found: dict[str, Any] = {}
+    for group, value in config.items():
+        if isinstance(value, Mapping):
+            found |= {f"{group}.{name}": leaf for name, leaf in leaves(value).items()}
+            found |= {f"{group}.{name}": value[name] for name in ("path", "content") if name in value}
+        elif group == "guide":
+            found |= {f"guide.{one['name']}.{name}": leaf for one in value for name, leaf in leaves(one).items()}
+        else:
+            found[group] = value
+    return found

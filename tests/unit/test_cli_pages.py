@@ -1,0 +1,186 @@
+"""`--help` and `--info`: every choice with its fields, and the user's own choices of `./conf`."""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_sampler import config
+from dllm_sampler.cli import explain
+from dllm_sampler.cli.compose import settings
+from dllm_sampler.cli.main import main
+from dllm_sampler.core.functions import function
+from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.command import main as evaluate
+from dllm_sampler.training.cli import main as train
+
+OWN = {
+    "scheduler": "# Threshold 0.5.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.5\n",
+    "model": "# A folder of mine.\npath: my folder\n",
+    "cache": "_target_: dllm_sampler.cache.dual.DualCache\n",
+    "guide": "# @package guide.mine\n# Warm.\n_target_: dllm_sampler.guides.Temperature\nvalue: 0.5\n",
+    "blocks": "# Blocks of 8.\n_target_: dllm_sampler.blocks.fixed.FixedBlocks\nlength: 8\n",
+    "stop": "# At the first end token.\n_target_: dllm_sampler.stops.end_tokens.PrefixStop\n",
+    "experiment": "# @package _global_\n# Found by dllm-tune.\ndefaults:\n  - override /scheduler: mine\nseed: 3\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def own(tmp_path: Path, group: str, text: str, name: str = "mine") -> None:
+    (tmp_path / "conf" / group).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "conf" / group / f"{name}.yaml").write_text(text)
+
+
+def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("group", OWN)
+def test_own_choices_are_listed_explained_and_chosen(
+    group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own(tmp_path, "scheduler", OWN["scheduler"])
+    own(tmp_path, group, OWN[group])
+    assert f"mine is yours: conf/{group}/mine.yaml" in page(capsys, "--help")
+    about = config.described("mine", OWN[group]).about
+    for words in (["--info"], ["--info", group], ["--help", f"{group}=mine"]):
+        assert f"{about} [yours: conf/{group}/mine.yaml]".strip() in flat(page(capsys, *words))
+    chosen = settings([f"{group}=mine"])
+    if group == "model":
+        assert chosen.model["path"] == "my folder"
+    elif group == "experiment":
+        assert chosen.options.seed == 3 and chosen.plugins["scheduler"]["threshold"] == 0.5  # type: ignore[index]
+    else:
+        built = config.build(group, chosen.plugins[group])
+        kind: Any = function("it", _target(OWN[group]))
+        assert isinstance(built[0] if group == "guide" else built, kind)
+
+
+def _target(text: str) -> str:
+    return next(line.partition(": ")[2] for line in text.splitlines() if line.startswith("_target_"))
+
+
+def test_an_own_file_comes_before_ours_and_inside_another_scheduler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own(tmp_path, "scheduler", OWN["scheduler"], "fixed")
+    assert "Threshold 0.5. [yours: conf/scheduler/fixed.yaml]" in page(capsys, "--info", "scheduler")
+    for inner in ("fixed", "{name:fixed,threshold:0.5}"):
+        built = config.build(
+            "scheduler", settings(["scheduler=freedave", f"scheduler.inner={inner}"]).plugins["scheduler"]
+        )
+        assert built.inner.threshold == 0.5
+
+
+def test_in_a_checkout_no_choice_is_the_users_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert "yours" not in page(capsys, "--help") + page(capsys, "--info")
+
+
+def test_a_broken_file_breaks_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own(tmp_path, "cache", "[1,\n", "bad")
+    for words in (["--help"], ["--info"], ["--info", "cache"]):
+        assert "conf/cache/bad.yaml" in page(capsys, *words)
+    assert main(["--help", "cache=bad"]) == 2
+    assert "conf/cache/bad.yaml cannot be read" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"those that have it are cache=periodic_dual"):
+        settings(["cache.every=3"])
+
+
+@pytest.mark.parametrize(("group", "package"), [("guide", "guide.bare"), ("experiment", "_global_")])
+def test_an_own_file_without_its_package_is_told_which(group: str, package: str, tmp_path: Path) -> None:
+    own(tmp_path, group, "# Mine.\nseed: 3\n", "bare")
+    with pytest.raises(UserError, match=f"conf/{group}/bare.yaml should begin with the line '# @package {package}'"):
+        settings([f"{group}=bare"])
+
+
+def test_a_checkpoint_may_be_called_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown model 'checkpoint'"):
+        settings(["model=checkpoint"])
+    (tmp_path / "checkpoint").mkdir()
+    assert settings(["model=checkpoint"]).model["path"] == "checkpoint"
+
+
+def test_help_is_short_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = page(capsys, "--help")
+    assert page(capsys, "copy: Ada", "temperature=1", "scheduler.threshold=0.5", "-h") == whole
+    assert len(whole.splitlines()) <= 100
+    for words in (["--info"], ["--help", *(f"{group}={config.names(group)[-1]}" for group in config.GROUPS)]):
+        whole += page(capsys, *words)
+    assert max(map(len, whole.splitlines())) <= 80
+    assert "step, the latter alone" in flat(whole)  # the second line of a comment
+
+
+def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
+    klass = flat(page(capsys, "--help", "scheduler=klass"))
+    assert "scheduler.history=2 divergences looked at." in klass
+    assert "scheduler.steps=null forwards for the whole generation; null: one per token." in klass  # of FixedSteps
+    assert "[all, surest, steadiest]" in klass
+    assert "Paper: https://arxiv.org/abs/2511.05664" in klass
+    freedave = flat(page(capsys, "--info", "scheduler=freedave"))
+    assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
+    assert "Not with stop=end_of_text, prophet, truncate." in freedave
+    assert "no stop that changes the canvas" in freedave and "Models: masked diffusion, block-causal." in freedave
+    assert "Models: block-causal. Not with scheduler=wino." in flat(page(capsys, "--help", "block_causal"))
+    assert "is refused: scheduler=svdd needs a reward" in flat(page(capsys, "--help", "svdd"))
+    assert "guide.top_p.p=0.95 probability mass kept" in flat(page(capsys, "--help", "guide=[top_k,top_p]"))
+    assert "scheduler.threshold=0.9 blocks.length=32" in flat(page(capsys, "--help", "experiment=fast-dllm"))
+    assert "model.quantize=null int8:" in flat(page(capsys, "--help", "model=mini"))
+    assert flat(page(capsys, "--help", "seed")).startswith("seed=0 prompt i of a run")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--info", "shceduler"], "unknown group, option or plug-in 'shceduler', did you mean 'scheduler'"),
+        (["--help", "scheduler=klas"], "unknown scheduler 'klas', did you mean 'klass'"),
+    ],
+)
+def test_a_page_that_there_is_not(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err
+
+
+@pytest.mark.parametrize("group", [*config.GROUPS[1:], "task"])
+def test_every_field_is_explained(group: str) -> None:
+    for name in config.names(group):
+        given = config.entry(group, name).settings
+        if "_target_" in given:
+            cls = function(name, given["_target_"])
+            shown = list(explain._fields(group, cls, given))
+            assert len(shown) == sum(one.init for one in fields(cls))  # type: ignore[arg-type]
+            assert all(meaning.strip("[] ") for _, meaning in shown), f"{cls.__name__} has a field without Args"
+
+
+def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(["--help", "task=mini", "cache=dual"]) == 0
+    out = flat(capsys.readouterr().out)
+    assert "task.count=100 how many samples." in out and "Not with scheduler=wino." in out
+    assert train(["--help", "train=filter"]) == 0
+    assert "train.prompts=null\n" in capsys.readouterr().out
+    assert evaluate(["--help", "task=minni"]) == train(["--help", "train=minni"]) == 2
+    assert capsys.readouterr().err.count("did you mean 'mini'") == 2
+
+
+def test_every_trait_has_words() -> None:
+    assert set(explain.SCHEDULER) == {one.name for one in fields(Traits)}
+    for group, kind in {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}.items():
+        facts = {name for name, hint in inspect.get_annotations(kind).items() if "ClassVar" in str(hint)}
+        assert set(explain.OTHERS[group]) == facts, group

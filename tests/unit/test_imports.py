@@ -1,0 +1,56 @@
+"""What a command prints or refuses before it needs torch, which takes seconds to import."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CODE = """
+import importlib, json, sys
+module, lines = sys.argv[1], json.loads(sys.argv[2])
+main, said = importlib.import_module(module).main, []
+for line in lines:
+    try:
+        status = main(line)
+    except SystemExit as end:
+        status = end.code
+    said.append([line, status, sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers"})])
+print(json.dumps(said))
+"""
+PAGES = [["--help"], ["--version"]]
+TYPOS = {
+    "dllm_sampler.cli.main": [
+        ["copy: Ada", "scheduler=treshold"],
+        ["copy: Ada", "scheduler.treshold=0.5"],
+        ["copy: Ada", "tempreature=1"],
+        ["copy: Ada", "seed=abc"],
+        ["copy: Ada", "dtype=fp16"],
+        ["copy: Ada", "stream=yes"],
+        ["copy: Ada", "output=out.csv"],
+        ["prompts_file=gone.txt"],
+        ["--inof"],
+    ],
+    "dllm_sampler.eval.command": [["cache=duel"], ["task.operatio=sort"], ["batch_size=many"]],
+    "dllm_sampler.eval.tuning": [
+        ["tune.trails=3"],
+        ["workers=2"],
+        ["tune.name=a", "task=minni"],
+        ["tune.name=a", "batch_siz=2"],
+    ],
+    "dllm_sampler.training.cli": [["train=min"], ["train=mini", "train.step=3"]],
+    "dllm_sampler.eval.report.command": [["gone"], ["--replay=x"]],
+}
+
+
+@pytest.mark.parametrize("module", TYPOS)
+def test_pages_and_typos_do_not_import_torch(module: str, tmp_path: Path) -> None:
+    pages = PAGES[:1] if module.endswith("report.command") else PAGES
+    lines = json.dumps([*pages, *TYPOS[module]])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, module, lines], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said == [[line, 0, []] for line in pages] + [[line, 2, []] for line in TYPOS[module]]
+    assert done.stderr.count("\n") == len(TYPOS[module]), "one sentence each"

@@ -1,0 +1,65 @@
+"""docs/your_own.md, walked through in an empty directory: its files are written there, its commands run in order."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dllm_sampler
+from dllm_sampler.cli.main import main as sample
+from dllm_sampler.eval.command import main as evaluate
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your_own.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"`([\w/.-]+)`:\n\n```(?:python|yaml|json)\n(.*?)```", PAGE, re.S))
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, then the page's files, and a checkpoint where the page has one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "rule", raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    shutil.copytree(Path(dllm_sampler.__file__).parent / "models" / "mini", tmp_path / "checkpoints" / "last")
+    return tmp_path
+
+
+def test_the_page_has_its_files() -> None:
+    assert set(FILES) == {
+        "rule.py",
+        "prompts.jsonl",
+        *(f"conf/{name}.yaml" for name in ("scheduler/mine", "scheduler/bold", "experiment/quick", "model/my-model")),
+    }
+
+
+def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(COMMANDS) >= 10
+    for line in COMMANDS:
+        command, *words = shlex.split(line, comments=True)
+        assert {"dllm-sample": sample, "dllm-eval": evaluate}[command](words) == 0, line
+        out = capsys.readouterr().out
+        expected = re.search(r"  # (.+)", line)
+        assert expected is None or out.splitlines()[0] == expected[1], line
+        if "--help" in words or "--info" in words:
+            assert "[yours: conf/" in " ".join(out.split()), line
+    runs = [json.loads(file.read_text()) for file in folder.glob("runs/*/run.json")]
+    assert {run["config"]["scheduler"]["name"] for run in runs} == {"mine", "threshold"}
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [record["text"] for record in records] == ["Ada, Ben", "Cal, Ben, Ada"]
+
+
+def test_the_installed_command(folder: Path) -> None:
+    """All of it at once, in a process of its own that has not the directory on its path."""
+    command = Path(sys.executable).with_name("dllm-sample")
+    words = ["scheduler=mine", "model=my-model", "prompts_file=prompts.jsonl", "device=cpu"]
+    (folder / "json.py").write_text("raise SystemExit('imported from the working directory')\n")
+    done = subprocess.run([command, *words], capture_output=True, text=True, cwd=folder, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (0, "Ada, Ben\nCal, Ben, Ada\n"), done.stderr
