@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler
 
 Value = TypeVar("Value")
@@ -38,7 +39,7 @@ def check_recorded(sampler: Sampler) -> None:
     """
     scheduler, cache = sampler.plugins.scheduler, sampler.plugins.cache
     if cache.syncs or not scheduler.traits.static:
-        names = f"scheduler={type(scheduler).__name__} under cache={type(cache).__name__}"
+        names = f"scheduler={named(scheduler)} under cache={named(cache)}"
         raise UserError(f"steps of {names} are never recorded: leave it out")
 
 

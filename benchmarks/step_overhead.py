@@ -43,6 +43,7 @@ from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.naming import named
 
 TARGETS = {  # for llada-157m
     ("overhead", "none"): 1.10,
@@ -111,7 +112,7 @@ class Bare:
         positions = torch.arange(first, last, device=device)[None]
         if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.answers.whole:
             raise UserError(
-                f"a bare forward computes one run of columns, and cache={type(plan.cache).__name__} others: choose"
+                f"a bare forward computes one run of columns, and cache={named(plan.cache)} others: choose"
                 " --caches among none, prefix and dual"
             )
         ids, rows = canvas.ids[:, first:last].clone(), query.positions - first  # [B, Q]

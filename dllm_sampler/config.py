@@ -24,6 +24,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.naming import typed
 
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
     from dllm_sampler.core.values import Noise
@@ -233,6 +234,8 @@ def _one(group: str, spec: object) -> Any:
     for key, value in nested.items():
         if isinstance(value, int) and abs(value) >= 2**31:
             raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+    if name:
+        typed(cls, str(name))
     return cls(**check(owner, cls, nested))
 
 

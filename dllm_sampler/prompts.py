@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -114,10 +115,10 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
     if given is None and not known:
         return None
     if given is None:
-        single = "; a single form needs no list: quote it if it begins with a bracket" if known == 1 else ""
+        if known == 1:
+            raise UserError("the guide has a list of one form: give the form alone, without brackets, or forms=0")
         raise UserError(
-            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...] with numbers from 0 to"
-            f" {known - 1}{single}"
+            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...], numbers from 0 to {known - 1}"
         )
     if not known:
         raise UserError("forms says which form of a guide's list each prompt wants, and no guide has a list of forms")
@@ -197,8 +198,23 @@ def _text(prompt: str, tokenizer: PreTrainedTokenizerBase, number: int) -> list[
     ids = list(encoded["input_ids"])
     if fast and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         start, stop = encoded["offset_mapping"][ids.index(tokenizer.unk_token_id)]
-        raise UserError(f"prompt {number} has {prompt[start:stop]!r}, which is not in this model's vocabulary")
+        raise UserError(
+            f"prompt {number} has {prompt[start:stop]!r}, which is not in this model's vocabulary{_known(tokenizer)}"
+        )
     return ids
+
+
+def _known(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What prompts a toy model knows, where its tokenizer's configuration lists them, and where to look further."""
+    operations = tokenizer.init_kwargs.get("operations")
+    if not operations:
+        return ""
+    card = Path(str(tokenizer.name_or_path), "README.md")
+    examples = f" (examples: {card})" if card.is_file() else ""
+    return (
+        f': it knows {", ".join(operations)}, as in "sort: Dan, Ada"{examples}; plain text needs another model, as in'
+        " model=llada-8b chat=true"
+    )
 
 
 def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]) -> list[str]:

@@ -29,6 +29,7 @@ from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import GuidedDenoiser, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.naming import named
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
 from dllm_sampler.stream import Progress
@@ -329,8 +330,10 @@ class Sampler:
         if block_length is None:
             return self.plugins
         if not isinstance(self.plugins.blocks, FixedBlocks):
-            name = type(self.plugins.blocks).__name__
-            raise UserError(f"block_length belongs to blocks=fixed, but blocks is {name}: leave one of them out")
+            name = named(self.plugins.blocks)
+            raise UserError(
+                f"block_length belongs to blocks=fixed, and this run has blocks={name}: leave one of them out"
+            )
         return self.plugins.on(FixedBlocks(block_length))
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts
+from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts, readable
+from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
@@ -215,6 +216,8 @@ def values(word: str) -> list[str]:
     if key in ("model", "model.path") and not value.startswith(("'", '"', "glob(")):
         given = [value] if Path(value).exists() else value.split(",")
         return [f"{key}={one}" for one in given]
+    if key in TEXTS and not readable(word):
+        return [word]  # a pattern or a schema may have any signs, and is one value then
     override = parse(word)
     if not override.is_sweep_override():
         return [word]

@@ -14,6 +14,7 @@ from dllm_sampler.core.select import top
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
@@ -100,7 +101,7 @@ def decode(
     stop, predicts = reference.plugins.stop, getattr(reference.plugins.stop, "mode", None) == "predicted"
     if predicts or not isinstance(stop, LEGAL_STOPS):
         raise UserError(
-            f"the oracle cannot reproduce an answer under stop={type(stop).__name__}, which decides by predictions:"
+            f"the oracle cannot reproduce an answer under stop={named(stop)}, which decides by predictions:"
             " use stop=prefix, block, truncate or none"
         )
     if any(guide.draws for guide in reference.plugins.guides):

@@ -26,7 +26,7 @@ from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
-from dllm_sampler.guides import Regex
+from dllm_sampler.eval.tasks.formed import Demanded
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.result import Answer
@@ -127,7 +127,7 @@ class Runner:
         self.forms: tuple[str, ...] = ()  # each once
         if options.guided:
             self.forms = tuple(dict.fromkeys(self._form(sample) for sample in task.samples()))
-            self.plugins["guide"] = (*self.plugins["guide"], Regex(self.forms))
+            self.plugins["guide"] = (*self.plugins["guide"], Demanded(self.forms))
         self.guides: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         self.sampler = Sampler(
             self.denoiser,
@@ -140,6 +140,9 @@ class Runner:
             **self.plugins,
             **self.guides,
         )
+        if options.guided:  # its forms are built: the oracle's samplers take them as they are
+            bound = next(one for one in self.sampler.plugins.guides if isinstance(one, Demanded))
+            self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)
         self.sampler.lay_out()
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")

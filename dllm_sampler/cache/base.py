@@ -18,6 +18,7 @@ from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class BaseCache(Cache):
 
     def _obstacles(self, context: Context) -> Iterator[str]:
         """Why it cannot serve the model or the scheduler: what the facts above and the scheduler's traits say."""
-        spec, cache = context.spec, f"cache={type(self).__name__}"
+        spec, cache = context.spec, f"cache={named(self)}"
         if self.stores and not spec.cacheable:
             yield f"{cache} cannot serve this model, whose forward computes whole rows only: use cache=none"
         if self.causal and spec.attention != "block_causal":
@@ -146,7 +147,7 @@ class BaseCache(Cache):
             )
         if context.scheduler is None:
             return
-        traits, scheduler = context.scheduler.traits, f"scheduler={type(context.scheduler).__name__}"
+        traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
         if traits.whole and self.stores:
             yield (
                 f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"

@@ -15,6 +15,7 @@ from dllm_sampler.core.protocols import Cache, Context
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 
 
 @dataclass
@@ -46,8 +47,8 @@ class GreedyCache(BaseCache):
         """See `Cache.bind`. It needs a scheduler that plans."""
         if context.scheduler is not None and not context.scheduler.traits.plans:
             raise UserError(
-                f"cache={type(self).__name__} must know before each forward what it will commit, and"
-                f" scheduler={type(context.scheduler).__name__} decides that by the forward's predictions: use"
+                f"cache={named(self)} must know before each forward what it will commit, and"
+                f" scheduler={named(context.scheduler)} decides that by the forward's predictions: use"
                 " scheduler=random_order, or another cache, dkv say"
             )
         return super().bind(context)

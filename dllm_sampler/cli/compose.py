@@ -22,6 +22,7 @@ from yaml import YAMLError
 
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
 from dllm_sampler.errors import UserError, unknown
 
 LOCAL = Path("conf")  # the user's own YAML files: found before the packaged ones
@@ -216,21 +217,18 @@ def _guides(found: object) -> list[object]:
 
 def literal(word: str) -> Sequence[str]:
     """A word of the command line as Hydra should read it; a checkpoint that has no YAML becomes two words."""
+    key, _, value = word.partition("=")
+    if key in TEXTS and value:
+        return [f"{key}={as_text(key, value, lambda text: readable(f'{key}={text}'))}"]
     match = _LITERAL.match(word)
     if not match:
         return [word]
     key, value = match.groups()
     if key != "model":
-        return [f"{key}='{_quoted(value)}'"]
+        return [f"{key}={quoted(value)}"]
     if value in choices("model") and value != config.CHECKPOINT:  # a folder may have that name
         return [word]
-    return [f"model={config.CHECKPOINT}", f"model.path='{_quoted(config.checkpoint(value))}'"]
-
-
-def _quoted(value: str) -> str:
-    """`value` as the inside of a single-quoted string of Hydra's grammar, interpolation switched off."""
-    value = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
-    return re.sub(r"(\\+)\Z", lambda match: match[1] * 2, value).replace("${", r"\${")
+    return [f"model={config.CHECKPOINT}", f"model.path={quoted(config.checkpoint(value))}"]
 
 
 def parse(word: str) -> Override:
@@ -242,11 +240,16 @@ def parse(word: str) -> Override:
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException:
-        value = word.partition("=")[2]
-        raise UserError(
-            f"cannot read the override {word}: quote its value, as in {word.partition('=')[0]}='\"{value}\"', "
-            "or put -- before it if it is a prompt"
-        ) from None
+        raise UserError(unreadable(word)) from None
+
+
+def readable(word: str) -> bool:
+    """Whether Hydra can read an override."""
+    try:
+        parse(word)
+    except UserError:
+        return False
+    return True
 
 
 def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:

@@ -10,11 +10,43 @@ from dllm_sampler.errors import UserError
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or chat messages
 
 
+class Forms(NamedTuple):
+    """What the lines of a file say in their field `form`, which means something only where a guide has forms."""
+
+    values: list[object]  # of each prompt; None: it says nothing
+    places: list[str]  # of each prompt: FILE line N, or the prompt's number
+    file: str
+
+    def numbers(self, known: int) -> list[int] | None:
+        """The number of each prompt's form; None: none is said.
+
+        Args:
+            known: how many forms the guides have, 1 where they have no list; 0: no guide is on the form.
+
+        Raises:
+            UserError: a value that is none of the numbers, or none where others say one.
+        """
+        if not known or all(value is None for value in self.values):
+            return None
+        right = "0, the guide's only one"
+        if known > 1:
+            right = f"a number from 0 to {known - 1}, as the guide's list has them"
+        found: list[int] = []
+        for value, place in zip(self.values, self.places, strict=True):
+            if value is None:
+                where = f'"form" should be in each line of {self.file}, or in none'
+                raise UserError(f"{place} names no form, and others do: {where}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < known:
+                raise UserError(f'{place}: "form" should be {right}, not {json.dumps(value)}')
+            found.append(value)
+        return found
+
+
 class Given(NamedTuple):
-    """The prompts of a run, and the number of each one's form; None: none names one."""
+    """The prompts of a run, and what they say of their forms; None: nothing."""
 
     prompts: list[Prompt]
-    forms: list[int] | None
+    forms: Forms | None
 
 
 def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given:
@@ -29,7 +61,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
         UserError: no prompt, an unreadable file, or a malformed line, which is named by its number.
     """
     prompts: list[Prompt] = list(words)
-    forms: list[int | None] = []
+    forms: Forms | None = None
     if file == "-" or (file is None and not prompts and stdin is not None):
         if stdin is None:
             raise UserError("prompts_file=- reads a pipe, and there is none")
@@ -39,8 +71,12 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
         try:
             with path.open(encoding="utf-8") as lines:
                 if path.suffix in (".jsonl", ".json"):
-                    found, forms = _records(lines, file)
-                    prompts += found
+                    found = records(lines, file)
+                    prompts += [prompt(record, place) for place, record in found]
+                    said = [record.get("form") if isinstance(record, dict) else None for _, record in found]
+                    if any(form is not None for form in said):
+                        before = [f"prompt {number}" for number, _ in enumerate(words, 1)]
+                        forms = Forms([*[None] * len(words), *said], [*before, *[place for place, _ in found]], file)
                 else:
                     prompts += _lines(lines, file)
         except OSError as error:
@@ -53,12 +89,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
             json.dumps(one, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
             raise UserError(f"prompt {number} is not valid Unicode text") from None
-    named = [form for form in forms if form is not None]
-    if named and len(named) < len(prompts):
-        place = len(words) + 1 + forms.index(None) if None in forms else 1
-        where = f'"form" should be in each line of {file}, or in none'
-        raise UserError(f"prompt {place} names no form, and others do: {where}")
-    return Given(prompts, named or None)
+    return Given(prompts, forms)
 
 
 def as_chat(prompt: Prompt) -> Prompt:
@@ -72,13 +103,6 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
         return [line.rstrip("\r\n") for line in lines if line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-
-
-def _records(lines: Iterable[str], name: str) -> tuple[list[Prompt], list[int | None]]:
-    """One JSON record per line that is not blank: its prompt, and its form where it names one."""
-    found = records(lines, name)
-    forms = [_form(record, where) for where, record in found]
-    return [prompt(record, where) for where, record in found], forms
 
 
 def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
@@ -110,13 +134,6 @@ def _json(line: str, where: str) -> Any:
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {str(error).partition(':')[0]}") from None
     return record
-
-
-def _form(record: Any, where: str) -> int | None:
-    form = record.get("form") if isinstance(record, dict) else None
-    if form is not None and type(form) is not int:
-        raise UserError(f'{where}: "form" should be the number of a guide\'s form, not {form!r}')
-    return form
 
 
 def prompt(record: Any, where: str) -> Prompt:

@@ -5,6 +5,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -45,8 +46,15 @@ def render(ids: list[int], masked: list[bool], steps: list[int], tokenizer: PreT
 class Screen:
     """Shows the commits of one batch: live in a terminal, as a plain line per step elsewhere."""
 
-    def __init__(self, console: Console, labels: list[str], tokenizer: PreTrainedTokenizerBase | None, delay: float):
-        self.console, self.labels, self.tokenizer, self.delay = console, labels, tokenizer, delay
+    def __init__(
+        self,
+        console: Console,
+        labels: list[str],
+        tokenizer: PreTrainedTokenizerBase | None,
+        delay: float,
+        eos_id: int,
+    ):
+        self.console, self.labels, self.tokenizer, self.delay, self.eos_id = console, labels, tokenizer, delay, eos_id
         self.live = Live(console=console, auto_refresh=False, vertical_overflow="ellipsis")
 
     def __enter__(self) -> Self:
@@ -68,7 +76,7 @@ class Screen:
                 Text(f"{label}: ", "bold") + line if several else line
                 for label, line in zip(self.labels, lines, strict=True)
             ]
-            self.live.update(Group(*shown, Text(figures(commits), "bright_black")), refresh=True)
+            self.live.update(Group(*shown, Text(figures(commits, self.eos_id), "bright_black")), refresh=True)
             time.sleep(max(0.0, self.delay - (time.perf_counter() - begun)))
         else:
             for label, line in zip(self.labels, lines, strict=True):
@@ -78,9 +86,15 @@ class Screen:
         return time.perf_counter() - begun
 
 
-def figures(commits: Commits) -> str:
-    """The line below the canvas: step, NFE, tokens committed, tokens per forward."""
-    done, whole = int((~commits.masked).sum()), commits.masked.numel()
+def figures(commits: Commits, eos_id: int) -> str:
+    """The line below the canvas: step, NFE, tokens of the answers, tokens per forward, counted as in the last line.
+
+    What stands behind an end token is no part of an answer.
+    """
+    width = commits.tokens.shape[1]
+    column = torch.arange(width)
+    ended = torch.where((commits.tokens == eos_id) & ~commits.masked, column, width - 1).amin(1, keepdim=True)  # [B, 1]
+    done, whole = int((~commits.masked & (column <= ended)).sum()), int((ended + 1).sum())
     return (
         f"step {commits.step} · NFE {_span(commits.nfe)} · {done}/{whole} tokens · "
         f"{done / max(1, int(commits.nfe.sum())):.2f} tokens per forward"

@@ -95,6 +95,7 @@ SHORT = {
     "length": "cut at max_new_tokens",
     "max_steps": "stopped at max_steps",
     "constraint": "nothing that the guide allows was left to commit",
+    "stopped": "cut at a stop string before it had the guide's form",
     "invalid": "complete, and not of the guide's form",
 }
 
@@ -118,7 +119,8 @@ class Totals:
         if isinstance(result, Result):
             for row, reason in enumerate(result.finish_reason):
                 valid = None if result.valid is None else bool(result.valid[row])
-                why = "invalid" if valid is False and result.complete[row] else reason
+                unfit = {"end": "invalid", "length": "invalid", "stop_string": "stopped"}
+                why = unfit.get(reason, reason) if valid is False else reason
                 if why in SHORT and not valid:
                     self.short.setdefault(why, []).append(first + row + 1)
         else:

@@ -17,11 +17,11 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class Request:
-    """A run of `dllm-sample`: its settings, its prompts, and the number of each one's form (None: none names one)."""
+    """A run of `dllm-sample`: its settings, its prompts, and what these say of their forms (None: nothing)."""
 
     settings: Settings
     prompts: list[Prompt]
-    forms: list[int] | None
+    forms: inputs.Forms | None
 
 
 def request(arguments: Arguments) -> Request:

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from dllm_sampler import config, prompts
 from dllm_sampler.cli.compose import Settings
-from dllm_sampler.cli.inputs import Prompt
+from dllm_sampler.cli.inputs import Forms, Prompt
 from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
@@ -41,8 +41,7 @@ def run(asked: Request) -> int:
     deer = None if options.target is None else verified(sampler, options)
     # every prompt is checked before the first answer is printed
     rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
-    known = sampler.plugins.forms if deer is None else 0
-    forms = prompts.forms(asked.forms if options.forms is None else options.forms, known, len(rows), 1)
+    forms = _forms(asked.forms, options, sampler, len(rows))
     totals = Totals()
     many = len(rows) > options.batch_size  # there is progress to show
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
@@ -185,6 +184,16 @@ def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[l
     return result, time.perf_counter() - begun
 
 
+def _forms(said: Forms | None, options: Options, sampler: Sampler, rows: int) -> list[int] | None:
+    """The form of each prompt, by the options or by what the prompts' file said; None: no guide has a list of forms."""
+    known, given = sampler.plugins.forms, options.forms
+    if given is None and said is not None:
+        single = any(guide.joint or guide.vetoes for guide in sampler.plugins.guides)
+        numbers = said.numbers(known or int(single))
+        given = numbers if known else None
+    return prompts.forms(given, known, rows, 1)
+
+
 def _stop_strings(options: Options) -> Sequence[str]:
     return [options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings or ()
 
@@ -209,7 +218,8 @@ def _denoise(
         forms=forms,
     )
     labels = [str(first + row + 1) for row in range(len(rows))]
-    screen = Screen(Console(stderr=True), labels, sampler.tokenizer, options.stream_delay) if options.stream else None
+    eos, delay = sampler.denoiser.spec.eos_id, options.stream_delay
+    screen = Screen(Console(stderr=True), labels, sampler.tokenizer, delay, eos) if options.stream else None
     commits: Commits | None = None
     begun, shown = time.perf_counter(), 0.0
     try:

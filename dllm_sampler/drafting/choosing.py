@@ -15,6 +15,7 @@ from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.statistics import probability
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 from dllm_sampler.rewards import NOTHING
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
@@ -93,7 +94,7 @@ class Choosing(Around):
         inner = super().init(canvas)
         if self.candidates > 1 and not isinstance(canvas.noise, CounterNoise):
             raise UserError(
-                f"scheduler={type(self).__name__} draws each candidate by a noise of its own, and"
+                f"scheduler={named(self)} draws each candidate by a noise of its own, and"
                 f" {type(canvas.noise).__name__} draws in the order of steps: use the default noise"
             )
         if not self._holds:

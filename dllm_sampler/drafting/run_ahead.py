@@ -13,6 +13,7 @@ from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 from dllm_sampler.schedulers.around import Around
 
 
@@ -46,7 +47,7 @@ class RunAhead(Around):
     draws: bool = field(init=False, default=True)  # whether tokens are drawn
 
     def __post_init__(self) -> None:
-        inner, name, traits = type(self.inner).__name__, type(self).__name__, self.inner.traits
+        inner, name, traits = named(self.inner), named(self), self.inner.traits
         if traits.drafts:
             raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
         if traits.revises or traits.leave_one_out or not traits.asks_block:
@@ -72,13 +73,13 @@ class RunAhead(Around):
         """Take the mask token, the length of blocks, and whether candidates need noise of their own."""
         if context.spec.mask_id is None:
             raise UserError(
-                f"scheduler={type(self).__name__} tells branches apart by their mask tokens, and this model has none:"
-                f" use {type(self.inner).__name__} alone"
+                f"scheduler={named(self)} tells branches apart by their mask tokens, and this model has none:"
+                f" use {named(self.inner)} alone"
             )
         blocks = context.blocks
         if self.eager and blocks.sizes_on_open:
             raise UserError(
-                f"scheduler.eager opens a block ahead of time, and blocks={type(blocks).__name__} sizes it on the"
+                f"scheduler.eager opens a block ahead of time, and blocks={named(blocks)} sizes it on the"
                 " forward that opens it: use blocks=fixed, or eager=false"
             )
         bound = super().bind(context)
@@ -97,7 +98,7 @@ class RunAhead(Around):
         """See `Scheduler.init`."""
         if not isinstance(canvas.noise, CounterNoise):
             raise UserError(
-                f"scheduler={type(self).__name__} looks at several steps at once, and {type(canvas.noise).__name__}"
+                f"scheduler={named(self)} looks at several steps at once, and {type(canvas.noise).__name__}"
                 " draws in the order of steps: use the default noise"
             )
         zero = torch.zeros_like(canvas.start)

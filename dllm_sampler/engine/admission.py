@@ -25,6 +25,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import Opaque, walk
+from dllm_sampler.naming import named
 
 SHARED = (bool, int, float, str)  # leaves that hold for all rows
 PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away
@@ -55,9 +56,9 @@ class Ended:
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Why rows cannot join a generation that runs; None: they can."""
     if plugins.cache.shared:
-        return f"cache={type(plugins.cache).__name__} counts forwards for the batch as a whole"
+        return f"cache={named(plugins.cache)} counts forwards for the batch as a whole"
     if plugins.scheduler.traits.shared:
-        return f"scheduler={type(plugins.scheduler).__name__} asks a second model, which keeps a state of its own"
+        return f"scheduler={named(plugins.scheduler)} asks a second model, which keeps a state of its own"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws for the batch as a whole"
     if denoiser.spec.encoder:

@@ -19,6 +19,7 @@ from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 
 
 @dataclass
@@ -105,7 +106,7 @@ def _stop(stop: Stop, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -
     stopped = stop(canvas, after, query, seen, edit)
     if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
         raise UserError(
-            f"stop={type(stop).__name__} decides when a row leaves its block (close_block or keep_block of the edit),"
+            f"stop={named(stop)} decides when a row leaves its block (close_block or keep_block of the edit),"
             " which is for schedulers and blocks to say: a stop ends rows (finish, end)"
         )
     writes = ("ids", "commit", "remask", "end")

@@ -28,6 +28,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
 from dllm_sampler.models.fused import hooked
 from dllm_sampler.models.moe import Experts, waits
+from dllm_sampler.naming import named
 
 KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made
@@ -50,15 +51,15 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     if spec.device.type != "cuda":
         return f"graphs are CUDA's, and the model is on {spec.device.type}"
     if plugins.cache.syncs:
-        return f"cache={type(plugins.cache).__name__} reads the device inside a step"
+        return f"cache={named(plugins.cache)} reads the device inside a step"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws on the host"
     if spec.encoder:
         return "this model's encoder keeps what it read in an object of its own"
     vetoing = next((guide for guide in plugins.guides if guide.vetoes), None)
     if vetoing is not None:
-        return f"guide={type(vetoing).__name__} reads the device inside a step"
-    traits, scheduler = plugins.scheduler.traits, f"scheduler={type(plugins.scheduler).__name__}"
+        return f"guide={named(vetoing)} reads the device inside a step"
+    traits, scheduler = plugins.scheduler.traits, f"scheduler={named(plugins.scheduler)}"
     if traits.shared:
         return f"{scheduler} asks a second model, which keeps a state of its own"
     if not traits.static:

@@ -13,6 +13,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
+from dllm_sampler.naming import named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,7 +157,7 @@ def check(plugins: Plugins) -> None:
         unknown = sorted(plugin.needs - FIELDS)
         if unknown:
             raise UserError(
-                f"{type(plugin).__name__} needs {', '.join(unknown)}, which no readout has: there are"
+                f"{named(plugin)} needs {', '.join(unknown)}, which no readout has: there are"
                 f" {', '.join(sorted(FIELDS))}"
             )
     why = next(chain(_obstacles(plugins), _of_guides(plugins.guides)), None)
@@ -167,9 +168,7 @@ def check(plugins: Plugins) -> None:
 def _obstacles(plugins: Plugins) -> Iterator[str]:
     """What scheduler, blocks, stop and model cannot do together."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits
-    scheduler, blocks, stop = (
-        f"{group}={type(getattr(plugins, group)).__name__}" for group in ("scheduler", "blocks", "stop")
-    )
+    scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
     if traits.leave_one_out and not (spec.cacheable and spec.mask_id is not None):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only: use"
@@ -180,7 +179,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
             " use stop=prefix, block or none"
         )
-    forms = [f"guide={type(guide).__name__}" for guide in plugins.guides if guide.joint or guide.vetoes]
+    forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:
         yield f"{' and '.join(forms)} both say what form an answer has: leave one of them out"
     if forms and traits.own_tokens:
@@ -195,7 +194,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             yield f"{scheduler} counts on commits that {forms[0]} may refuse: use another scheduler, threshold say"
         if plugins.foresees:
             yield (
-                f"cache={type(plugins.cache).__name__} counts on commits that {forms[0]} may refuse: use another cache,"
+                f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse: use another cache,"
                 " dual say"
             )
     if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
@@ -234,7 +233,7 @@ def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
     """What guides cannot do together."""
     draws, cut = any(guide.draws for guide in guides), None
     for guide in guides:
-        name = type(guide).__name__
+        name = named(guide)
         if guide.truncates and not draws and not guide.measures:
             yield f"{name} changes nothing without a temperature: tokens are chosen greedily; add temperature=1"
         if guide.excludes and cut is not None:

@@ -32,9 +32,9 @@ class EndTokens(Guide):
     ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("guide.mode of end_tokens", self.mode, Mode)
+        check_choice("guide.end_tokens.mode", self.mode, Mode)
         if self.ids is not None:
-            vars(self)["ids"] = checked_tokens("guide.ids of end_tokens", self.ids)
+            vars(self)["ids"] = checked_tokens("guide.end_tokens.ids", self.ids)
 
     @property
     def chooses(self) -> bool:

@@ -22,6 +22,7 @@ from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class TransformerDenoiser:
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
         if query.ids.shape[1] > 1 or query.leave_one_out or query.soft is not None:
-            raise UserError(f"cache={type(plan.cache).__name__} takes plain queries only: use another cache, or none")
+            raise UserError(f"cache={named(plan.cache)} takes plain queries only: use another cache, or none")
         columns = predictors(canvas, query.positions) if self.shift else query.positions  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(

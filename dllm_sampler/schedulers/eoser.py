@@ -11,6 +11,7 @@ from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.fixed import FixedSteps
 
@@ -44,15 +45,15 @@ class Eoser(Around):
         check_number("scheduler.high", self.high)
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
-        inner = type(self.inner).__name__
+        inner = named(self.inner)
         if self.inner.traits.drafts:
             raise UserError(
-                f"scheduler=Eoser cannot change what {inner} has drafted: put it inside, as in"
+                f"scheduler=eoser cannot change what {inner} has drafted: put it inside, as in"
                 " scheduler=freedave scheduler.inner=eoser"
             )
         if not self.inner.traits.ranks_by_confidence:
             raise UserError(
-                f"scheduler=Eoser scales confidences, and {inner} with these settings does not look at them: use"
+                f"scheduler=eoser scales confidences, and {inner} with these settings does not look at them: use"
                 " another scheduler inside, fixed or threshold say"
             )
 

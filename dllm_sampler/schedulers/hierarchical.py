@@ -78,10 +78,10 @@ class Hierarchical(Renoising):
     @staticmethod
     def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
         """`[B, Q]` the best `place [B, Q]` of each run of neighbours in `free [B, Q]`."""
-        # Runs of the canvas: a cache may choose which of a run's masks are asked. Padding is never open, nor is what a
-        # finished row left.
+        # Runs of the canvas: a cache may choose which of a run's masks are asked, so there may be more runs than asked
+        # masks. Padding is never open, nor is what a finished row left.
         row = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).scatter(1, query.positions, free)
         run = (row & ~row.roll(1, 1)).cumsum(1).gather(1, query.positions)  # [B, Q], from 1 where it is free
         worst = place.shape[1]
-        best = place.new_full((len(place), worst + 1), worst).scatter_reduce(1, run, place, "amin")
+        best = place.new_full((len(place), canvas.width + 1), worst).scatter_reduce(1, run, place, "amin")
         return free & (place == best.gather(1, run))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.around import Around
@@ -22,6 +22,11 @@ class StorePass(Around):
     Args:
         inner: the scheduler of all other forwards.
     """
+
+    @property
+    def stands_for(self) -> Scheduler:
+        """The scheduler that the user named."""
+        return self.inner
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored; inner."""

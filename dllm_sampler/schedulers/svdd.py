@@ -16,6 +16,7 @@ from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.drafting.choosing import Choosing
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 from dllm_sampler.rewards import Reward
 from dllm_sampler.schedulers.fixed import FixedSteps
 
@@ -51,7 +52,7 @@ class SoftValueGuided(Choosing):
         check_count("scheduler.candidates", self.candidates)
         check_number("scheduler.alpha", self.alpha, finite=True)
         check_choice("scheduler.value", self.value, Value)
-        inner, traits, why = type(self.inner).__name__, self.inner.traits, None
+        inner, traits, why = named(self.inner), self.inner.traits, None
         if traits.drafts or not traits.static:
             why = "a scheduler that drafts, asks another model or a reward itself"
         elif self.looks_ahead and (traits.revises or traits.leave_one_out or not traits.asks_block):
@@ -82,7 +83,7 @@ class SoftValueGuided(Choosing):
         draws = context.draws or any(guide.draws for guide in bound.guides(()))
         if not draws and not bound.inner.traits.draws_order:
             raise UserError(
-                f"scheduler=svdd chooses among candidates, and {type(self.inner).__name__} draws nothing, so that all"
+                f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"
                 " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}"
             )
         eos = spec.eos_id if self.looks_ahead else None

@@ -21,6 +21,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.naming import named
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
@@ -93,7 +94,7 @@ class SpeculativeSampler:
                 "a drafter fills masks in one forward, and this model has none, its noise are random tokens (uniform"
                 " diffusion): draft with a masked-diffusion model"
             )
-        forms = [type(guide).__name__ for guide in drafter.plugins.guides if guide.joint or guide.vetoes]
+        forms = [named(guide) for guide in drafter.plugins.guides if guide.joint or guide.vetoes]
         if forms:
             raise UserError(
                 f"guide={forms[0]} says what form an answer has, and a target knows nothing of it: leave one out"

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, 
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler.training.tasks import BRACKETS, CITIES, COLORS, NAMES
+from dllm_sampler.training.tasks import BRACKETS, CITIES, COLORS, NAMES, TASKS
 
 EOS, MASK, SEP, UNK = "[EOS]", "[MASK]", "[SEP]", "[UNK]"
 SPACED = (", ", "; ", ": ", " + ", " - ", " = ")  # marks that carry their spaces
@@ -58,6 +58,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         padding_side="left",
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
+        operations=list(TASKS),  # what errors say that the model knows; kept in tokenizer_config.json
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

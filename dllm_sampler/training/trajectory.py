@@ -21,6 +21,7 @@ from dllm_sampler.core.masks import block_causal
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler
 
 
@@ -240,13 +241,13 @@ def check(sampler: Sampler) -> None:
     for reason, holds in why.items():
         if holds:
             raise UserError(
-                f"scheduler={type(rule).__name__} {reason}, so its trajectories cannot be scored again: use one that"
+                f"scheduler={named(rule)} {reason}, so its trajectories cannot be scored again: use one that"
                 " commits each position once from the canvas as it is, fixed, threshold or ascending say"
             )
     for guide in plugins.guides:
         if guide.measures:
             raise UserError(
-                f"guide={type(guide).__name__} changes the probabilities that are recorded, and training needs the"
+                f"guide={named(guide)} changes the probabilities that are recorded, and training needs the"
                 " model's own: leave it out, or let it only choose"
             )
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:

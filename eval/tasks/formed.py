@@ -11,6 +11,7 @@ from typing import ClassVar
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.mini import Mini
+from dllm_sampler.guides import Regex
 
 OPERATIONS = ("latin", "shuffle", "json")
 NAMES = 5  # orders of more would make long expressions
@@ -63,6 +64,13 @@ class Formed(Mini):
         """As `Mini`, and `valid`: whether the answer has the form."""
         fits = re.fullmatch(self.form(sample), answer.text) is not None
         return {**super().grade(sample, answer), "valid": float(fits)}
+
+
+@dataclass(frozen=True)
+class Demanded(Regex):
+    """The forms of a task's answers, as `guided=true` demands them."""
+
+    stands_for: ClassVar[str] = "regex (of guided=true)"
 
 
 def _below(above: tuple[str, ...], rows: list[str]) -> list[tuple[str, ...]]:

@@ -90,7 +90,7 @@ def test_what_works_on_all_blocks_needs_every_row(rule: Scheduler, cache: str) -
 @pytest.mark.parametrize("cache", [PublishedPrefixCache(), PublishedDualCache(), PublishedSparseCache()])
 def test_a_window_without_its_first_prediction_is_refused(cache: Any) -> None:
     """Under a logit shift, the published window predicts nothing for the block's first position."""
-    message = rf"cache={type(cache).__name__} .* scheduler=Threshold .* use ForcedFirst"
+    message = rf"cache={type(cache).__name__} .* scheduler=threshold .* use ForcedFirst"
     with pytest.raises(UserError, match=message):
         toys.sampler("dream", cache=cache, scheduler=Threshold())
     assert toys.sampler("dream", cache=cache, scheduler={"name": "eoser", "inner": ForcedFirst(Threshold())})

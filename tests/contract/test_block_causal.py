@@ -208,7 +208,7 @@ def test_other_blocks_are_refused(blocks: str) -> None:
 
 
 def test_the_cache_is_refused_where_it_would_not_be_exact() -> None:
-    with pytest.raises(UserError, match=r"cache=BlockCausalCache is for block-causal models.*: use cache=dual"):
+    with pytest.raises(UserError, match=r"cache=block_causal is for block-causal models.*: use cache=dual"):
         toys.sampler("llada", cache="block_causal")
     with pytest.raises(UserError, match=r"store_pass should be 'ride' or 'separate', not 'no'"):
         sampler(cache={"name": "block_causal", "store_pass": "no"})

@@ -108,7 +108,7 @@ def test_all_but_a_few_can_join() -> None:
     assert {case.scheduler["name"] for case in CASES} - {case.scheduler["name"] for case in JOINS} == {"apd"}
     assert {case.cache["name"] for case in CASES} - {case.cache["name"] for case in JOINS} == {"dllm"}
     sampler = toys.sampler(cache="dllm")
-    with pytest.warns(FallbackWarning, match="batch by batch: cache=IntervalCache counts forwards for the batch"):
+    with pytest.warns(FallbackWarning, match="batch by batch: cache=dllm counts forwards for the batch"):
         answers = list(sampler.generate_many(PROMPTS, batch_size=3, max_new_tokens=8))
     assert_same(sampler, answers, 8, 0)
 

@@ -8,6 +8,7 @@ import pytest
 
 from dllm_sampler import Scheduler, UserError, config
 from dllm_sampler.core.protocols import Blocks, Cache, Foresees, Stop
+from dllm_sampler.naming import named
 from tests import toys
 from tests.contract import cases
 from tests.sampling import sample
@@ -34,7 +35,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
     starved = starved or (traits.horizon is not None and cache.keeps_noise)
     stops = traits.drafts and (stop.cuts or stop.fills)
-    against = {type(cache).__name__: starved, type(blocks).__name__: wrong_blocks, type(stop).__name__: stops}
+    against = {f"cache={named(cache)}": starved, f"blocks={named(blocks)}": wrong_blocks, f"stop={named(stop)}": stops}
     return [name for name, opposes in against.items() if opposes]
 
 
@@ -57,7 +58,7 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
             with pytest.raises(UserError) as refusal:
                 toys.sampler(scheduler=scheduler, **plugins)
             sentence = str(refusal.value)
-            assert f"scheduler={type(scheduler).__name__}" in sentence, chosen
+            assert f"scheduler={named(scheduler)}" in sentence, chosen
             assert any(other in sentence for other in against), chosen
             assert ": use " in sentence and "\n" not in sentence, chosen
             continue

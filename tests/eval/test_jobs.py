@@ -22,6 +22,7 @@ def test_values() -> None:
     assert values("cache=glob(d*)")[:2] == ["cache=d2", "cache=dkv"]
     assert values("guide=[temperature,top_p]") == ["guide=[temperature,top_p]"]
     assert values("output=a,b") == ["output=a,b"]
+    assert values("guide.regex.pattern=[a-z]{2,3}") == ["guide.regex.pattern=[a-z]{2,3}"]
     assert values("model=mini,org/other") == ["model=mini", "model=org/other"]
 
 

@@ -92,7 +92,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step --smoke --sides tritn", "unknown side 'tritn', did you mean 'triton'"),
         ("decode_step --smoke --sides torch,triton", "--sides torch,triton: --smoke runs on the CPU"),
         ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
-        ("step_overhead --smoke --caches elastic --kinds overhead", "computes one run of columns, and cache=Elastic"),
+        ("step_overhead --smoke --caches elastic --kinds overhead", "computes one run of columns, and cache=elastic"),
         ("step_overhead --models llada-8b", "llada-8b needs a GPU"),
         ("scheduler_overhead --wanted nan", "--wanted: should be a number above 0, not 'nan'"),
         ("step_operations --stops non", "unknown stop 'non', did you mean 'none'"),
@@ -107,7 +107,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("batching --width 20 --heads 4", "--width 20: should be a multiple of twice --heads 4"),
         ("batching --longest 4000", "--longest 4000: with --tokens 128 the model has room for 3968"),
         ("batching --threads 2", "add --clock wall"),
-        ("batching --caches dkv_greedy", "cache=GreedyCache must know before each forward"),
+        ("batching --caches dkv_greedy", "cache=dkv_greedy must know before each forward"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -1,10 +1,13 @@
 """Which words of a command line are prompts, overrides, flags."""
 
+import shlex
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.cli.arguments import is_override, split
+from dllm_sampler.cli.compose import literal, parse
 from dllm_sampler.errors import UserError
 
 PROMPTS = [
@@ -82,3 +85,44 @@ def test_flags(words: list[str], action: str) -> None:
 def test_an_unknown_flag() -> None:
     with pytest.raises(UserError, match="unknown flag '--inof', did you mean '--info'"):
         split(["--inof"])
+
+
+INTEGER = '{"type": "integer"}'
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (f"guide.json_schema.schema={INTEGER}", INTEGER),
+        (f"guide.json_schema.schema=[{INTEGER}, {INTEGER}]", [INTEGER, INTEGER]),
+        ("guide.json_schema.schema=[a.json,b.json]", ["a.json", "b.json"]),
+        ("guide.json_schema.schema={type: integer}", {"type": "integer"}),
+        ("guide.regex.pattern=[a-z]{3}(x|y)", "[a-z]{3}(x|y)"),
+        ("guide.regex.pattern=[a-z]", "[a-z]"),
+        ("guide.regex.pattern=a,b", "a,b"),
+        ("guide.regex.pattern=123", "123"),
+        ("guide.regex.pattern='[a-z]{2}'", "[a-z]{2}"),
+        ('guide.regex.pattern="a"|"b"', '"a"|"b"'),
+        (r"guide.regex.pattern=it's \d+\\", r"it's \d+\\"),
+        (r"""guide.regex.pattern=["\d+", 'b{2}']""", [r"\d+", "b{2}"]),
+        ("guide.choices.choices=[yes, no]", ["yes", "no"]),
+        ("guide.grammar.grammar=my (1), a.grammar", "my (1), a.grammar"),
+    ],
+)
+def test_patterns_and_schemas_need_the_quotes_of_the_shell_only(word: str, value: object) -> None:
+    (read,) = literal(word)
+    assert parse(read).value() == value
+
+
+@pytest.mark.parametrize("word", ["separator.x=it's", 'scheduler.reward={"a": 1}', "stop_strings=(a,b", "seed=a\\'"])
+def test_the_way_to_quote_that_an_error_names_is_right(word: str) -> None:
+    with pytest.raises(UserError, match="quote its value, as in") as error:
+        parse(word)
+    example = str(error.value).partition("as in ")[2].rpartition(", or put")[0]
+    (given,) = shlex.split(example)
+    assert parse(given).value() == word.partition("=")[2]
+
+
+def test_the_way_to_quote_in_a_list() -> None:
+    with pytest.raises(UserError, match="quote each text of a list"):
+        parse("guide.choices.choices=[don't know, no]")

@@ -118,8 +118,8 @@ def test_eager_drafts_cross_the_edge(length: int) -> None:
 
 
 REFUSED: dict[str, tuple[Settings, str]] = {
-    "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "cannot look ahead for Wino"),
-    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "cannot look ahead for SlowFast"),
+    "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "cannot look ahead for wino"),
+    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "cannot look ahead for slowfast"),
     "twice": ({"scheduler": {"name": "ssd", "inner": "freedave"}}, "drafts already"),
     "outside": ({"scheduler": {"name": "eoser", "inner": "freedave"}}, "put it inside"),
     "cache": ({"cache": "periodic_dual"}, "use cache=dual, prefix or none"),

@@ -124,13 +124,13 @@ def test_a_row_that_may_commit_nothing_ends(tmp_path: Path) -> None:
 
 def test_refusals(grammar: str, tmp_path: Path) -> None:
     for options, said in (
-        ({"stop": "prophet"}, "Prophet fills in tokens by itself, and guide=Grammar vouches"),
-        ({"cache": "dkv_greedy", "scheduler": "random_order"}, "counts on commits that guide=Grammar may refuse"),
-        ({"tokenizer": None}, "guide=Grammar needs to know what tokens stand for"),
+        ({"stop": "prophet"}, "stop=prophet fills in tokens by itself, and guide=grammar vouches"),
+        ({"cache": "dkv_greedy", "scheduler": "random_order"}, "counts on commits that guide=grammar may refuse"),
+        ({"tokenizer": None}, "guide=grammar needs to know what tokens stand for"),
         ({"guide": [Grammar(grammar), {"name": "regex", "pattern": "a"}]}, "both say what form an answer has"),
         ({"guide": {"name": "grammar"}}, "grammar"),
         ({"guide": {"name": "grammar", "grammar": "jsn"}}, "json"),
-        ({"guide": {"name": "grammar", "grammar": grammar, "tries": 0}}, "guide.tries must be a whole number"),
+        ({"guide": {"name": "grammar", "grammar": grammar, "tries": 0}}, "guide.grammar.tries must be a whole number"),
     ):
         with pytest.raises(UserError, match=said):
             toys.sampler(**{"guide": Grammar(grammar), "scheduler": {"name": "fixed", "steps": 4}, **options})

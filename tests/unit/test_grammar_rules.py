@@ -271,13 +271,13 @@ def test_files(tmp_path: Path) -> None:
     path.write_text("Start -> ( Strt )\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"pairs\.grammar, line 1: unknown variable 'Strt'"):
         Language.load(str(path))
-    with pytest.raises(UserError, match=r"guide.grammar='jsn' is neither one of arithmetic, json, smiles nor a file"):
+    with pytest.raises(UserError, match=r"guide.grammar.grammar='jsn' is neither one of arithmetic, json, smiles"):
         Language.load("jsn")
     for name in (str(tmp_path), "", "~nobody-of-that-name/x", "a\0b"):
-        with pytest.raises(UserError, match="nor a file that can be read"):
+        with pytest.raises(UserError, match="nor a file to be read"):
             Language.load(name)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="nor a file that can be read"):
+    with pytest.raises(UserError, match="nor a file to be read"):
         Language.load(str(path))
 
 

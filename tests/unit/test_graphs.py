@@ -48,8 +48,8 @@ def why(it: Sampler, network: torch.nn.Module) -> str | None:
 @pytest.mark.parametrize(
     ("plugins", "sentence"),
     [
-        ({"cache": "elastic"}, "ElasticCache reads the device"),
-        ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "ParallelDecoding asks a second model"),
+        ({"cache": "elastic"}, "cache=elastic reads the device"),
+        ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "scheduler=apd asks a second model"),
         ({"noise": ReplayNoise(0, "llada")}, "ReplayNoise draws on the host"),
     ],
     ids=["elastic", "apd", "noise"],

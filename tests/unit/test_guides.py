@@ -93,7 +93,7 @@ def test_guides_apply_in_the_order_given():
         (TopP, 0, "top_p must be a probability above 0, at most 1, not 0"),
         (TopP, 1.1, "top_p must be a probability above 0, at most 1, not 1.1"),
         (TopP, math.nan, "top_p must be a probability above 0, at most 1, not nan"),
-        (EndTokens, "never", "guide.mode of end_tokens must be ban or defer, not 'never'"),
+        (EndTokens, "never", "guide.end_tokens.mode must be ban or defer, not 'never'"),
     ],
 )
 def test_bad_settings(kind: Callable[[Any], object], value: Any, message: str) -> None:

@@ -22,7 +22,7 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import Choices, JsonSchema, Regex
-from dllm_sampler.guides.forms import automaton, choice
+from dllm_sampler.guides.forms import automaton, choice, library
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
@@ -228,17 +228,17 @@ def test_tokenizers_that_join_otherwise_are_refused() -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("(a", "cannot be used as a form"),
-        ("a)|(b", "cannot be used as a form"),
+        ("(a", "cannot be used as a form: missing \\), .* at character 1"),
+        ("a)|(b", "cannot be used as a form: unbalanced parenthesis at character 2"),
         ("\ud800", "half a surrogate pair"),
-        ("a(?=b)", "cannot be used as a form"),
+        ("a(?=b)", r"cannot be used as a form: '\(\?=' at character 2 is look-around, .* write the pattern without it"),
         ("(a|b)*a(a|b){40}", "make it simpler"),
         ("(a|b)*a(a|b){13}", r"has \d+ states, at most 10000"),
         ("a" * 100_001, "100001 bytes as a regular expression, at most 100000"),
     ],
 )
 def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(automaton, "SECONDS", 2)
+    monkeypatch.setattr(library, "SECONDS", 2)
     begun = time.monotonic()
     with pytest.raises(UserError, match=said):
         built(pattern)
@@ -273,24 +273,28 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
     assert [answer.finish_reason == "refused" for answer in answers] == [False, True]
     with pytest.raises(UserError, match="no text of this model's tokens has that form"):
         toys.sampler(guide=Choices(("Zoe",)))
+    assert Choices((1, "two")).choices == ("1", "two")
     assert toys.sampler(guide=Regex("^abc$")).generate([1], max_new_tokens=4).texts == ["abc"]
     with pytest.raises(UserError, match="this checkpoint has no tokenizer"):
         toys.sampler(guide=Regex("a"), tokenizer=None)
     with pytest.raises(UserError, match="both say what form an answer has"):
         toys.sampler(guide=[Regex("a"), Choices(("b",))])
-    with pytest.raises(UserError, match="Prophet fills in tokens by itself"):
+    with pytest.raises(UserError, match="stop=prophet fills in tokens by itself"):
         toys.sampler(guide="regex", stop="prophet")
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Choices(()), "guide.choices must be a list of texts"),
-        (lambda: Choices("yes"), "guide.choices must be a list of texts"),  # type: ignore[arg-type]
-        (lambda: Regex(""), "guide.pattern must be a regular expression"),
+        (lambda: Choices(()), "guide.choices.choices must be a list of texts"),
+        (lambda: Choices("yes"), r"guide.choices.choices must be a list of texts, as in \[Ada, Ben\], not 'yes'"),
+        (lambda: Choices(("a", "")), "guide.choices.choices has an empty text"),
+        (lambda: Choices([True, False]), r'has True, which is no text: quote it, as in \["yes", "no"\]'),
+        (lambda: Choices((1.5,)), "has 1.5, which is no text"),
+        (lambda: Regex(""), "guide.regex.pattern must be a regular expression"),
         (lambda: JsonSchema().expressions(), "guide=json_schema needs a schema"),
         (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
-        (lambda: JsonSchema("{"), "guide.schema is not JSON"),
+        (lambda: JsonSchema("{"), "guide.json_schema.schema is not JSON"),
         (lambda: JsonSchema('{"type": "what"}').expressions(), "cannot be used as a form"),
         (lambda: JsonSchema({"type": "integer", "minimum": 3}).expressions(), "has 'minimum', which this guide"),
         (lambda: JsonSchema({"type": "object", "required": ["a"]}).expressions(), "'a' among `required`"),
@@ -298,7 +302,7 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expressions(), "only letters, digits"),
         (lambda: JsonSchema({"type": "string", "format": "email"}).expressions(), "the format 'email'"),
         (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expressions(), "`allOf` of several"),
-        (lambda: JsonSchema("[" * 10**5).expressions(), "guide.schema"),
+        (lambda: JsonSchema("[" * 10**5).expressions(), "guide.json_schema.schema"),
         (lambda: JsonSchema({"a": {1}}).expressions(), "must be a mapping as JSON has it"),
     ],
 )

@@ -111,8 +111,8 @@ def test_lists_of_each_kind() -> None:
 @pytest.mark.parametrize(
     ("pattern", "forms", "said"),
     [
-        (["a", "b"], None, r"list of forms: say which each prompt wants, forms=\[0, ...\] with numbers from 0 to 1$"),
-        (["a"], None, "a single form needs no list: quote it if it begins with a bracket"),
+        (["a", "b"], None, r"list of forms: say which each prompt wants, forms=\[0, ...\], numbers from 0 to 1$"),
+        (["a"], None, "a list of one form: give the form alone, without brackets, or forms=0"),
         ("a", 0, "no guide has a list of forms"),
         (["a", "b"], [0, 2], "forms of prompt 2 must be a number from 0 to 1, as the guide's list has them, not 2"),
         (["a", "b"], -1, "forms must be a number from 0 to 1, as the guide's list has them, not -1"),
@@ -139,16 +139,16 @@ def test_a_form_too_long_is_refused_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Regex(("a", "")), "guide.pattern must be a regular expression, or a list of them"),
-        (lambda: Regex(()), "guide.pattern must be a regular expression, or a list of them"),
-        (lambda: Choices((("a",), ())), "or a list of such lists"),
-        (lambda: Choices((("a",), "b")), "or a list of such lists"),
+        (lambda: Regex(("a", "")), "guide.regex.pattern must be a regular expression, or a list of them"),
+        (lambda: Regex(()), "guide.regex.pattern must be a regular expression, or a list of them"),
+        (lambda: Choices((("a",), ())), "guide.choices.choices has an empty list"),
+        (lambda: Choices((("a",), "b")), "or a list of such lists, not a mix of both"),
         (lambda: JsonSchema(({"type": "null"}, "")), "or a list of them, none of them empty"),
         (lambda: toys.sampler(guide=Regex(("abc", "Zoe"))), "no text of this model's tokens has form 1"),
-        (lambda: SpeculativeSampler(toys.sampler(guide="regex"), None), "Regex says what form an answer has"),
+        (lambda: SpeculativeSampler(toys.sampler(guide="regex"), None), "guide=regex says what form an answer has"),
         (
             lambda: SpeculativeSampler(toys.sampler(guide={"name": "grammar", "grammar": "json"}), None),
-            "Grammar says what form an answer has",
+            "guide=grammar says what form an answer has",
         ),
     ],
 )
@@ -175,6 +175,39 @@ def test_prompts_with_forms(
         (["copy: Max", "forms=[0,1]"], "there are 2 forms for 1 prompts"),
     ):
         assert main([*words, *given]) == 2 and said in capsys.readouterr().err
-    Path("b.jsonl").write_text('{"prompt": "copy: Max", "form": "x"}')
-    assert main([*words, "prompts_file=b.jsonl"]) == 2
-    assert "b.jsonl line 1: \"form\" should be the number of a guide's form, not 'x'" in capsys.readouterr().err
+
+
+def test_a_field_form_that_means_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["prompts_file=a.jsonl", "max_new_tokens=4", "device=cpu"]
+    lists = ["guide=choices", "guide.choices.choices=[[Ada, Ben],[Cal]]"]
+    wrong = 'a.jsonl line 2: "form" should be a number from 0 to 1, as the guide\'s list has them, not'
+    only = 'a.jsonl line 2: "form" should be 0, the guide\'s only one, not'
+    for form, guide, said in (
+        ('"poem"', [], None),  # another program's field: no guide is on the form
+        ("7", ["guide=top_k", "temperature=1"], None),
+        ('"poem"', lists, f'{wrong} "poem"'),
+        ("2", lists, f"{wrong} 2"),
+        ("true", lists, f"{wrong} true"),
+        ("1", ["guide=choices", "guide.choices.choices=[Cal]"], f"{only} 1"),
+        ("0", ["guide=choices", "guide.choices.choices=[Cal]"], None),
+    ):
+        first = '{"prompt": "copy: Ada", "form": 0}'
+        Path("a.jsonl").write_text(f'{first}\n{{"prompt": "copy: Max", "form": {form}}}\n')
+        assert main([*words, *guide]) == (2 if said else 0)
+        out, err = capsys.readouterr()
+        assert said in err if said else len(out.splitlines()) == 2
+
+
+def test_an_answer_that_a_stop_string_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not of the form, and that is the stop string's doing, not the guide's."""
+    names = "(Ada|Ben|Cal|Dan)"
+    words = ["copy: Ada, Ben, Cal, Dan", 'stop_strings=[", Cal"]', "block_length=2", "device=cpu"]
+    assert main([*words, "guide=regex", f"guide.regex.pattern={names}(, {names}){{3}}"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "Ada, Ben\n"
+    assert err.splitlines()[0] == "the answer: cut at a stop string before it had the guide's form"
+    assert main(words) == 0
+    assert len(capsys.readouterr().err.splitlines()) == 1, "the user wanted it cut: there is nothing to say"

@@ -69,6 +69,7 @@ def test_the_folder_is_small_and_holds_this_tokenizer() -> None:
     assert tokenizer.get_vocab() == vocabulary()
     texts = [task.syntax for task in TASKS.values()]
     assert tokenizer(texts).input_ids == build_tokenizer(256)(texts).input_ids
+    assert tokenizer.init_kwargs["operations"] == list(TASKS)
 
 
 def test_the_card_is_up_to_date() -> None:
@@ -78,3 +79,12 @@ def test_the_card_is_up_to_date() -> None:
         assert f"`{task.syntax}`" in card
         assert f"| {task.name} | " in card.partition("<!-- results -->")[2]
     assert all(name in card for name in NAMES)
+
+
+def test_a_first_prompt_in_plain_text_leads_on() -> None:
+    with pytest.raises(UserError, match="prompt 2 has 'Hello', which is not in this model's vocabulary") as error:
+        sampler("one per step").generate(["copy: Ada", "Hello, how are you?"])
+    said = str(error.value)
+    assert all(name in said for name in TASKS) and 'as in "sort: Dan, Ada"' in said and "model=llada-8b" in said
+    card = Path(said.partition("(examples: ")[2].partition(")")[0])
+    assert card.read_text(encoding="utf-8").count("| `") >= len(TASKS), "its examples"

@@ -124,8 +124,8 @@ def test_greedy_is_not_always_the_fewest() -> None:
 @pytest.mark.parametrize(
     ("plugins", "said"),
     [
-        ({"stop": Prophet()}, "Prophet.*use stop=prefix"),
-        ({"stop": EndOfText("predicted")}, "EndOfText.*use stop=prefix"),
+        ({"stop": Prophet()}, "stop=prophet.*use stop=prefix"),
+        ({"stop": EndOfText("predicted")}, "stop=end_of_text.*use stop=prefix"),
         ({"guide": "temperature"}, "temperature"),
     ],
 )

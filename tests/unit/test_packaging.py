@@ -78,7 +78,8 @@ def test_readme() -> None:
     """Two commands for all set-up, and no link into the void."""
     readme = (ROOT / "README.md").read_text()
     assert re.findall(r"^pip install .*", readme, re.MULTILINE) == [
-        'pip install -c constraints.txt -e . && dllm-sample "reverse: Ada, Ben, Cal, Dan" stream=true',
+        "pip install -c constraints.txt -e '.[constraints]'"
+        ' && dllm-sample "shuffle: Ada, Ben, Cal, Dan, Eve" stream=true',
         "pip install -c constraints.txt -e '.[test]' && pytest",
     ]
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", readme):

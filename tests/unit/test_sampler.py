@@ -252,9 +252,9 @@ def make(**plugins: Any) -> Sampler:
         ({"scheduler": 3}, r"scheduler must be a name, a settings dict or a Scheduler, not int"),
         ({"stop": Threshold()}, r"stop must be a name, a settings dict or a Stop, not Threshold"),
         ({"temperature": -1.0}, r"temperature must be a number of at least 0, not -1.0"),
-        ({"top_p": 0.9}, r"TopP changes nothing without a temperature"),
-        ({"guide": ["temperature", "top_p", "end_tokens"]}, r"put EndTokens first"),
-        ({"top_k": 5, "temperature": 0.0}, r"TopK changes nothing without a temperature"),
+        ({"top_p": 0.9}, r"top_p changes nothing without a temperature"),
+        ({"guide": ["temperature", "top_p", "end_tokens"]}, r"put end_tokens first"),
+        ({"top_k": 5, "temperature": 0.0}, r"top_k changes nothing without a temperature"),
         ({"max_steps": 0}, r"max_steps must be a whole number of at least 1, not 0"),
         ({"max_steps": 2.5}, r"max_steps must be a whole number of at least 1, not 2.5"),
         ({"poll_every": -1}, r"poll_every must be a whole number of at least 1, not -1"),
@@ -291,7 +291,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_block_length_without_blocks() -> None:
-    with pytest.raises(UserError, match="block_length belongs to blocks=fixed, but blocks is FullBlock"):
+    with pytest.raises(UserError, match="block_length belongs to blocks=fixed, and this run has blocks=full"):
         make(blocks="full").generate([1], max_new_tokens=4, block_length=2)
 
 
@@ -300,7 +300,7 @@ def test_a_cache_needs_a_model_that_can_be_cached() -> None:
 
     config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     denoiser = MaskedLMDenoiser(BertForMaskedLM(config).eval(), mask_id=3, eos_id=1, pad_id=0)
-    with pytest.raises(UserError, match=r"cache=DualCache cannot serve this model.*: use cache=none"):
+    with pytest.raises(UserError, match=r"cache=dual cannot serve this model.*: use cache=none"):
         Sampler(denoiser, cache="dual")
     assert Sampler(denoiser).generate([5, 6], max_new_tokens=3).complete.all()
 

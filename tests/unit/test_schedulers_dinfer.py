@@ -9,11 +9,13 @@ from torch import Tensor
 from dllm_sampler import Canvas, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.periodic import PeriodicDual, PeriodicPrefix
+from dllm_sampler.core.values import Query, Readout
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.threshold import Threshold
+from tests import toys
 from tests.scripted import TOKENS, Script, constant, play, run, same
 
 # dInfer
@@ -59,6 +61,22 @@ def test_hierarchy_remasks_by_hand() -> None:
     # One is doubtful, so that two must be chosen: the surest are 3 and 1, and 0 returns to noise.
     assert masks[1] == [True, False, False, False]
     assert masks[2] == [False] * 4
+
+
+def test_hierarchy_with_more_runs_than_asked_masks() -> None:
+    """A cache may ask about few masks while tokens that stand alone cut the block into many runs."""
+    canvas = toys.canvas(torch.tensor([[False, True] * 8]))  # 8 runs
+    query = Query.at(canvas, torch.tensor([[3, 13]]))
+    readout = Readout(torch.tensor([[[1, 2]]]), torch.tensor([[[0.1, 0.3]]], dtype=torch.float64))
+    edit, _ = Hierarchical(0.0).tell(canvas, query, readout, ())
+    assert edit.commit.tolist() == [[True, True]], "each is the only asked mask of its run"
+
+
+def test_hierarchy_takes_tokens_back_under_a_cache_that_chooses() -> None:
+    few = {"name": "d2", "masks": 1, "rollout": 0.0, "gap": 0}
+    rule = {"name": "hierarchical", "low": 0.0, "remask": 0.9}
+    sampler = toys.sampler("llada", scheduler=rule, cache=few, temperature=3.0, blocks={"name": "fixed", "length": 32})
+    assert sampler.generate([[1, 2, 3], [4]], max_new_tokens=32, seed=12).complete.all()
 
 
 def test_credit_without_weight_is_the_threshold() -> None:

@@ -12,6 +12,7 @@ import torch
 from dllm_sampler import Canvas, Edit, Query, Readout, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.core.protocols import Scheduler, Stop
+from dllm_sampler.naming import named
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -71,7 +72,7 @@ def test_bad_values(cls: Callable[..., Scheduler], values: dict[str, Any]) -> No
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("scheduler", [Wino(), Eoser(Wino())], ids=repr)
 def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler, cache: str) -> None:
-    message = rf"scheduler={type(scheduler).__name__} .* cache={cache.title()}Cache .* use cache=none"
+    message = rf"scheduler={named(scheduler)} .* cache={cache} .* use cache=none"
     with pytest.raises(UserError, match=message):
         sampler(scheduler, cache=cache)
     for clean in (Klass(), RunningConfidence(), Remdm(), SlowFast(), Dilated()):

@@ -89,7 +89,7 @@ class TestWino:
         assert not torch.allclose(with_[:2], without[:2])
 
     def test_models_without_room_for_shadows_are_refused(self) -> None:
-        with pytest.raises(UserError, match=r"scheduler=Wino adds shadow rows .* use another scheduler"):
+        with pytest.raises(UserError, match=r"scheduler=wino adds shadow rows .* use another scheduler"):
             Sampler(written([[0.5]], cacheable=False), scheduler=Wino())
 
 

@@ -214,17 +214,17 @@ REFUSED: dict[str, tuple[Settings, Settings, str]] = {
     "no module": (guided(INNER["random"], reward="nowhere.at:all"), {}, "scheduler.reward: nowhere.at:all cannot be"),
     "no function": (guided(INNER["random"], reward="tests.toys:MASK"), {}, "is no function but a int"),
     "a number": (guided(INNER["random"], reward=3), {}, "scheduler.reward must be a function, or package.module"),
-    "greedy": (guided(INNER["fixed"]), {"temperature": None}, "FixedSteps draws nothing.* use temperature=1"),
+    "greedy": (guided(INNER["fixed"]), {"temperature": None}, "fixed draws nothing.* use temperature=1"),
     "candidates": (guided(INNER["random"], candidates=0), {}, "scheduler.candidates must be a whole number"),
     "alpha": (guided(INNER["random"], alpha=-1.0), {}, "scheduler.alpha must be a number of at least 0"),
     "value": (guided(INNER["random"], value="soft"), {}, "value should be 'fill' or 'masked'"),
-    "drafts": (guided({"name": "freedave"}), {}, f"{TAKEN} FreeDave, a scheduler that drafts"),
-    "another model": (guided({"name": "apd", "verifier": toys.verifier()}, value="masked"), {}, f"{TAKEN} Parallel"),
-    "takes back": (guided(FREE["remdm"]), {}, f"{TAKEN} Remdm, .* takes tokens back"),
-    "chooses": (guided(FREE["random_order"]), {}, f"{TAKEN} RandomOrder, .* chooses what to ask"),
-    "drafted": ({"name": "freedave", "inner": guided(INNER["random"])}, {}, "cannot speed up SoftValueGuided"),
+    "drafts": (guided({"name": "freedave"}), {}, f"{TAKEN} freedave, a scheduler that drafts"),
+    "another model": (guided({"name": "apd", "verifier": toys.verifier()}, value="masked"), {}, f"{TAKEN} apd"),
+    "takes back": (guided(FREE["remdm"]), {}, f"{TAKEN} remdm, .* takes tokens back"),
+    "chooses": (guided(FREE["random_order"]), {}, f"{TAKEN} random_order, .* chooses what to ask"),
+    "drafted": ({"name": "freedave", "inner": guided(INNER["random"])}, {}, "cannot speed up svdd"),
     "noise": (guided(INNER["random"]), {"noise": ReplayNoise(0, "dream")}, "ReplayNoise draws in the order of steps"),
-    "cache": (guided(INNER["random"]), {"cache": "elastic"}, "may not come true, and what ElasticCache|cache=Elastic"),
+    "cache": (guided(INNER["random"]), {"cache": "elastic"}, "may not come true, and what cache=elastic"),
     "stop": (guided(INNER["random"]), {"stop": "truncate"}, "has drafted what comes next"),
 }
 
@@ -245,7 +245,7 @@ def test_other_blocks_keep_the_reward() -> None:
 
 def test_an_order_drawn_before_is_no_choice() -> None:
     """`random_order` knows its order before the first step: without a temperature its candidates are one."""
-    with pytest.raises(UserError, match="RandomOrder draws nothing"):
+    with pytest.raises(UserError, match="random_order draws nothing"):
         run(guided(FREE["random_order"], value="masked"), temperature=None)
     stop = {"name": "end_of_text", "mode": "predicted", "min_conf": 1.0}  # joins positions to the query
     kept = run(guided(FREE["random_order"], value="masked"), cache="dkv_greedy", stop=stop, guide="end_tokens")

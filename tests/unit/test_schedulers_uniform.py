@@ -201,5 +201,5 @@ def test_settings_that_cannot_be_meant(settings: dict[str, Any], said: str) -> N
 
 
 def test_schedulers_for_masks_are_refused() -> None:
-    with pytest.raises(UserError, match="scheduler=Threshold fills masks, and this model has none"):
+    with pytest.raises(UserError, match="scheduler=threshold fills masks, and this model has none"):
         uniform("threshold")

@@ -5,15 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,47 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms import library
+from dllm_sampler.guides.forms.faults import fault
 
-SECONDS, STATES, BYTES = 10, 10_000, 100_000  # most time to build, states of an automaton, bytes of an expression
+STATES, BYTES = 10_000, 100_000  # most states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes
-MEMORY = 4 << 30  # bytes that building may take
 KEPT = 64  # automata and expressions in memory
+TOGETHER = 50  # expressions that one call of the library builds
 # Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
 # accepted yet (it sees matches one byte late). The character is none, so no answer has it.
 MARK = "\U0010ffff"
 FORMAT = 4  # of the files
 TENSORS = ("moves", "accepts", "classes")
 ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state, accepting ones, where bytes lead
-
-# Runs in a process of its own: an expression may have exponentially many states, and the library cannot be stopped.
-BUILD = """
-import json, sys
-from outlines_core import Index, Vocabulary
-given = json.load(sys.stdin)
-sys.setrecursionlimit(10**5)
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
-except (ImportError, ValueError, OSError):  # not on this platform: time is limited in any case
-    pass
-try:
-    if "schema" in given:
-        from outlines_core.json_schema import build_regex_from_schema
-        json.dump(build_regex_from_schema(given["schema"], given["whitespace"], given["depth"]), sys.stdout)
-        sys.exit()
-    Index(given["bare"], Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
-except Exception as error:  # the library has no type of its own; the caller makes a sentence of it
-    if "missing tokens" not in str(error).lower():
-        sys.exit(f"invalid: {error}")
-try:
-    index = Index(given["pattern"], Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
-except Exception as error:  # as above
-    sys.exit(f"invalid: {error}")
-moves = index.get_transitions()
-if len(moves) > given["states"]:
-    sys.exit(f"large: {len(moves)}")
-json.dump([index.get_initial_state(), sorted(index.get_final_states()), list(moves.items())], sys.stdout)
-"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +54,15 @@ class Automaton:
 
 
 def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int) -> Automaton:
-    """The automaton of a regular expression, from disk where it was built before.
+    """The automaton of a regular expression, see `build_all`."""
+    (found,) = build_all([pattern], tokens, vocab, eos_id, mask_id)
+    return found
+
+
+def build_all(
+    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int
+) -> tuple[Automaton, ...]:
+    """The automata of regular expressions, from disk where they were built before.
 
     Args:
         tokens: the bytes of each token.
@@ -97,14 +72,28 @@ def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_i
     Raises:
         UserError: no expression, one without a text, or one too large to build.
     """
-    size = len(pattern.encode(errors="replace"))
-    if size > BYTES:
-        raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
-    if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
-        raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
-    library = version("outlines-core") if find_spec("outlines_core") else ""
-    about, make = f"{library} {pattern}", partial(byte_automaton, pattern)
-    return lifted(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+    made: dict[str, ByteAutomaton] = {}
+    keys: dict[str, _Key] = {}
+    for pattern in patterns:
+        size = len(pattern.encode(errors="replace"))
+        if size > BYTES:
+            raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
+        if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
+            raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
+        about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
+        keys[pattern] = _key(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+    new = [pattern for pattern, key in keys.items() if not key.path.exists()]
+    for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
+        part = new[first : first + TOGETHER]
+        try:
+            made |= zip(part, _byte_automata(part), strict=True)
+        except UserError:
+            break  # each by itself, which says which one it was
+    return tuple(_built(keys[pattern]) for pattern in patterns)
+
+
+def _made(known: Mapping[str, ByteAutomaton], pattern: str) -> ByteAutomaton:
+    return known[pattern] if pattern in known else byte_automaton(pattern)
 
 
 def lifted(
@@ -127,9 +116,7 @@ def lifted(
     Raises:
         UserError: it is too large.
     """
-    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
-    digest = hashlib.sha256(known + b"".join(len(one).to_bytes(4) + one for one in tokens)).hexdigest()
-    return _built(_Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id))
+    return _built(_key(name, about, make, tokens, vocab, eos_id, mask_id))
 
 
 @dataclass(frozen=True)
@@ -142,6 +129,13 @@ class _Key:
     eos_id: int
     mask_id: int
 
+    @property
+    def path(self) -> Path:
+        """Where it is kept."""
+        home = os.environ.get("DLLM_SAMPLER_CACHE")
+        home = home or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
+        return Path(home).expanduser() / "forms" / f"{self.digest}.safetensors"
+
     def __hash__(self) -> int:
         return hash(self.digest)
 
@@ -149,11 +143,28 @@ class _Key:
         return isinstance(other, _Key) and self.digest == other.digest
 
 
+def _key(
+    name: str,
+    about: str,
+    make: Callable[[], ByteAutomaton],
+    tokens: Sequence[bytes],
+    vocab: int,
+    eos_id: int,
+    mask_id: int,
+) -> _Key:
+    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
+    digest = hashlib.sha256(known + _joined(tuple(tokens))).hexdigest()
+    return _Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id)
+
+
+@lru_cache(maxsize=2)
+def _joined(tokens: tuple[bytes, ...]) -> bytes:
+    return b"".join(len(one).to_bytes(4) + one for one in tokens)
+
+
 @lru_cache(maxsize=KEPT)
 def _built(key: _Key) -> Automaton:
-    home = os.environ.get("DLLM_SAMPLER_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
-    folder = Path(home).expanduser() / "forms"
-    path = folder / f"{key.digest}.safetensors"
+    path = key.path
     try:
         stored = load_file(path)
         start, shortest = stored["numbers"].tolist()
@@ -162,8 +173,8 @@ def _built(key: _Key) -> Automaton:
         pass
     found = _over_tokens(key, *key.make())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{key.digest}.{os.getpid()}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
         numbers = torch.tensor([found.start, found.shortest])
         save_file({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}, part)
         part.replace(path)
@@ -176,18 +187,30 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
     """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
 
     Args:
-        seconds: most time to build; None: `SECONDS`.
+        seconds: most time to build; None: `library.SECONDS`.
 
     Raises:
         UserError: no expression, or one too large to build.
     """
-    bare = pattern.removeprefix("^")
-    slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
-    bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
-    given = {"bare": bare, "pattern": f"(?:{bare}){MARK}", "states": STATES}
-    start, finals, pairs = json.loads(_run(given, _short(pattern), seconds))
-    moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
-    return start, [state for state in moves if _ends(moves, state, finals)], moves
+    (found,) = _byte_automata([pattern], _short(pattern), seconds, partial(fault, pattern))
+    return found
+
+
+def _byte_automata(
+    patterns: Sequence[str], name: str = "", seconds: float | None = None, why: Callable[[], str] | None = None
+) -> list[ByteAutomaton]:
+    """Those of several expressions, by one call of the library; the other arguments are of `library.run`."""
+    given = []
+    for pattern in patterns:
+        bare = pattern.removeprefix("^")
+        slashes = len(bare[:-1]) - len(bare[:-1].rstrip("\\"))
+        bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
+        given.append([bare, f"(?:{bare}){MARK}"])
+    found = []
+    for start, finals, pairs in json.loads(library.run({"patterns": given, "states": STATES}, name, seconds, why)):
+        moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
+        found.append((start, [state for state in moves if _ends(moves, state, finals)], moves))
+    return found
 
 
 @lru_cache(maxsize=KEPT)
@@ -198,26 +221,7 @@ def expression(schema: str, whitespace: str, depth: int) -> str:
         UserError: it cannot be made one, or not within the limits.
     """
     given = {"schema": schema, "whitespace": f"(?:{whitespace})", "depth": depth}
-    return json.loads(_run(given, "guide.schema"))
-
-
-def _run(given: dict[str, Any], name: str, seconds: float | None = None) -> str:
-    """What the library makes of it, within limits of time and memory."""
-    library()
-    command = [sys.executable, "-I", "-c", BUILD]
-    try:
-        text = json.dumps({**given, "memory": MEMORY})
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
-    except subprocess.TimeoutExpired:
-        raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
-    if not done.returncode:
-        return done.stdout
-    said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
-    if said.startswith("invalid: "):
-        raise UserError(f"{name} cannot be used as a form: {said[9:]}")
-    if said.startswith("large: "):
-        raise UserError(f"the form {name} has {said[7:]} states, at most {STATES} can be served")
-    raise UserError(f"the form {name} takes more than {MEMORY >> 30} GiB to build: make it simpler")
+    return json.loads(library.run(given, "guide.json_schema.schema"))
 
 
 def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]) -> bool:
@@ -225,21 +229,6 @@ def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]
     for byte in MARK.encode():
         state = moves.get(state, {}).get(byte) if state is not None else None
     return state in finals
-
-
-def library() -> Any:
-    """The module `outlines_core`.
-
-    Raises:
-        UserError: it is not there.
-    """
-    try:
-        import outlines_core
-    except ImportError:
-        raise UserError(
-            "guides on the answer's form need outlines-core: pip install 'dllm-sampler[constraints]'"
-        ) from None
-    return outlines_core
 
 
 def _short(pattern: str) -> str:

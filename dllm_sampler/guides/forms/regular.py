@@ -22,6 +22,7 @@ from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.tokens import token_bytes
+from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Form(Guide):
     shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
+    bound_to: tuple[object, ModelSpec] | None = field(init=False, default=None, repr=False, compare=False)
 
     @property
     def measures(self) -> bool:
@@ -70,19 +72,21 @@ class Form(Guide):
         """
         assert spec.mask_id is not None
         numbers = spec.vocab_size, spec.eos_id, spec.mask_id
-        return tuple(automaton.build(text, tokens, *numbers) for text in self.expressions())
+        return automaton.build_all(self.expressions(), tokens, *numbers)
 
     def bind(self, context: Context) -> Self:
-        """Build the automaton over the model's tokens.
+        """Build the automaton over the model's tokens, unless it was built for this model before.
 
         Raises:
             UserError: it cannot be built, or the model has no tokenizer or no mask.
         """
-        spec, name = context.spec, f"guide={type(self).__name__}"
+        spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
             raise UserError(f"{name} needs to know what tokens stand for, and this checkpoint has no tokenizer")
         if spec.mask_id is None:
             raise UserError(f"{name} is for models with a mask token, and this one's noise are random tokens")
+        if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
+            return learned(self, drawn=context.draws)
         tokens = token_bytes(context.tokenizer)
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
@@ -95,6 +99,7 @@ class Form(Guide):
             shortest=shortest,
             mask_id=spec.mask_id,
             drawn=context.draws,
+            bound_to=(context.tokenizer, spec),
         )
 
     def check_length(self, new_tokens: int, form: int = 0) -> None:
@@ -102,7 +107,7 @@ class Form(Guide):
         least = self.shortest[form]
         if new_tokens < least:
             raise UserError(
-                f"guide={type(self).__name__}: the shortest answer of {self._name(form)} has {least} tokens, and"
+                f"guide={named(self)}: the shortest answer of {self._name(form)} has {least} tokens, and"
                 f" max_new_tokens is {new_tokens}"
             )
 
@@ -139,7 +144,7 @@ class Regex(Form):
         given = self.pattern
         listed = isinstance(given, list | tuple)
         if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
-            raise UserError(f"guide.pattern must be a regular expression, or a list of them, not {given!r}")
+            raise UserError(f"guide.regex.pattern must be a regular expression, or a list of them, not {given!r}")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
@@ -152,27 +157,40 @@ class Choices(Form):
     """Answers out of a list.
 
     Args:
-        choices: the texts, or a list of such lists.
+        choices: the texts (a whole number is its digits), or a list of such lists.
         posterior: see `Form`.
     """
 
-    choices: tuple[str | Sequence[str], ...] = ("yes", "no")
+    choices: Any = ("yes", "no")  # whatever is given; then a tuple of texts, or of such tuples
 
     def __post_init__(self) -> None:
         given = self.choices
-        listed = isinstance(given, list | tuple) and bool(given) and not any(isinstance(one, str) for one in given)
-        for one in given if listed else [given]:
-            if not isinstance(one, list | tuple) or not one or not all(isinstance(text, str) and text for text in one):
-                raise UserError(
-                    f"guide.choices must be a list of texts, none of them empty, or a list of such lists, not {given!r}"
-                )
-        found = tuple(tuple(texts) for texts in given) if listed else tuple(given)
+        if not isinstance(given, list | tuple) or not given:
+            raise UserError(f"guide.choices.choices must be a list of texts, as in [Ada, Ben], not {given!r}")
+        listed = all(isinstance(one, list | tuple) for one in given)
+        found = tuple(_choices(one) for one in given) if listed else _choices(given)
         vars(self).update(choices=found, forms=len(found) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
         lists = self.choices if self.forms else (self.choices,)
-        return tuple("|".join(re.escape(str(one)) for one in texts) for texts in lists)
+        return tuple("|".join(map(re.escape, texts)) for texts in lists)
+
+
+def _choices(given: Sequence[Any]) -> tuple[str, ...]:
+    """A list of texts; whole numbers become texts."""
+    if not given:
+        raise UserError("guide.choices.choices has an empty list: give it texts, as in [Ada, Ben]")
+    for one in given:
+        if isinstance(one, list | tuple):
+            raise UserError("guide.choices.choices must be a list of texts, or a list of such lists, not a mix of both")
+        if isinstance(one, bool) or not isinstance(one, str | int):
+            raise UserError(f'guide.choices.choices has {one!r}, which is no text: quote it, as in ["yes", "no"]')
+        if one == "":
+            raise UserError(
+                "guide.choices.choices has an empty text, and an answer has at least one token: leave it out"
+            )
+    return tuple(map(str, given))
 
 
 @dataclass(frozen=True)
@@ -193,11 +211,13 @@ class JsonSchema(Form):
     depth: int = 3
 
     def __post_init__(self) -> None:
-        check_count("guide.depth", self.depth, 0)
+        check_count("guide.json_schema.depth", self.depth, 0)
         given = self.schema
         if isinstance(given, list | tuple):
             if not given or not all(given):
-                raise UserError(f"guide.schema must be a schema, or a list of them, none of them empty, not {given!r}")
+                raise UserError(
+                    f"guide.json_schema.schema must be a schema, or a list of them, none of them empty, not {given!r}"
+                )
             vars(self).update(schema=tuple(_text(one) for one in given), forms=len(given))
         elif given:  # else a template of settings; `expressions` refuses it
             vars(self)["schema"] = _text(given)
@@ -211,7 +231,7 @@ class JsonSchema(Form):
             for text in texts:
                 check_schema(json.loads(str(text)))
         except RecursionError:
-            raise UserError("guide.schema is nested too deeply") from None
+            raise UserError("guide.json_schema.schema is nested too deeply") from None
         return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)
 
 
@@ -221,18 +241,20 @@ def _text(given: Any) -> str:
         try:
             text = json.dumps(_plain(given))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"guide.schema must be a mapping as JSON has it: {error}") from None
+            raise UserError(f"guide.json_schema.schema must be a mapping as JSON has it: {error}") from None
     elif given.lstrip().startswith(("{", "true", "false")):
         text = given
     else:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError(f"guide.schema={given!r} is no JSON, and no file that can be read: {error}") from None
+            raise UserError(
+                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read: {error}"
+            ) from None
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"guide.schema is not JSON that can be read: {error}") from None
+        raise UserError(f"guide.json_schema.schema is not JSON that can be read: {error}") from None
     return text
 
 
@@ -316,7 +338,7 @@ def check_schema(schema: Any) -> None:
     elif len(schema.get("allOf", [])) > 1:
         why = "an `allOf` of several schemas"
     if why:
-        raise UserError(f"guide.schema has {why}")
+        raise UserError(f"guide.json_schema.schema has {why}")
     inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
     inner += [schema.get("items"), schema.get("additionalProperties")]
     for group in ("prefixItems", "anyOf", "allOf"):

@@ -13,19 +13,19 @@ from dllm_sampler.guides.forms.edges import Edges
 CACHE = 2**20  # logits that a CPU works on at once: its time goes into buffers that it has not touched yet
 
 
-def best(values: Tensor, index: Tensor, floor: Tensor) -> Tensor:
-    """`[..., S]` the highest of the values `[..., I]` with each `index`; no less than `floor [..., S]`, -inf.
+def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
+    """`[..., S]` the highest of the values `[..., I]` with each `index`; no less than `least [..., S]`, see `floor`.
 
     Args:
         index: `[I]`, or of the values' shape.
     """
-    return floor.scatter_reduce(-1, index if index.dim() == values.dim() else index.expand_as(values), values, "amax")
+    return least.scatter_reduce(-1, index if index.dim() == values.dim() else index.expand_as(values), values, "amax")
 
 
-def total(values: Tensor, index: Tensor, floor: Tensor) -> Tensor:
-    """`[..., S]` the logarithm of the sum of exp(values `[..., I]`) with each `index`; see `floor`."""
+def total(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
+    """`[..., S]` the logarithm of the sum of exp(values `[..., I]`) with each `index`; `least` see `floor`."""
     index = index if index.dim() == values.dim() else index.expand_as(values)
-    top = best(values, index, floor)
+    top = best(values, index, least)
     weight = torch.zeros_like(top).scatter_add_(-1, index, (values - top.gather(-1, index)).exp_())
     return weight.log_().add_(top)
 

@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms.automaton import SECONDS, STATES
+from dllm_sampler.guides.forms.automaton import STATES
+from dllm_sampler.guides.forms.library import SECONDS
 from dllm_sampler.guides.grammar.regular import Dfa, Nfa, minimal, trimmed
 from dllm_sampler.guides.grammar.rules import Body, Grammar, components
 from dllm_sampler.guides.grammar.terminals import Terminals

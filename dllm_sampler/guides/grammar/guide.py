@@ -61,10 +61,12 @@ class Grammar(Guide):
     ids: Mapping[bytes, int] = field(init=False, default_factory=dict, repr=False, compare=False)  # of each text
 
     def __post_init__(self) -> None:
-        check_count("guide.depth", self.depth, 0, optional=True)
-        check_count("guide.tries", self.tries)
+        check_count("guide.grammar.depth", self.depth, 0, optional=True)
+        check_count("guide.grammar.tries", self.tries)
         if not isinstance(self.grammar, str):
-            raise UserError(f"guide.grammar must be a file or the name of a shipped grammar, not {self.grammar!r}")
+            raise UserError(
+                f"guide.grammar.grammar must be a file or the name of a shipped grammar, not {self.grammar!r}"
+            )
 
     @property
     def chooses(self) -> bool:
@@ -79,9 +81,9 @@ class Grammar(Guide):
         """
         spec = context.spec
         if context.tokenizer is None:
-            raise UserError("guide=Grammar needs to know what tokens stand for, and this checkpoint has no tokenizer")
+            raise UserError("guide=grammar needs to know what tokens stand for, and this checkpoint has no tokenizer")
         if spec.mask_id is None:
-            raise UserError("guide=Grammar is for models with a mask token, and this one's noise are random tokens")
+            raise UserError("guide=grammar is for models with a mask token, and this one's noise are random tokens")
         if not self.grammar:
             raise UserError("guide=grammar needs a grammar: guide.grammar.grammar=FILE, or json, arithmetic or smiles")
         language = Language.load(self.grammar)
@@ -199,8 +201,13 @@ class Grammar(Guide):
 class BoundedGrammar(Form):
     """Answers of a grammar that is regular, or whose derivations nest at most `depth` deep."""
 
+    stands_for: ClassVar[type] = Grammar
+
     language: Language
     depth: int | None = None
+
+    def __repr__(self) -> str:
+        return f"BoundedGrammar(grammar={self.language.name!r}, depth={self.depth})"
 
     def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
         """See `Form.build`."""

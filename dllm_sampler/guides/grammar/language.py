@@ -71,7 +71,7 @@ class Language:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"guide.grammar={name!r} is neither one of {', '.join(sorted(known))} nor a file that can be read:"
+                f"guide.grammar.grammar={name!r} is neither one of {', '.join(sorted(known))} nor a file to be read:"
                 f" {getattr(error, 'strerror', None) or error}"
             ) from None
         return Language.parse(text, path.name)

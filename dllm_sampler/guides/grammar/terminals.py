@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms.automaton import SECONDS, byte_automaton
+from dllm_sampler.guides.forms.automaton import byte_automaton
+from dllm_sampler.guides.forms.library import SECONDS
 from dllm_sampler.guides.grammar.regular import Dfa, difference, intersection, literal, minimal, trimmed, without_empty
 from dllm_sampler.guides.grammar.rules import bits
 

@@ -11,6 +11,7 @@ from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.core.protocols import Cache, Context
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.published.forced import forces_first
+from dllm_sampler.naming import named
 
 
 class PublishedWindow(WindowCache):
@@ -28,8 +29,8 @@ class PublishedWindow(WindowCache):
         scheduler = context.scheduler
         if context.spec.shift and scheduler is not None and not forces_first(scheduler):
             raise UserError(
-                f"cache={type(self).__name__} leaves each block's first position without a prediction on this model,"
-                f" and scheduler={type(scheduler).__name__} does not commit it first: use ForcedFirst around it"
+                f"cache={named(self)} leaves each block's first position without a prediction on this model,"
+                f" and scheduler={named(scheduler)} does not commit it first: use ForcedFirst around it"
             )
         return super().bind(context)
 

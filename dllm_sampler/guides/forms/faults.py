@@ -1,0 +1,44 @@
+"""Why a pattern cannot be a form, and where: the library that builds automata does not say."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+# What a pattern may not have, and the rest that a search for it must skip: escapes and sets of characters.
+SIGNS = re.compile(
+    r"(?P<look>\(\?<?[=!])|(?P<back>\\[1-9]|\\k[<{']|\(\?P[=>])|(?P<atomic>\(\?>)|(?P<comment>\(\?\#)"
+    r"|(?P<word>\\[bB])|(?P<anchor>\\[AzZ]|[\^$])"
+    r"|\\[pPxuU]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|(?P<brace>\{)",
+    re.DOTALL,
+)
+WAYS = {
+    "look": "look-around, which an automaton cannot follow: write the pattern without it",
+    "back": "a reference to another part, which an automaton cannot follow: write the texts out, as in aa|bb",
+    "atomic": "an atomic group, which an automaton does not need: use (?:...)",
+    "comment": "a comment: leave it out",
+    "word": "a word boundary, which cannot be served: write what stands there",
+    "anchor": "an anchor inside: a pattern is the answer as a whole, so leave it out",
+    "brace": r"a brace that is no count as in {2,3}: write \{ for the brace itself",
+}
+
+
+def fault(pattern: str) -> str:
+    """What is wrong with a pattern that no automaton could be built of, where, and what would be right.
+
+    Places count characters from 1. Brackets and counts are judged by Python's own syntax, where it agrees with Rust's.
+    """
+    for found in SIGNS.finditer(pattern):
+        outer = (found[0] == "^" and found.start() == 0) or (found[0] == "$" and found.end() == len(pattern))
+        if found.lastgroup is not None and not outer:
+            return f"'{found[0]}' at character {found.start() + 1} is {WAYS[found.lastgroup]}"
+    plain = re.sub(r"\\[pPxuU]\{[^}]*\}", lambda one: "x" * len(one[0]), pattern)  # Python has others
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            re.compile(plain)
+    except re.error as error:
+        if error.pos is not None and not error.msg.startswith(("unknown extension", "bad inline flags")):
+            return f"{error.msg} at character {error.pos + 1}"
+    except (RecursionError, OverflowError):
+        pass
+    return "outlines-core cannot read it (the syntax is that of Rust's regex crate, at most 250 brackets deep)"

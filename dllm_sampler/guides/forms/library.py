@@ -1,0 +1,115 @@
+"""Runs outlines-core, which compiles regular expressions and JSON schemas, within limits of time and memory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from dllm_sampler.errors import UserError
+
+SECONDS = 10  # most time to build
+MEMORY = 4 << 30  # bytes that building may take
+
+# Runs in a process of its own: an expression may have exponentially many states, and the library cannot be stopped.
+BUILD = """
+import json, sys
+from outlines_core import Index, Vocabulary
+given = json.load(sys.stdin)
+sys.setrecursionlimit(10**5)
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
+except (ImportError, ValueError, OSError):  # not on this platform: time is limited in any case
+    pass
+try:
+    if "schema" in given:
+        from outlines_core.json_schema import build_regex_from_schema
+        json.dump(build_regex_from_schema(given["schema"], given["whitespace"], given["depth"]), sys.stdout)
+        sys.exit()
+except MemoryError:
+    raise
+except Exception as error:  # the library has no type of its own; the caller makes a sentence of it
+    sys.exit(f"invalid: {error}")
+found = []
+for bare, marked in given["patterns"]:
+    try:
+        Index(bare, Vocabulary(256, {b"a": [97]}))  # brackets that close the mark's are none of it
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        if "missing tokens" not in str(error).lower():
+            sys.exit(f"invalid: {error}")
+    try:
+        index = Index(marked, Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)}))
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        sys.exit(f"invalid: {error}")
+    moves = index.get_transitions()
+    if len(moves) > given["states"]:
+        sys.exit(f"large: {len(moves)}")
+    found.append([index.get_initial_state(), sorted(index.get_final_states()), list(moves.items())])
+json.dump(found, sys.stdout)
+"""
+
+
+def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Callable[[], str] | None = None) -> str:
+    """What the library makes of it, as JSON.
+
+    Args:
+        given: what `BUILD` reads.
+        name: what errors call it.
+        seconds: most time; None: `SECONDS`.
+        why: says what is wrong with it, where the library's own error does not.
+
+    Raises:
+        UserError: the library refuses it, fails, or would take too much time or memory.
+    """
+    module()
+    command = [sys.executable, "-I", "-c", BUILD]
+    try:
+        text = json.dumps({**given, "memory": MEMORY})
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
+    if not done.returncode:
+        return done.stdout
+    said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
+    if said.startswith("invalid: "):
+        raise UserError(f"{name} cannot be used as a form: {why() if why else said[9:]}")
+    if said.startswith("large: "):
+        raise UserError(f"the form {name} has {said[7:]} states, at most {given['states']} can be served")
+    if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
+        raise UserError(f"the form {name} takes more than {MEMORY >> 30} GiB to build: make it simpler")
+    if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:
+        raise UserError(f"the form {name} is nested too deeply to be built: make it flatter")
+    ended = said or f"exit status {done.returncode}"
+    raise UserError(f"the form {name} cannot be built, outlines-core failed ({ended}): write it in another way")
+
+
+@cache
+def installed() -> str:
+    """The library's version; empty: it is not there."""
+    return version("outlines-core") if find_spec("outlines_core") else ""
+
+
+def module() -> Any:
+    """The module `outlines_core`.
+
+    Raises:
+        UserError: it is not there.
+    """
+    try:
+        import outlines_core
+    except ImportError:
+        raise UserError(
+            "guides on the answer's form need outlines-core: pip install 'dllm-sampler[constraints]'"
+        ) from None
+    return outlines_core

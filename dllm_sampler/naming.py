@@ -1,0 +1,47 @@
+"""What messages call a plug-in: the name that the user typed."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.resources import files
+
+KINDS = ("scheduler", "blocks", "stop", "cache", "guide")
+_TYPED: dict[type, str] = {}
+
+
+def named(plugin: object) -> str:
+    """The name of a plug-in in `conf/`, as in `cache=dllm` for an `IntervalCache`.
+
+    A class that no YAML names has its own name. A class that others are built of says in `stands_for` what the user
+    has named: a name, a class, or another plug-in.
+    """
+    stands_for = getattr(plugin, "stands_for", None)
+    if stands_for is not None:
+        return stands_for if isinstance(stands_for, str) else named(stands_for)
+    cls = plugin if isinstance(plugin, type) else type(plugin)
+    return _TYPED.get(cls) or _packaged(cls) or cls.__name__
+
+
+def typed(cls: type, name: str) -> None:
+    """Remember that a plug-in of a class was built by a name, which may be that of a user's own YAML."""
+    _TYPED[cls] = name
+
+
+def _packaged(cls: type) -> str | None:
+    """The YAML of the package that names a class; None: none does."""
+    names = {package: name for (package, word), name in _targets().items() if word == cls.__name__}
+    return next((name for package, name in names.items() if f"{cls.__module__}.".startswith(f"{package}.")), None)
+
+
+@cache
+def _targets() -> dict[tuple[str, str], str]:
+    """Package and class of each plug-in's `_target_`, and the YAML's name. A package may import what others define."""
+    found = {}
+    for kind in KINDS:
+        for file in files("dllm_sampler.conf").joinpath(kind).iterdir():
+            if file.name.endswith(".yaml") and (
+                match := re.search(r"^_target_: (\S+)\.(\w+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            ):
+                found[match[1], match[2]] = file.name.removesuffix(".yaml")
+    return found

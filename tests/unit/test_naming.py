@@ -1,0 +1,98 @@
+"""Messages say what the user typed: names of plug-ins, not of their classes, and fields by their whole name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+import dllm_sampler
+from dllm_sampler import UserError, config
+from dllm_sampler.naming import KINDS, named
+from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.stored import StorePass
+from dllm_sampler.schedulers.threshold import Threshold
+from tests import toys
+
+PLUGINS = [(kind, name) for kind in KINDS for name in config.names(kind) if config.entry(kind, name).settings]
+
+
+def target(kind: str, name: str) -> Any:
+    return resolve_name(config.entry(kind, name).settings["_target_"])
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Each field of each plug-in that refuses a value which is of no use to it."""
+    found = []
+    for kind, name in PLUGINS:
+        for one in fields(target(kind, name)):
+            if one.init and one.name != "inner":
+                found.append((kind, name, one.name))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), PLUGINS)
+def test_a_class_has_the_name_of_its_yaml(kind: str, name: str) -> None:
+    assert named(target(kind, name)) == name
+
+
+@pytest.mark.parametrize(("kind", "name", "field"), cases())
+def test_a_bad_value_is_refused_by_the_whole_name_of_its_field(kind: str, name: str, field: str) -> None:
+    """Where the constructor has something to say of it: types are judged before (`config.check`)."""
+    given = {key: value for key, value in config.entry(kind, name).settings.items() if key != "_target_"}
+    said = ""
+    try:
+        target(kind, name)(**{**given, field: -7.5})
+    except UserError as error:
+        said = str(error)
+    except (TypeError, AttributeError):  # a type that no plug-in gets from a user
+        pass
+    short = name in ("temperature", "top_k", "top_p") and name in said  # they are options of their own, too
+    whole = f"guide.{name}.{field}" if kind == "guide" else f"{kind}.{field}"
+    assert not said or short or whole in said
+
+
+def test_no_message_asks_a_class_for_its_name() -> None:
+    """Names of noise, models and the like stay: their objects are what the user gave."""
+    wrong = re.compile(r"\b(scheduler|cache|blocks|stop|guide)=\{type\(")
+    folder = Path(dllm_sampler.__file__).parent
+    sources = [*folder.rglob("*.py"), *(folder / "eval").resolve().rglob("*.py")]
+    assert len(sources) > 200
+    assert [path for path in sources if wrong.search(path.read_text(encoding="utf-8"))] == []
+
+
+@dataclass(frozen=True)
+class Fixed(FixedSteps):
+    """Another one of the same kind."""
+
+
+@dataclass(frozen=True)
+class Mine(FixedSteps):
+    """A scheduler of the user's own, in a YAML of the user's own."""
+
+
+def test_other_classes() -> None:
+    assert named(Fixed()) == "Fixed"
+    assert named(StorePass(Threshold())) == "threshold", "what the user named"
+    assert named(config.build("scheduler", {"name": "my-rule", "_target_": f"{__name__}.Mine"})) == "my-rule"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [
+        ({"cache": "dllm", "scheduler": "wino"}, "scheduler=wino needs every position .* cache=dllm computes a part"),
+        ({"guide": "regex", "scheduler": "credit"}, "scheduler=credit writes other tokens .* guide=regex vouches"),
+        ({"guide": {"name": "grammar", "grammar": "arithmetic", "depth": 1}, "stop": "prophet"}, "guide=grammar"),
+        ({"guide": "regex", "tokenizer": None}, "guide=regex needs to know"),
+        ({"scheduler": {"name": "freedave", "inner": "wino"}}, "scheduler=freedave cannot look ahead for wino"),
+        ({"blocks": "full", "scheduler": "threshold"}, "block_length belongs to blocks=fixed, .* blocks=full"),
+    ],
+)
+def test_refused_combinations(plugins: dict[str, Any], said: str) -> None:
+    pytest.importorskip("outlines_core")
+    with pytest.raises(UserError, match=said):
+        toys.sampler(**plugins).generate(toys.PROMPTS, max_new_tokens=4, block_length=2)
