@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, learned
@@ -21,6 +22,7 @@ from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
+from dllm_sampler.guides.forms.given import completable
 from dllm_sampler.guides.forms.tokens import token_bytes
 
 
@@ -51,6 +53,7 @@ class Form(Guide):
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
     shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
+    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
 
     @property
@@ -94,17 +97,20 @@ class Form(Guide):
             edges=joined(found).to(spec.device),
             shortest=shortest,
             mask_id=spec.mask_id,
+            eos_id=spec.eos_id,
             drawn=context.draws,
         )
 
-    def check_length(self, new_tokens: int, form: int = 0) -> None:
-        """See `Guide.check_length`."""
-        least = self.shortest[form]
-        if new_tokens < least:
+    def check_answer(self, given: Sequence[int], form: int = 0) -> None:
+        """See `Guide.check_answer`."""
+        least, name = self.shortest[form], f"guide={type(self).__name__}"
+        if len(given) < least:
             raise UserError(
-                f"guide={type(self).__name__}: the shortest answer of {self._name(form)} has {least} tokens, and"
-                f" max_new_tokens is {new_tokens}"
+                f"{name}: the shortest answer of {self._name(form)} has {least} tokens, and max_new_tokens is"
+                f" {len(given)}"
             )
+        if any(token != FREE for token in given) and not completable(self.automata[form], given, self.eos_id):
+            raise UserError(f"{name}: no answer of {self._name(form)} has the given tokens where they are")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
@@ -116,12 +122,12 @@ class Form(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`: the logits of the posterior."""
         assert self.edges is not None
-        return posterior(self.edges, logits, canvas, answers, self.mask_id)
+        return posterior(self.edges, logits, canvas, answers, self.mask_id, self.eos_id)
 
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
-        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole)
+        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole, self.eos_id)
 
 
 @dataclass(frozen=True)
