@@ -80,7 +80,8 @@ class Screen:
 
 def figures(commits: Commits) -> str:
     """The line below the canvas: step, NFE, tokens committed, tokens per forward."""
-    done, whole = int((~commits.masked).sum()), commits.masked.numel()
+    known = 0 if commits.given is None else int(commits.given.sum())
+    done, whole = int((~commits.masked).sum()) - known, commits.masked.numel() - known
     return (
         f"step {commits.step} · NFE {_span(commits.nfe)} · {done}/{whole} tokens · "
         f"{done / max(1, int(commits.nfe.sum())):.2f} tokens per forward"
