@@ -76,7 +76,9 @@ def steps(
     found = prompts.stop_strings(stops, sampler.tokenizer)
     check_count("samples", samples)
     tasks = infill.encode(given, sampler.tokenizer, plugins, new_tokens, fixed)
-    fixed.check(len(tasks))
+    wrong = fixed.uneven(len(tasks))
+    if wrong is not None:
+        raise wrong
     tasks = [task for task in tasks for _ in range(samples)]
     own = prompts.forms(forms, plugins.forms, len(tasks), samples)
     infill.check_forms(tasks, own or [0] * len(tasks), plugins)

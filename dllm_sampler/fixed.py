@@ -53,13 +53,12 @@ class Fixed:
     def __bool__(self) -> bool:
         return bool(self.prefix or self.suffix or self.pinned)
 
-    def check(self, count: int) -> None:
-        """Refuse lists that are not as long as there are prompts."""
+    def uneven(self, count: int) -> UserError | None:
+        """What is wrong where there are `count` prompts; None: nothing is."""
         for name, rows in vars(self).items():
             if len(rows) > 1 and len(rows) != count:
-                raise UserError(
-                    f"{name} has {len(rows)} entries for {count} prompts: give one for all, or one for each"
-                )
+                return UserError(f"{name} has {len(rows)} entries for {count} prompts: give one for all, or for each")
+        return None
 
     def answer(self, index: int, new_tokens: int) -> list[int] | None:
         """What is given of the answer to prompt `index`, from 0; None: nothing is.
@@ -75,10 +74,10 @@ class Fixed:
                 own[name] = rows[index if len(rows) > 1 else 0]
         if all(token == FREE for row in own.values() for token in row):
             return None
-        sizes = " and ".join(f"{name} of {len(row)} token{'s' * (len(row) != 1)}" for name, row in own.items())
+        sizes = " and a ".join(f"{name} of {len(row)} token{'s' * (len(row) != 1)}" for name, row in own.items())
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
         if max(fixed, len(own.get("pinned", ()))) > new_tokens:
-            raise UserError(f"prompt {index + 1}: a {sizes} does not fit into max_new_tokens={new_tokens}")
+            raise UserError(f"prompt {index + 1}: max_new_tokens={new_tokens} has no room for a {sizes}")
         given = [FREE] * new_tokens
         for name, row in own.items():
             begin = new_tokens - len(row) if name == "suffix" else 0

@@ -68,8 +68,8 @@ def answers(
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
     if isinstance(prompts, Sized):
-        fixed.check(len(prompts))
-        if wrong := texts.uneven(new_tokens, forms, seed, len(prompts), samples):
+        wrong = texts.uneven(new_tokens, forms, seed, len(prompts), samples) or fixed.uneven(len(prompts))
+        if wrong is not None:
             raise wrong
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
     ranks = Ranks.of(sampler.denoiser)

@@ -34,7 +34,7 @@ class Result:
     finish_reason: list[FinishReason]  # of each row
     rejections: Tensor  # [B] int64 commits that a guide refused
     valid: Tensor | None = None  # [B] bool: the answer is what a guide wants; None: no guide says
-    gaps: list[list[str]] | None = None  # text of each gap of each row; None: no tokens were given, or no tokenizer
+    gaps: list[list[str] | None] | None = None  # text of each gap of each row; None: nothing was given, or no tokenizer
 
     @staticmethod
     def stack(answers: Iterable[Answer]) -> Result:
@@ -62,7 +62,7 @@ class Result:
             [answer.finish_reason for answer in given],
             torch.tensor([answer.rejections for answer in given]),
             None if any(answer.valid is None for answer in given) else torch.tensor([one.valid for one in given]),
-            None if all(answer.gaps is None for answer in given) else [one.gaps or [one.text or ""] for one in given],
+            None if all(answer.gaps is None for answer in given) else [one.gaps for one in given],
         )
 
     @property
@@ -138,7 +138,7 @@ def summarise(
         if ends.given is not None:
             marks = [own[:size] for own, size in zip(known.tolist(), sizes.tolist(), strict=True)]
             parts = zip(rows, marks, heads, strict=True)
-            gaps = [_gaps(row, own, head, tokenizer, stop_strings) for row, own, head in parts]
+            gaps = [_gaps(row, own, head, tokenizer, stop_strings) if head else None for row, own, head in parts]
     complete = ends.done & ~ends.stuck
     closed = known.gather(1, sizes[:, None] - 1)[:, 0].tolist()
     reasons: list[FinishReason] = []

@@ -200,7 +200,8 @@ class Stream:
             try:
                 prompt = next(self.prompts)
             except StopIteration:
-                self.failure = texts.uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples)
+                wrong = texts.uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples)
+                self.failure = wrong or self.fixed.uneven(self.read)
                 return None
             except Exception as error:  # the caller's own: raised again, when the answers in flight are out
                 self.failure = error

@@ -86,7 +86,8 @@ class Records:
 
 def _filled(result: Result | Speculation, row: int) -> dict[str, object]:
     """What stands in the gaps of a sample, where it has some."""
-    return {} if not isinstance(result, Result) or result.gaps is None else {"gaps": result.gaps[row]}
+    gaps = result.gaps[row] if isinstance(result, Result) and result.gaps is not None else None
+    return {} if gaps is None else {"gaps": gaps}
 
 
 def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
