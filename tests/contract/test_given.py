@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Commits, Result
+from dllm_sampler import Commits, Infill, Result
 from dllm_sampler.core.given import FREE
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
@@ -108,3 +108,30 @@ def test_in_flight(case: Case) -> None:
         assert torch.equal(answer.tokens, own.tokens[0])
         assert answer.trace is not None and torch.equal(answer.trace.generated, own.trace.generated)
         assert (answer.nfe, answer.length) == (int(own.nfe[0]), int(own.lengths[0]))
+
+
+FORMS = ("regex", "choices", "json_schema")  # what was an answer of one need not be one of another length
+ALONE = [case for case in CASES if case.toy != "causal" and case.guide["name"] not in FORMS]
+
+
+@pytest.mark.parametrize("case", thinned(ALONE, "cache", "blocks", "stop"))
+def test_without_a_prompt(case: Case) -> None:
+    """Answers that stand alone, of their own lengths; what an earlier block needs is there without a prompt."""
+    random = Random(case.id)
+    rows = []
+    for row in range(1, ROWS):
+        answer = given(case)[row][: random.choice([9, 12, TOKENS])]
+        answer[0] = answer[0] if answer[0] != FREE else (case.guide["name"] == "none") * 4 or FREE
+        if {FREE} < {*answer} and (answer[0] != FREE or case.toy != "dream"):
+            rows.append(Infill(answer))
+    if not rows:
+        return
+    sampler = toys.sampler(case.toy, **case.plugins)
+    batch = sampler.generate(rows, seed=5)
+    for row, ask in enumerate(rows):
+        assert isinstance(ask.answer, list)
+        own, pinned = sampler.generate(ask, seed=5 + row), torch.tensor(ask.answer)
+        size, known = len(pinned), pinned != FREE
+        assert torch.equal(own.tokens[0, known], pinned[known])
+        assert torch.equal(batch.tokens[row, :size], own.tokens[0]) and batch.nfe[row] == own.nfe[0]
+        assert torch.equal(batch.step_map[row, :size], own.step_map[0]) and batch.trace.rows[row] == own.trace.rows[0]

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler import Infill, Sampler, Trace, UserError
+from dllm_sampler import Edit, Infill, Sampler, Trace, UserError
 from dllm_sampler.core import given
 from dllm_sampler.core.given import FREE
 from tests import toys
@@ -217,6 +217,32 @@ def test_steps_and_blocks_count_what_is_free() -> None:
         assert sampler.generate([PROMPT], max_new_tokens=16, suffix=[1] * 12).nfe[0] <= 16
         if name != "block_refine":
             assert sampler.generate([PROMPT], max_new_tokens=16, suffix=[1] * 12).nfe[0] <= 4 + (name == "remdm")
+
+
+def test_a_method_counts_what_is_free() -> None:
+    """Ascending steps, Prophet's bounds, horizons: what is given is neither left to do nor done."""
+    suffix, blocks = [1] * 12, {"name": "full"}
+    assert made(scheduler="ascending", blocks=blocks).generate([PROMPT], max_new_tokens=16, suffix=suffix).nfe[0] == 2
+    never = {"name": "prophet", "early": float("inf"), "mid": 0.0, "late": 0.0}
+    late = made(scheduler={"name": "fixed"}, stop=never, blocks=blocks)
+    assert late.generate([PROMPT], max_new_tokens=16, suffix=suffix).nfe[0] == 3, "a third of what is free"
+    for scheduler in (
+        {"name": "leftright", "tokens_per_step": 1, "max_lookahead": 2},
+        {"name": "slowfast", "threshold": 0.9, "glimpse": 0.0, "slow": 2},
+    ):
+        rows = [
+            made(scheduler=scheduler, blocks=blocks).generate([PROMPT], max_new_tokens=12, suffix=[token]).tokens[0, :6]
+            for token in range(12)
+        ]
+        assert len({tuple(row.tolist()) for row in rows}) > 3, "what is given is seen behind a horizon"
+
+
+def test_nothing_cuts_what_is_given_off() -> None:
+    canvas = toys.canvas(torch.tensor([[True, True, False, True]]))
+    canvas = replace(canvas, frozen=~canvas.masked, given=torch.tensor([3]))
+    at = torch.tensor([[0]])
+    edit = Edit(at, at > 0, end=torch.tensor([1]))
+    assert canvas.apply(at, edit).end == 3
 
 
 def test_shares_of_what_is_free() -> None:
