@@ -42,9 +42,10 @@ def shown(canvas: Canvas, column: Tensor) -> Tensor:
 
 
 def following(canvas: Canvas, column: Tensor) -> Tensor:
-    """`[B]` where the next block begins when one ends at `column [B]`: at the first noise from there on, or `end`."""
+    """`[B]` where the next block begins when one ends at `column [B]`: at the first column from there on that is not
+    given, or at `end`. Noise is not asked for: a drafting scheduler may have written into the block already."""
     if canvas.given is None:
         return column
     columns = canvas.columns()
-    noise = canvas.masked & (columns >= column[:, None])
-    return torch.where(noise, columns, canvas.end[:, None]).amin(1)
+    free = ~canvas.frozen & (columns >= column[:, None])
+    return torch.where(free, columns, canvas.end[:, None]).amin(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,10 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler import Edit, Infill, Sampler, Trace, UserError
+from dllm_sampler import Edit, Infill, Sampler, Trace, UserError, config
 from dllm_sampler.core import given
 from dllm_sampler.core.given import FREE
+from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
 
 PROMPT = [5, 11, 3]
@@ -92,7 +94,7 @@ def test_texts_of_their_own_lengths() -> None:
 
 def test_prompts_with_and_without_gaps_in_one_stream(sampler: Sampler) -> None:
     """A prompt that needs other places than those in flight waits for them."""
-    asks = [PROMPT, [4, 4], Infill("a{gap:30}b", [7]), [12, 6], Infill("{gap:2}a", [9])]
+    asks = [PROMPT, [4, 4], Infill("a{gap:4}b", [8]), Infill("a{gap:30}b", [7]), [12, 6], Infill("{gap:2}a", [9])]
     done = []
 
     def progress(forwards: int, committed: int, wanted: int) -> None:
@@ -102,7 +104,7 @@ def test_prompts_with_and_without_gaps_in_one_stream(sampler: Sampler) -> None:
     for ask, answer in zip(asks, answers, strict=True):
         assert torch.equal(answer.tokens, sampler.generate([ask], max_new_tokens=6).tokens[0])
     assert [answer.gaps is None for answer in answers] == [not isinstance(ask, Infill) for ask in asks]
-    assert done[-1] == (3 * 6 + 30 + 2, 3 * 6 + 30 + 2)
+    assert done[-1] == (3 * 6 + 4 + 30 + 2, 3 * 6 + 4 + 30 + 2)
 
 
 def test_a_beginning_and_an_end(sampler: Sampler) -> None:
@@ -347,3 +349,54 @@ def test_the_verifier_reads_what_an_answer_begins_with() -> None:
         prefixed = sampler.generate([PROMPT], max_new_tokens=8 + size, prefix=front)
         plain = sampler.generate([PROMPT + front], max_new_tokens=8)
         assert torch.equal(prefixed.tokens[0, size:], plain.tokens[0]) and prefixed.nfe == plain.nfe
+
+
+CACHES = [name for name in config.names("cache") if name not in ("block_causal", "dkv_greedy")]
+
+
+@pytest.mark.parametrize("kind", ["llada", "dream"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_an_answer_that_stands_alone_begins_at_the_first_column(cache: str, kind: str) -> None:
+    """Also where a model predicts a token from the one before it. Rows join and leave: each is what it is alone."""
+    sampler = made(
+        kind, cache=cache, scheduler={"name": "threshold", "threshold": 2.0}, blocks={"name": "fixed", "length": 8}
+    )
+    asks = [
+        Infill([1, FREE, FREE, 4, 4, 4, 4, 4]),
+        Infill([1] + [FREE] * 15),
+        Infill([9, 3] + [FREE] * 6),
+        Infill([2, 2, 8, FREE, FREE, 5, FREE, FREE]),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # `dllm` answers batch by batch
+        answers = list(sampler.generate_many(asks, batch_size=2, max_new_tokens=8, order="given"))
+    for ask, answer in zip(asks, answers, strict=True):
+        alone = sampler.generate(ask)
+        assert answer.trace is not None and torch.equal(answer.tokens, alone.tokens[0])
+        torch.testing.assert_close(answer.trace.logprob, alone.trace.logprob, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("passes", ["ride", "separate"])
+@pytest.mark.parametrize("size", [1, 5, 6, 9])
+def test_a_beginning_is_like_the_end_of_the_prompt(passes: str, size: int) -> None:
+    """For a block-causal model: the same forwards, those that only store among them."""
+    cache, front = {"name": "block_causal", "store_pass": passes}, list(range(1, size + 1))
+    sampler = made("causal", cache=cache, blocks={"name": "fixed", "length": 4}, scheduler={"name": "fixed"})
+    prefixed = sampler.generate([PROMPT], max_new_tokens=9 + size, prefix=front)
+    plain = sampler.generate([PROMPT + front], max_new_tokens=9)
+    assert torch.equal(prefixed.tokens[0, size:], plain.tokens[0]) and prefixed.nfe == plain.nfe
+    assert torch.equal(prefixed.step_map[0, size:], plain.step_map[0])
+
+
+def test_drafting_over_the_end_of_a_block() -> None:
+    """The next block begins behind what is given, and is drafted to its end: tokens are the inner scheduler's."""
+    inner, blocks = {"name": "fixed", "steps": None}, {"name": "fixed", "length": 4}
+    drafted = {"name": "freedave", "inner": inner, "eager": True, "draft": 6}
+    saved = 0
+    for seed in range(6):
+        pinned = [FREE] * 4 + [seed, 1] + [FREE] * 5 + [2] + [FREE] * 4
+        plain = made(scheduler=inner, blocks=blocks).generate([[seed, 5]], max_new_tokens=16, pinned=pinned)
+        fast = made(scheduler=drafted, blocks=blocks).generate([[seed, 5]], max_new_tokens=16, pinned=pinned)
+        assert torch.equal(fast.tokens, plain.tokens)
+        saved += int(plain.nfe - fast.nfe)
+    assert saved > 0

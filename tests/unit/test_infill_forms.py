@@ -19,6 +19,7 @@ from dllm_sampler.core.given import FREE
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import read
+from dllm_sampler.guides import TopK
 from dllm_sampler.guides.forms.choice import posterior
 from dllm_sampler.guides.forms.given import completable
 from tests import toys
@@ -112,6 +113,16 @@ def test_draws_have_the_law_of_the_model(pattern: str, given: list[int], asked: 
     distance = sum((counts[one] - wanted) ** 2 / wanted for one, wanted in expected.items())
     freedom = torch.tensor(max(1, len(expected) - 1) / 2)
     assert torch.special.gammaincc(freedom, torch.tensor(distance / 2)) > 1e-3  # chi-square
+
+
+def test_where_another_guide_leaves_nothing_that_fits() -> None:
+    """Even then an answer does not end in its gap: it would be the shorter way."""
+    canvas, rule = canvas_of([FREE, FREE, FREE, 0]), ruled("a*")
+    vars(rule.guides[-1]).update(eos_id=END)
+    logits = torch.zeros(3, VOCAB, dtype=torch.float64)
+    logits[:, 1], logits[:, END] = 2, 5  # the best is no `a`
+    query, rule = Query.at(canvas, torch.tensor([[0, 1, 2]])), rule._replace(guides=(TopK(k=1), *rule.guides))
+    assert read(logits, logits[:, :1], canvas, Answers.every(query), rule).token.tolist() == [[[0, 0, 0]]]
 
 
 @pytest.mark.parametrize("pattern", ["a*", "(ab|c)*", "(?s).*"])
