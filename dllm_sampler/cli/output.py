@@ -108,9 +108,14 @@ SHORT = {
 
 
 class Totals:
-    """The figures of a run, summed over its batches."""
+    """The figures of a run, summed over its batches.
 
-    def __init__(self) -> None:
+    Args:
+        fills: answers with gaps are texts that say themselves how long they are, so that none is cut.
+    """
+
+    def __init__(self, fills: bool = False) -> None:
+        self.fills = fills
         self.samples = self.tokens = 0
         self.short: dict[str, list[int]] = {}  # why samples (from 1) did not come to their end
         self.forwards: list[int] = []
@@ -127,7 +132,8 @@ class Totals:
             for row, reason in enumerate(result.finish_reason):
                 valid = None if result.valid is None else bool(result.valid[row])
                 why = "invalid" if valid is False and result.complete[row] else reason
-                if why in SHORT and not valid:
+                whole = self.fills and result.gaps is not None and result.gaps[row] is not None
+                if why in SHORT and not valid and not (whole and why == "length"):
                     self.short.setdefault(why, []).append(first + row + 1)
         else:
             self.accepted = (self.accepted or 0) + int(result.accepted.clamp(min=0).sum())

@@ -97,7 +97,7 @@ def respond(
     forms = prompts.forms(own if options.forms is None else options.forms, known, len(tasks), 1)
     if deer is None:
         infill.check_forms(tasks, forms or [0] * len(tasks), sampler.plugins)
-    totals, given = Totals(), given or [options.infill or ""]
+    totals, given = Totals(options.prefix is None and options.suffix is None), given or [options.infill or ""]
     rows: list[Any] = [task.again for task in tasks]
     many = len(rows) * options.samples > options.batch_size  # there is progress to show
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.

@@ -48,6 +48,8 @@ def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFix
         assert record["finish_reason"] == "end"
         assert sum(step >= 0 for step in record["step_map"]) == record["tokens_per_forward"] * record["nfe"]
         assert "cut at max_new_tokens" not in err
+    assert main([*words, "Ben{gap:2}"]) == 0 and "cut" not in capsys.readouterr().err, "it is as long as it says"
+    assert main([*words, "copy: Ada", "prefix=Ben"]) == 0 and "cut at max_new_tokens" in capsys.readouterr().err
 
 
 def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
