@@ -12,11 +12,15 @@ import torch
 
 from dllm_sampler import Commits, Infill, Result
 from dllm_sampler.core.given import FREE
+from dllm_sampler.engine import layout
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case, thinned
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_in_flight import JOINS
+from tests.contract.test_recorded import same
+from tests.contract.test_syncs import no_host_reads
+from tests.taped import pair
 
 ROWS = len(toys.PROMPTS)
 ENDED = {"end", "length"}
@@ -135,3 +139,37 @@ def test_without_a_prompt(case: Case) -> None:
         assert torch.equal(own.tokens[0, known], pinned[known])
         assert torch.equal(batch.tokens[row, :size], own.tokens[0]) and batch.nfe[row] == own.nfe[0]
         assert torch.equal(batch.step_map[row, :size], own.step_map[0]) and batch.trace.rows[row] == own.trace.rows[0]
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        {"cache": "none", "poll_every": 3, "temperature": 0.8},
+        {"cache": "dual", "scheduler": {"name": "editing", "threshold": 0.5, "edit": 0.3}},
+        {"cache": "prefix", "guide": {"name": "regex", "pattern": "([a-j][0-9]?)*"}},
+    ],
+    ids=str,
+)
+def test_recorded_steps(plugins: dict[str, Any]) -> None:
+    """Generations with and without given tokens take turns on the same buffers."""
+    plain, it, engine = pair(**plugins)
+    rows = [[FREE, FREE, 2, 3, FREE, 1, FREE], [4, FREE, FREE, FREE, FREE, FREE, 10]]
+    others = [[FREE, 5, FREE, FREE, FREE, FREE, 6], [FREE, FREE, 7, FREE, 8, FREE, FREE]]
+    for pinned in (rows, None, others, None, rows):
+        same(*(one.generate([[5, 11], [16]], max_new_tokens=11, pinned=pinned, seed=1) for one in (it, plain)))
+    assert engine.replays > 0
+
+
+def test_a_step_reads_nothing() -> None:
+    """Of the device, whatever is given."""
+    for scheduler in ("threshold", "wino", "slowfast", "fixed", "remdm"):
+        sampler = toys.sampler(scheduler=scheduler, guide={"name": "regex", "pattern": "([a-j][0-9]?)*"})
+        engine = sampler.engine(sampler.plugins)
+        p, spec = sampler.plugins, sampler.denoiser.spec
+        given_ = [[FREE, 2, FREE, FREE, 3, FREE, FREE, FREE]]
+        canvas = layout.canvas([[5]], 8, [0], spec, p.blocks, sampler.noise, True, given=given_)
+        state = engine.begin(canvas)
+        for step in range(1, 4):
+            with no_host_reads():
+                engine.step(state)
+            engine.poll(state, step)
