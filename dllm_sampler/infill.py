@@ -227,7 +227,7 @@ def _check(task: Task, plugins: Plugins, number: int) -> None:
             f"prompt {number}: all {len(given)} tokens of the answer are given, so nothing is to be generated"
         )
     first = given.index(FREE)
-    last = max(at for at, token in enumerate(given) if token != FREE)
+    last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
     if spec.encoder:
         raise UserError(
             f"prompt {number} has given tokens in its answer, and this model's decoder was made for canvases of noise"

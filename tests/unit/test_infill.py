@@ -125,7 +125,9 @@ def test_a_beginning_and_an_end(sampler: Sampler) -> None:
     row[: len(front)], row[-2:] = front, [toys.MASK, 1]
     both = sampler.generate([PROMPT], max_new_tokens=9, pinned=torch.tensor(row), prefix=front[:1])
     assert both.tokens[0, -1] == 1 and both.step_map[0, -2] >= 0, "the mask token leaves a place free"
-    assert sampler.generate([PROMPT], max_new_tokens=4, prefix="").gaps is None, "nothing is given"
+    plain = sampler.generate([PROMPT], max_new_tokens=4, prefix="")
+    assert plain.gaps is None, "nothing is given"
+    assert torch.equal(sampler.infill("{gap:4}", prompts=[PROMPT]).tokens, plain.tokens)
 
 
 def test_the_model_sees_what_stands_behind_a_gap(sampler: Sampler) -> None:
