@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
+    from dllm_sampler.prompts import Infill
     from dllm_sampler.result import Answer, Commits, Result, Speculation
     from dllm_sampler.sampler import Sampler
     from dllm_sampler.speculative.deer import SpeculativeSampler
@@ -24,6 +25,7 @@ _HOMES = {
     "core.noise": ("CounterNoise", "ReplayNoise"),
     "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
     "core.spec": ("ModelSpec", "Traits"),
+    "prompts": ("Infill",),
     "result": ("Answer", "Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
@@ -42,6 +44,7 @@ __all__ = [
     "Denoiser",
     "Edit",
     "Guide",
+    "Infill",
     "ModelSpec",
     "NotFiniteError",
     "Query",

@@ -2,22 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import prompts
+from dllm_sampler import infill, prompts
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas
+from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
+from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError
+from dllm_sampler.fixed import Fixed
+from dllm_sampler.infill import Task
+from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
+
+if TYPE_CHECKING:
+    from dllm_sampler.sampler import Sampler
+
+Progress = Callable[[int, int, int], None]  # forwards, tokens committed, tokens wanted
+
+
+def result(
+    sampler: Sampler,
+    plugins: Plugins,
+    given: Prompt | Sequence[Prompt],
+    *,
+    new_tokens: int,
+    seed: int | Sequence[int],
+    stops: str | Sequence[str],
+    samples: int,
+    forms: int | Sequence[int] | None,
+    fixed: Fixed,
+    progress: Progress | None,
+) -> Result:
+    """See `Sampler.generate`."""
+    last: Commits | None = None
+    every = int(progress is not None)
+    for last in steps(
+        sampler, plugins, given, new_tokens=new_tokens, seed=seed, stops=stops, samples=samples, forms=forms,
+        fixed=fixed, every=every,
+    ):  # fmt: skip
+        if progress is not None:
+            known = 0 if last.given is None else int(last.given.sum())
+            progress(last.step, int((~last.masked).sum()) - known, last.masked.numel() - known)
+    assert last is not None and last.result is not None
+    return last.result
+
+
+def steps(
+    sampler: Sampler,
+    plugins: Plugins,
+    given: Prompt | Sequence[Prompt],
+    *,
+    new_tokens: int,
+    seed: int | Sequence[int],
+    stops: str | Sequence[str],
+    samples: int,
+    forms: int | Sequence[int] | None,
+    fixed: Fixed,
+    every: int,
+) -> Iterator[Commits]:
+    """Check the arguments of `Sampler.generate` or `Sampler.stream`, and start the loop."""
+    found = prompts.stop_strings(stops, sampler.tokenizer)
+    check_count("samples", samples)
+    tasks = infill.encode(given, sampler.tokenizer, plugins, new_tokens, fixed)
+    wrong = fixed.uneven(len(tasks))
+    if wrong is not None:
+        raise wrong
+    tasks = [task for task in tasks for _ in range(samples)]
+    own = prompts.forms(forms, plugins.forms, len(tasks), samples)
+    infill.check_forms(tasks, own or [0] * len(tasks), plugins)
+    return commits(sampler, plugins, tasks, prompts.seeds(seed, len(tasks)), found, every, samples, own)
+
+
+def commits(
+    sampler: Sampler,
+    plugins: Plugins,
+    tasks: Sequence[Task],
+    seeds: Sequence[int],
+    stops: tuple[str, ...],
+    every: int,
+    samples: int = 1,
+    forms: Sequence[int] | None = None,
+) -> Iterator[Commits]:
+    """The steps of one batch; one in `every` is transferred, with 0 only the last."""
+    engine, spec = sampler.engine(plugins, samples), sampler.denoiser.spec
+    rows, new_tokens, given = zip(*tasks, strict=True)
+    canvas = layout.canvas(
+        rows, new_tokens, seeds, spec, plugins.blocks, sampler.noise, plugins.stop.cuts, engine.multiple, forms=forms,
+        given=None if all(one is None for one in given) else given,
+    )  # fmt: skip
+    bound = sampler.max_steps or plugins.bound(canvas.longest)
+    return Reader(spec, sampler.tokenizer, stops, plugins.guides).commits(engine, canvas, bound, every)
 
 
 @dataclass(frozen=True)
@@ -65,11 +151,10 @@ class Reader:
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
         # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
         known = canvas.ids.masked_fill(noise, -1).gather(1, answer).tolist()
-        texts = prompts.decode([row[: row.index(-1)] if -1 in row else row for row in known], self.tokenizer, ())
-        hit = [
-            not done and any(stop in text for stop in self.stop_strings)
-            for done, text in zip(state.done, texts, strict=True)
-        ]
+        texts = [row[: row.index(-1)] if -1 in row else row for row in known]
+        heads = None if canvas.given is None else (canvas.given - canvas.first).tolist()  # what is given stays
+        found = prompts.cut(texts, self.tokenizer, self.stop_strings, heads)
+        hit = [not done and stopped for done, (_, stopped) in zip(state.done, found, strict=True)]
         if any(hit):
             state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
             engine.ask(state)
@@ -79,9 +164,11 @@ class Reader:
         trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id, self.tokenizer)
         masked = aligned(canvas, canvas.masked, False).cpu()
         form = torch.zeros_like(canvas.step) if canvas.form is None else canvas.form
-        known = (canvas.done, recorder.stuck, recorder.rejected, form)
-        done, stuck, rejected, form = (one.cpu().clone() for one in known)
-        ends = Ends(masked, done, stuck, rejected, form, frozenset(failed))
+        found = (canvas.done, recorder.stuck, recorder.rejected, form)
+        done, stuck, rejected, form = (one.cpu().clone() for one in found)
+        known = _given(canvas)
+        given = None if known is None else aligned(canvas, known, False).cpu()
+        ends = Ends(masked, done, stuck, rejected, form, given, frozenset(failed))
         return summarise(trace, ends, self.spec, self.tokenizer, self.stop_strings, self.guides)
 
     def answer(self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int) -> Answer:
@@ -97,6 +184,7 @@ class Reader:
             result.trace.row(at).unpadded(new_tokens),
             int(result.rejections[at]),
             None if result.valid is None else bool(result.valid[at]),
+            None if result.gaps is None else result.gaps[at],
         )
 
 
@@ -108,4 +196,14 @@ def _view(state: Generation, step: int, result: Result | None) -> Commits:
         return tensor.gather(1, answer).cpu()
 
     tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
-    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result)
+    known = _given(canvas)
+    given = None if known is None else cut(known)
+    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result, given)
+
+
+def _given(canvas: Canvas) -> Tensor | None:
+    """`[B, L+1] bool` tokens of answers that were given; None: no row has one."""
+    if canvas.given is None:
+        return None
+    column = canvas.columns()
+    return canvas.frozen & (column >= canvas.first[:, None]) & (column < canvas.given[:, None])

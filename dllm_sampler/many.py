@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
 from dllm_sampler import prompts as texts
+from dllm_sampler.batch import Progress
 from dllm_sampler.config import BATCHING
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
+from dllm_sampler.fixed import Fixed
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer
-from dllm_sampler.stream import Progress, Stream, alone, uneven
+from dllm_sampler.stream import Stream, alone
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
@@ -36,6 +38,7 @@ def answers(
     on_error: Literal["raise", "yield"],
     batching: str,
     progress: Progress | None,
+    fixed: Fixed,
 ) -> Iterator[Answer]:
     """See `Sampler.generate_many`: its arguments, checked before the first prompt is read."""
     check_count("batch_size", places)
@@ -63,8 +66,10 @@ def answers(
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
-    if isinstance(prompts, Sized) and (wrong := uneven(new_tokens, forms, seed, len(prompts), samples)):
-        raise wrong
+    if isinstance(prompts, Sized):
+        wrong = texts.uneven(new_tokens, forms, seed, len(prompts), samples) or fixed.uneven(len(prompts))
+        if wrong is not None:
+            raise wrong
     why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
     ranks = Ranks.of(sampler.denoiser)
     if ranks.mesh is not None and (why is not None or batching == "static"):
@@ -74,7 +79,7 @@ def answers(
     found = texts.stop_strings(stops, sampler.tokenizer)
     stream = Stream(
         sampler, plugins, iter(prompts), places, new_tokens, forms, seed, found, samples, max_length, on_error,
-        progress, ranks=ranks,
+        progress, fixed, ranks=ranks,
     )  # fmt: skip
     flies = batching == "in_flight" and why is None
     if flies and stream.group > places:

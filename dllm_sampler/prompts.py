@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,23 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 
 Message = Mapping[str, str]
-Prompt = str | Sequence[int] | Tensor | Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Infill:
+    """An answer of which a part is given, in place of a prompt; see docs/infilling.md.
+
+    Args:
+        answer: text in which `{gap:8}` stands for 8 tokens to be generated, or token ids with -1 (or the mask token)
+            for each of these.
+        prompt: what it answers: text, token ids or chat messages; None: the text stands alone.
+    """
+
+    answer: str | Sequence[int] | Tensor
+    prompt: str | Sequence[int] | Tensor | Sequence[Message] | None = None
+
+
+Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Infill
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -144,6 +161,27 @@ def forms(given: Any, known: int, rows: int, samples: int) -> list[int] | None:
     return [found] * rows if isinstance(found, int) else [one for one in found for _ in range(samples)]
 
 
+def uneven(
+    new_tokens: int | Sequence[int],
+    forms: int | Sequence[int] | None,
+    seed: int | Sequence[int],
+    prompts: int,
+    samples: int,
+    more: bool = False,
+) -> UserError | None:
+    """What is wrong with lists of numbers for a number of `prompts`, of which there may be `more`."""
+    for name, given, each, wanted in (
+        ("max_new_tokens", new_tokens, "prompt", prompts),
+        ("forms", forms, "prompt", prompts),
+        ("seed", seed, "answer", prompts * samples),
+    ):
+        if isinstance(given, Sequence) and (len(given) < wanted or (len(given) > wanted and not more)):
+            there = f"and there is {each} {wanted}" if more else f"and there are {wanted} {each}s"
+            numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
+            return UserError(f"{name} has {numbers}, {there}: give one for each {each}, or one for all")
+    return None
+
+
 def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
     """Texts that end an answer, checked.
 
@@ -176,7 +214,11 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) ->
         raise UserError(
             f"prompt {number} is text, but this checkpoint has no tokenizer: give token ids, or add its files"
         )
-    return _text(prompt, tokenizer, number) if text else _chat(prompt, tokenizer, number)
+    if not text:
+        return _chat(prompt, tokenizer, number)
+    if not prompt.strip():
+        raise UserError(f"prompt {number} is empty: give it at least one token")
+    return text_ids(prompt, tokenizer, f"prompt {number}")
 
 
 def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
@@ -190,17 +232,18 @@ def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, numbe
     return list(encoded["input_ids"])
 
 
-def _text(prompt: str, tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
-    if not prompt.strip():
-        raise UserError(f"prompt {number} is empty: give it at least one token")
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True) -> list[int]:
+    """Token ids of a text, which errors call `name`; with the tokenizer's `special` tokens around it, or without.
+
+    Raises:
+        UserError: something in it is not in the vocabulary.
+    """
     fast = bool(tokenizer.is_fast)
-    encoded: Any = tokenizer(prompt, return_offsets_mapping=fast)
+    encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
     ids = list(encoded["input_ids"])
     if fast and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
         start, stop = encoded["offset_mapping"][ids.index(tokenizer.unk_token_id)]
-        raise UserError(
-            f"prompt {number} has {prompt[start:stop]!r}, which is not in this model's vocabulary{_known(tokenizer)}"
-        )
+        raise UserError(f"{name} has {text[start:stop]!r}, which is not in this model's vocabulary{_known(tokenizer)}")
     return ids
 
 
@@ -219,8 +262,21 @@ def _known(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]) -> list[str]:
     """Text of each row of ids, cut before the first stop string; without end and other special tokens."""
+    return [text for text, _ in cut(rows, tokenizer, stop_strings)]
+
+
+def cut(
+    rows: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_strings: Sequence[str],
+    heads: Sequence[int] | None = None,
+) -> list[tuple[str, bool]]:
+    """As `decode`, and whether there was a stop string. They are looked for behind the first `heads` tokens of each."""
     assert tokenizer is not None
-    texts = [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-    for stop in stop_strings:
-        texts = [text.split(stop, 1)[0] for text in texts]
-    return texts
+    found = []
+    for row, head in zip(rows, heads or [0] * len(rows), strict=True):
+        text = str(tokenizer.decode(row, skip_special_tokens=True))
+        start = len(str(tokenizer.decode(row[:head], skip_special_tokens=True))) if head and stop_strings else 0
+        places = [at for stop in stop_strings if (at := text.find(stop, start)) >= 0]
+        found.append((text[: min(places)], True) if places else (text, False))
+    return found

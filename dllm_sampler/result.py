@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ class Result:
     finish_reason: list[FinishReason]  # of each row
     rejections: Tensor  # [B] int64 commits that a guide refused
     valid: Tensor | None = None  # [B] bool: the answer is what a guide wants; None: no guide says
+    gaps: list[list[str] | None] | None = None  # text of each gap of each row; None: nothing was given, or no tokenizer
 
     @staticmethod
     def stack(answers: Iterable[Answer]) -> Result:
@@ -60,6 +62,7 @@ class Result:
             [answer.finish_reason for answer in given],
             torch.tensor([answer.rejections for answer in given]),
             None if any(answer.valid is None for answer in given) else torch.tensor([one.valid for one in given]),
+            None if all(answer.gaps is None for answer in given) else [one.gaps for one in given],
         )
 
     @property
@@ -68,9 +71,15 @@ class Result:
         return self.trace.generated
 
     @property
+    def generated(self) -> Tensor:
+        """`[B] int64` tokens of `lengths` that were generated: all but those that were given."""
+        column = torch.arange(self.tokens.shape[1])
+        return ((self.step_map >= 0) & (column < self.lengths[:, None])).sum(1)
+
+    @property
     def tokens_per_forward(self) -> Tensor:
-        """`[B] float32`: `lengths / nfe`, so tokens after the end token do not count."""
-        return self.lengths / self.nfe.clamp(min=1)
+        """`[B] float32`: `generated / nfe`, so tokens after the end token do not count."""
+        return self.generated / self.nfe.clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,7 @@ class Commits:
     step_map: Tensor  # [B, max_new_tokens] forward that committed each token, -1: none yet
     nfe: Tensor  # [B]
     result: Result | None = None
+    given: Tensor | None = None  # [B, max_new_tokens] bool: tokens that were given; None: no row has one
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Ends:
     stuck: Tensor  # [B] bool a guide refused every commit
     rejected: Tensor  # [B] commits that a guide refused
     forms: Tensor  # [B] which of a guide's forms the answer is to have
+    given: Tensor | None = None  # [B, L] bool tokens of the answer that were given; None: no row has one
     failed: frozenset[int] = frozenset()  # rows for which the model returned no finite statistics
 
 
@@ -115,12 +126,21 @@ def summarise(
     hole = torch.where(gone, place, width).amin(1)  # an unfinished row's answer ends before its first noise
     ended = torch.where((tokens == spec.eos_id) & ~gone, place, width).amin(1)
     lengths = torch.minimum(ended + 1, hole)
-    texts = None
+    texts, gaps, stopped = None, None, [False] * len(tokens)
+    known = (torch.zeros_like(masked) if ends.given is None else ends.given)[:, trace.origin :]
+    sizes = trace.end - trace.origin
     if tokenizer is not None:
         stops = torch.minimum(ended, hole).tolist()
         rows = [row[:stop] for row, stop in zip(tokens.tolist(), stops, strict=True)]
-        texts = prompts.decode(rows, tokenizer, stop_strings)
+        heads = torch.where(known, place + 1, 0).amax(1).tolist()
+        found = prompts.cut(rows, tokenizer, stop_strings, heads)
+        texts, stopped = [text for text, _ in found], [hit for _, hit in found]
+        if ends.given is not None:
+            marks = [own[:size] for own, size in zip(known.tolist(), sizes.tolist(), strict=True)]
+            parts = zip(rows, marks, heads, strict=True)
+            gaps = [_gaps(row, own, head, tokenizer, stop_strings) if head else None for row, own, head in parts]
     complete = ends.done & ~ends.stuck
+    closed = known.gather(1, sizes[:, None] - 1)[:, 0].tolist()
     reasons: list[FinishReason] = []
     answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     rows = zip(answers, ends.stuck.tolist(), ends.done.tolist(), strict=True)
@@ -131,21 +151,23 @@ def summarise(
             reasons.append("constraint")
         elif not done:
             reasons.append("max_steps")
-        elif stop_strings and _stopped(answer, spec, tokenizer, stop_strings):
+        elif stopped[row]:
             reasons.append("stop_string")
         else:
-            reasons.append("end" if spec.eos_id in answer else "length")
+            reasons.append("end" if spec.eos_id in answer or closed[row] else "length")
     found = [_valid(guides, answer, form) for answer, form in zip(answers, ends.forms.tolist(), strict=True)]
     valid = None if None in found else complete & torch.tensor(found)
-    return Result(tokens, lengths, texts, trace.nfe, complete, trace, reasons, ends.rejected, valid)
+    return Result(tokens, lengths, texts, trace.nfe, complete, trace, reasons, ends.rejected, valid, gaps)
 
 
-def _stopped(
-    answer: list[int], spec: ModelSpec, tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]
-) -> bool:
-    """Whether the text of an answer has a stop string."""
-    (text,) = prompts.decode([[token for token in answer if token != spec.eos_id]], tokenizer, ())
-    return any(one in text for one in stop_strings)
+def _gaps(
+    row: list[int], given: list[bool], head: int, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
+) -> list[str]:
+    """Texts of the runs of generated tokens; what stands behind the first `head` tokens ends at a stop string."""
+    runs = [[*run] for _, run in groupby(range(len(given)), key=lambda at: given[at])]
+    free = [row[run[0] : run[-1] + 1] for run in runs if not given[run[0]]]
+    tail = [stop_strings if run[0] >= head else () for run in runs if not given[run[0]]]
+    return [prompts.decode([part], tokenizer, stops)[0] for part, stops in zip(free, tail, strict=True)]
 
 
 def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | None:
@@ -197,6 +219,7 @@ class Answer:
     trace: Trace | None = None  # of this answer alone; None if the prompt was refused
     rejections: int = 0  # commits that a guide refused
     valid: bool | None = None  # whether it is what a guide wants; None: no guide says
+    gaps: list[str] | None = None  # text of each gap; None: no tokens were given, or no tokenizer
     error: str | None = None  # why the prompt was refused
 
     @property

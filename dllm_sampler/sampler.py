@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
 from os import PathLike
 from typing import Literal, Unpack
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config, many, prompts
-from dllm_sampler.batch import Reader
+from dllm_sampler import batch, config, infill, many
+from dllm_sampler.batch import Progress
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Noise
-from dllm_sampler.engine import capture, graphs, layout
+from dllm_sampler.engine import capture, graphs
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
+from dllm_sampler.fixed import Fixed, Piece, Pinned
+from dllm_sampler.infill import Options, Span
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import fused, loading
-from dllm_sampler.models.cfg import GuidedDenoiser, guided
+from dllm_sampler.models.cfg import compiled, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.naming import named
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
-from dllm_sampler.stream import Progress
 
 
 class Sampler:
@@ -93,7 +92,7 @@ class Sampler:
         if not isinstance(compile, bool) and compile != "step":
             raise UserError(f"compile must be true, false or step, not {compile!r}")
         if compile is True:
-            denoiser = _compiled(denoiser)
+            denoiser = compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.noise: Noise = noise or CounterNoise()
         backends.check(backend)
@@ -168,11 +167,14 @@ class Sampler:
         progress: Progress | None = None,
         samples: int = 1,
         forms: int | Sequence[int] | None = None,
+        prefix: Piece | Sequence[Piece] | None = None,
+        suffix: Piece | Sequence[Piece] | None = None,
+        pinned: Pinned | None = None,
     ) -> Result:
         """Answer a batch of prompts; each row comes out as if it were alone.
 
         Args:
-            prompts: strings, token lists, tensors or chat messages; one or several, of any lengths.
+            prompts: strings, token lists, tensors, chat messages or `Infill`s; one or several, of any lengths.
             max_new_tokens: canvas length after the prompt; need not divide by the block length. Where a model denoises
                 whole blocks only (DiffusionGemma), the last one is decoded whole and the answer is cut.
             block_length: shortcut for `blocks.length`.
@@ -183,18 +185,63 @@ class Sampler:
                 the exact cache of a block-causal model the prompt is computed once for all of them (the positions
                 count for the first, the pass for none); elsewhere a prompt's keys depend on its answer.
             forms: where a guide has a list of forms, the number of each prompt's, from 0, or one for all.
+            prefix, suffix: what the answer begins and ends with, text or token ids; one for all prompts, or a list
+                with one for each. A suffix ends at `max_new_tokens`, so that the answer is as long as that.
+            pinned: `[max_new_tokens]`, or one row for each prompt: tokens of the answer that are given wherever they
+                stand, -1 (or the mask token) where one is to be generated; what is missing at the end is. See
+                docs/infilling.md.
 
         Raises:
             UserError: a bad prompt or argument.
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
-        last: Commits | None = None
-        every = int(progress is not None)
-        for last in self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, samples, forms):
-            if progress is not None:
-                progress(last.step, int((~last.masked).sum()), last.masked.numel())
-        assert last is not None and last.result is not None
-        return last.result
+        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
+        return batch.result(
+            self, self._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
+            samples=samples, forms=forms, fixed=fixed, progress=progress,
+        )  # fmt: skip
+
+    def infill(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        **options: Unpack[Options],
+    ) -> Result:
+        """Fill the gaps of texts: `sampler.infill("def f(x):\\n{gap:32}\\n    return y")`.
+
+        `Result.texts` are the whole texts, `Result.gaps` what stands in the gaps. See docs/infilling.md.
+
+        Args:
+            texts: `{gap:8}` stands for 8 tokens.
+            prompts: what each text answers, if anything.
+            options: as in `generate`.
+
+        Raises:
+            UserError: as `generate`; a text without a gap, or a gap without its length.
+        """
+        return self.generate(infill.tasks(texts, prompts), **options)
+
+    def refine(
+        self,
+        answers: Result | Sequence[int] | Sequence[Sequence[int]] | Tensor,
+        span: Span | Sequence[Span],
+        *,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        **options: Unpack[Options],
+    ) -> Result:
+        """Generate a part of answers again: that of `generate` with all other tokens `pinned`.
+
+        Args:
+            answers: an earlier result, up to each answer's end token; or token ids.
+            span: (first, end), positions in each answer from 0, or several such.
+            prompts: what each answers; a result knows it.
+            options: as in `generate`.
+
+        Raises:
+            UserError: as `generate`; a span outside of an answer.
+        """
+        return self.generate(infill.refined(answers, span, prompts), **options)
 
     def generate_many(
         self,
@@ -207,6 +254,9 @@ class Sampler:
         stop_strings: str | Sequence[str] = (),
         samples: int = 1,
         forms: int | Sequence[int] | None = None,
+        prefix: Piece | Sequence[Piece] | None = None,
+        suffix: Piece | Sequence[Piece] | None = None,
+        pinned: Pinned | None = None,
         order: Literal["finished", "given"] = "finished",
         max_length: int | None = None,
         on_error: Literal["raise", "yield"] = "raise",
@@ -226,7 +276,7 @@ class Sampler:
             block_length, stop_strings: as in `generate`.
             seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.
             samples: answers per prompt.
-            forms: as in `generate`.
+            forms, prefix, suffix, pinned: as in `generate`.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
             max_length: most tokens of a prompt with its answer, which fixes the memory; None: the most of a list of
                 prompts; of another iterable, places grow in steps as longer prompts come, and each time the answers in
@@ -247,6 +297,7 @@ class Sampler:
             self, self._plugins(block_length), prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
             seed=seed, stops=stop_strings, samples=samples, order=order, max_length=max_length, on_error=on_error,
             batching=batching, progress=progress,
+            fixed=Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec),
         )  # fmt: skip
 
     def stream(
@@ -259,53 +310,19 @@ class Sampler:
         stop_strings: str | Sequence[str] = (),
         every: int = 1,
         forms: int | Sequence[int] | None = None,
+        prefix: Piece | Sequence[Piece] | None = None,
+        suffix: Piece | Sequence[Piece] | None = None,
+        pinned: Pinned | None = None,
     ) -> Iterator[Commits]:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"every must be a whole number of at least 1, not {every!r}")
-        return self._commits(prompts, max_new_tokens, block_length, seed, stop_strings, every, 1, forms)
-
-    def _commits(
-        self,
-        given: Prompt | Sequence[Prompt],
-        new_tokens: int,
-        block_length: int | None,
-        seed: int | Sequence[int],
-        stop_strings: str | Sequence[str],
-        every: int,
-        samples: int,
-        forms: int | Sequence[int] | None,
-    ) -> Iterator[Commits]:
-        """Check the arguments and start the loop."""
-        plugins, spec = self._plugins(block_length), self.denoiser.spec
-        stops = prompts.stop_strings(stop_strings, self.tokenizer)
-        check_count("samples", samples)
-        prompts.check_new_tokens(new_tokens, spec)
-        rows = [row for row in prompts.encode(given, self.tokenizer, spec, new_tokens) for _ in range(samples)]
-        own = prompts.forms(forms, plugins.forms, len(rows), samples)
-        for guide, form in product(plugins.guides, {*own} if own else {0}):
-            guide.check_length(new_tokens, form)
-        return self.commits(plugins, rows, new_tokens, prompts.seeds(seed, len(rows)), stops, every, samples, own)
-
-    def commits(
-        self,
-        plugins: Plugins,
-        rows: Sequence[Sequence[int]],
-        new_tokens: int | Sequence[int],
-        seeds: Sequence[int],
-        stops: tuple[str, ...],
-        every: int,
-        samples: int = 1,
-        forms: Sequence[int] | None = None,
-    ) -> Iterator[Commits]:
-        """The steps of one batch; one in `every` is transferred, with 0 only the last."""
-        engine, spec = self.engine(plugins, samples), self.denoiser.spec
-        canvas = layout.canvas(
-            rows, new_tokens, seeds, spec, plugins.blocks, self.noise, plugins.stop.cuts, engine.multiple, forms=forms
-        )
-        bound = self.max_steps or plugins.bound(canvas.longest)
-        return Reader(spec, self.tokenizer, stops, plugins.guides).commits(engine, canvas, bound, every)
+        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
+        return batch.steps(
+            self, self._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
+            samples=1, forms=forms, fixed=fixed, every=every,
+        )  # fmt: skip
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
@@ -335,16 +352,3 @@ class Sampler:
                 f"block_length belongs to blocks=fixed, and this run has blocks={name}: leave one of them out"
             )
         return self.plugins.on(FixedBlocks(block_length))
-
-
-def _compiled(denoiser: Denoiser) -> Denoiser:
-    """The denoiser on compiled layers, under guidance too.
-
-    Raises:
-        UserError: its layers are not ours.
-    """
-    if isinstance(denoiser, GuidedDenoiser):
-        return replace(denoiser, denoiser=_compiled(denoiser.denoiser))
-    if not isinstance(denoiser, TransformerDenoiser):
-        raise UserError(f"compile=true is for our own Transformer; compile the model inside {type(denoiser).__name__}")
-    return replace(denoiser, compile=True)

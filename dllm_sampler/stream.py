@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from dllm_sampler import batch as batches
+from dllm_sampler import infill
 from dllm_sampler import prompts as texts
-from dllm_sampler.batch import Reader
+from dllm_sampler.batch import Progress, Reader
 from dllm_sampler.core.protocols import Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
@@ -20,7 +22,10 @@ from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.fixed import Fixed
+from dllm_sampler.infill import Task
 from dllm_sampler.kernels.backend import warn
+from dllm_sampler.prompts import Infill
 from dllm_sampler.result import Answer, Commits
 
 if TYPE_CHECKING:
@@ -28,9 +33,6 @@ if TYPE_CHECKING:
 
 FAILED = 2  # of a rank whose rows cannot join
 STEP = 64  # columns by which the capacity of a place grows
-
-
-Progress = Callable[[int, int, int], None]
 
 
 @dataclass
@@ -49,7 +51,11 @@ class Stream:
     max_length: int | None
     on_error: Literal["raise", "yield"]
     progress: Progress | None
+    fixed: Fixed = field(default_factory=Fixed)  # tokens of answers that are given
     capacity: int = 0  # columns of a place
+    sizes: set[int] = field(default_factory=set)  # of answers that say themselves how long they are (`Infill`)
+    known: list[int] = field(default_factory=list)  # lengths for which the places have room
+    given: bool = False  # tokens of some answer are given, which places must be made for
     read: int = 0  # prompts
     waiting: deque[Row] = field(default_factory=deque)  # answers that the last prompt still wants
     ranks: Ranks = field(default_factory=Ranks)
@@ -77,11 +83,12 @@ class Stream:
         """Make places that fit the longest prompt, where all are there: none has to wait for larger ones."""
         known: list[Any] = []
         for index, prompt in enumerate(prompts):
-            number, form = self._wanted(index)
             with suppress(UserError):  # refused when its turn comes
-                self._check(number, form)
-                prompt = self._ids(prompt, number)
-                self.capacity = max(self.capacity, len(prompt) + number)
+                task, _ = self._task(prompt, index)
+                self.capacity = max(self.capacity, len(task.prompt) + task.new_tokens)
+                self._note(task.given, task.new_tokens)
+                # One that `fixed` adds to stays as it is: it is added to again.
+                prompt = prompt if self.fixed else task.again
             known.append(prompt)
         self.prompts = iter(known)
 
@@ -149,15 +156,17 @@ class Stream:
         # Refusals are handed out before more is read: there may be any number of them.
         while len(rows) + self.group <= free and (row := self._next()) is not None and not self.refused:
             size = len(row.prompt) + row.new_tokens
-            if size > self.capacity:
+            if size > self.capacity or not self._has_room(row):
                 if self.flight is not None:
                     if rows or free < self.places:
                         break  # until the rows in flight have ended
                     self.flight.close()
                     self.flight = None
-                size = max(size, self.capacity * 5 // 4)
-                room = self.sampler.denoiser.spec.max_positions
-                self.capacity = self.max_length or min(-(-size // STEP) * STEP, room)
+                if size > self.capacity:
+                    size = max(size, self.capacity * 5 // 4)
+                    room = self.sampler.denoiser.spec.max_positions
+                    self.capacity = self.max_length or min(-(-size // STEP) * STEP, room)
+                self._note(row.given, row.new_tokens)
             rows += [self.waiting.popleft() for _ in range(self.group)]
         if rows:
             self.flight = self.flight or self._flight()
@@ -166,8 +175,22 @@ class Stream:
             except Unfit as error:
                 warn(f"prompts are answered batch by batch: {error}")
                 return rows
-            self.begun += sum(row.new_tokens for row in rows)
+            self.begun += sum(row.free for row in rows)
         return []
+
+    def _note(self, given: Sequence[int] | None, new_tokens: int) -> None:
+        """Take down what the places of the next flight must have room for."""
+        if given is not None:
+            self.given = True
+            self.sizes.add(new_tokens)
+
+    def _has_room(self, row: Row) -> bool:
+        """Whether places were made for an answer that is as long as this one, and for given tokens if it has some."""
+        if row.given is None or self.flight is None:
+            return row.given is None
+        within = self.given and min(self.known) <= row.new_tokens <= max(self.known)
+        widest = max(self.plugins.blocks.lookahead(size) for size in self.known)
+        return within and self.plugins.blocks.lookahead(row.new_tokens) <= widest
 
     def _next(self) -> Row | None:
         """The answer that is wanted next; None: there is none left."""
@@ -177,68 +200,73 @@ class Stream:
             try:
                 prompt = next(self.prompts)
             except StopIteration:
-                self.failure = uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples)
+                wrong = texts.uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples)
+                self.failure = wrong or self.fixed.uneven(self.read)
                 return None
             except Exception as error:  # the caller's own: raised again, when the answers in flight are out
                 self.failure = error
                 return None
             index = self.read
             self.read += 1
-            self.failure = uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples, more=True)
+            self.failure = texts.uneven(self.new_tokens, self.forms, self.seed, self.read, self.samples, more=True)
             if self.failure is not None:
                 return None
-            number, form = self._wanted(index)
             try:
-                self._check(number, form)
-                ids = self._ids(prompt, number)
+                task, form = self._task(prompt, index)
             except UserError as error:
                 if self.on_error == "raise":
                     self.failure = error
-                nothing = torch.full((number,), self.sampler.denoiser.spec.pad_id)
+                nothing = torch.full((_of(self.new_tokens, index),), self.sampler.denoiser.spec.pad_id)
                 for sample in range(self.samples if self.on_error == "yield" else 0):
                     self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
                 continue
-            bound = self.sampler.max_steps or self.plugins.bound(number)
+            bound = self.sampler.max_steps or self.plugins.bound(task.new_tokens)
             for sample in range(self.samples):
                 at = index * self.samples + sample
                 seed = self.seed + at if isinstance(self.seed, int) else self.seed[at]
-                self.waiting.append(Row(ids, number, seed, bound, (index, sample), form))
+                self.waiting.append(Row(task.prompt, task.new_tokens, seed, bound, (index, sample), form, task.given))
         return self.waiting[0]
 
     def _wanted(self, index: int) -> tuple[int, int]:
         """The length of the answer to a prompt, and its form."""
         return _of(self.new_tokens, index), _of(0 if self.forms is None else self.forms, index)
 
-    def _check(self, new_tokens: int, form: int) -> None:
-        """Refuse a length of which the plug-ins cannot make an answer of that form."""
-        self.plugins.blocks.lookahead(new_tokens)
-        for guide in self.plugins.guides:
-            guide.check_length(new_tokens, form)
+    def _check(self, task: Task, form: int) -> None:
+        """Refuse an answer of a length, or with given tokens, that the plug-ins cannot make of that form."""
+        self.plugins.blocks.lookahead(task.new_tokens)
+        infill.check_forms([task], [form], self.plugins)
 
-    def _ids(self, prompt: Any, new_tokens: int) -> list[int]:
-        spec = self.sampler.denoiser.spec
+    def _task(self, prompt: Any, index: int) -> tuple[Task, int]:
+        """A prompt as token ids, and the form of its answer."""
+        new_tokens, form = self._wanted(index)
+        if not isinstance(prompt, Infill):
+            self._check(Task([], new_tokens), form)
         if isinstance(prompt, int | Mapping):
             raise UserError(
-                f"prompt {self.read} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
+                f"prompt {index + 1} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
                 " one as well"
             )
-        (ids,) = texts.encode([prompt], self.sampler.tokenizer, spec, new_tokens, self.read)
-        if self.max_length is not None and len(ids) + new_tokens > self.max_length:
+        (task,) = infill.encode([prompt], self.sampler.tokenizer, self.plugins, new_tokens, self.fixed, index + 1)
+        if self.max_length is not None and len(task.prompt) + task.new_tokens > self.max_length:
             raise UserError(
-                f"prompt {self.read} has {len(ids)} tokens and max_new_tokens is {new_tokens}, together more than"
-                f" max_length={self.max_length}"
+                f"prompt {index + 1} has {len(task.prompt)} tokens and max_new_tokens is {task.new_tokens}, together"
+                f" more than max_length={self.max_length}"
             )
-        return ids
+        if task.given is not None:
+            self._check(task, form)
+        return task, form
 
     def _flight(self) -> Flight:
         sampler, plugins = self.sampler, self.plugins
         engine, spec, length = sampler.engine(plugins), sampler.denoiser.spec, self.capacity
-        lengths = self._lengths()
+        self.known = lengths = self._lengths()
+        pins = self.given
 
         def lay_out(rows: Sequence[Row]) -> Canvas:
             ids, seeds, own = [row.prompt for row in rows], [row.seed for row in rows], [row.new_tokens for row in rows]
             noise, blocks, forms = sampler.noise, plugins.blocks, self._forms(rows)
-            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, engine.multiple, length, lengths, forms)
+            given, multiple = [row.given for row in rows] if pins else None, engine.multiple
+            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, multiple, length, lengths, forms, given)
 
         watch = partial(self.reader.stop, engine) if self.stops else None
         return Flight(engine, lay_out, self.places, watch)
@@ -248,11 +276,11 @@ class Stream:
 
     def _lengths(self) -> list[int]:
         """The lengths of answers that may come; those that are refused do not."""
-        found = []
+        found = [*self.sizes]
         prompts = max([1, *(len(one) for one in (self.new_tokens, self.forms) if isinstance(one, Sequence))])
         for number, form in sorted({self._wanted(index) for index in range(prompts)}):
             with suppress(UserError):
-                self._check(number, form)
+                self._check(Task([], number), form)
                 found.append(number)
         return found
 
@@ -264,11 +292,11 @@ class Stream:
 
     def _batch(self, batch: list[Row]) -> Iterator[Answer]:
         """The answers of one batch. One that is not finite leaves it, and the others are made again."""
-        self.begun += sum(row.new_tokens for row in batch)
+        self.begun += sum(row.free for row in batch)
         while batch:
-            ids, seeds, own = zip(*((row.prompt, row.seed, row.new_tokens) for row in batch), strict=True)
-            every, forms = int(self.progress is not None), self._forms(batch)
-            commits = self.sampler.commits(self.plugins, ids, own, seeds, self.stops, every, forms=forms)
+            tasks = [Task([*row.prompt], row.new_tokens, row.given) for row in batch]
+            every, forms, seeds = int(self.progress is not None), self._forms(batch), [row.seed for row in batch]
+            commits = batches.commits(self.sampler, self.plugins, tasks, seeds, self.stops, every, forms=forms)
             last: Commits | None = None
             try:
                 for last in commits:
@@ -310,24 +338,3 @@ def alone(why: str) -> UserError:
 
 def _of(given: int | Sequence[int], index: int) -> int:
     return given if isinstance(given, int) else given[index]
-
-
-def uneven(
-    new_tokens: int | Sequence[int],
-    forms: int | Sequence[int] | None,
-    seed: int | Sequence[int],
-    prompts: int,
-    samples: int,
-    more: bool = False,
-) -> UserError | None:
-    """What is wrong with lists of numbers for a number of `prompts`, of which there may be `more`."""
-    for name, given, each, wanted in (
-        ("max_new_tokens", new_tokens, "prompt", prompts),
-        ("forms", forms, "prompt", prompts),
-        ("seed", seed, "answer", prompts * samples),
-    ):
-        if isinstance(given, Sequence) and (len(given) < wanted or (len(given) > wanted and not more)):
-            there = f"and there is {each} {wanted}" if more else f"and there are {wanted} {each}s"
-            numbers = "1 number" if len(given) == 1 else f"{len(given)} numbers"
-            return UserError(f"{name} has {numbers}, {there}: give one for each {each}, or one for all")
-    return None

@@ -87,8 +87,8 @@ class IntervalCache(BaseCache):
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
         length, shift = canvas.length, int(self.spec.shift)
-        begin, behind = (canvas.first - shift)[:, None], (canvas.first + canvas.new_tokens)[:, None]
-        prompt, response = canvas.columns()[:, : length - canvas.shortest - shift], canvas.columns() + begin
+        begin, behind = (canvas.first - shift).clamp(min=0)[:, None], (canvas.first + canvas.new_tokens)[:, None]
+        prompt, response = canvas.columns()[:, : max(0, length - canvas.shortest - shift)], canvas.columns() + begin
         response = response[:, : canvas.longest + shift]
         response = response.masked_fill(response >= behind, length)
         return IntervalPlan(

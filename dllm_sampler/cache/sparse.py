@@ -88,8 +88,10 @@ class SparseCache(DualCache):
         plan, sizes = super().plan(canvas, wanted), canvas.sizes
         assert isinstance(plan, PaddedPlan)
         back = self.back
-        # A row that sorts computes the prompt too, so a forward as narrow as the widest block holds no such row.
-        narrow = not plan.contiguous and sizes.longest <= sizes.block + back <= canvas.shortest
+        # A row that sorts computes its prompt, or what else stands before the block, too: a forward as narrow as the
+        # widest block holds no such row. Without a prompt (`Canvas.given`) that is so for blocks shorter than answers.
+        widest = sizes.block + back + (canvas.given is not None)
+        narrow = not plan.contiguous and sizes.longest <= sizes.block + back and widest <= canvas.shortest
         seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(
             **vars(plan),

@@ -34,7 +34,7 @@ PACKAGED = "dllm_sampler.conf"
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 
 # Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
-_LETTERS = r"model|model\.path|target|separator|prompts_file|output|report"
+_LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
 _LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
 
 

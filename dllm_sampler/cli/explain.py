@@ -32,6 +32,7 @@ SCHEDULER = {
     "drafts": "It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.",
     "opens_ahead": "It may open a block without a forward of its own.",
     "static": "Its steps read the device: no CUDA graphs.",
+    "reads_ahead": "A second model reads from left to right: no given tokens behind a gap.",
     "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
     "block_length": "It was made for blocks of one length.",

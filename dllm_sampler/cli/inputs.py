@@ -7,7 +7,7 @@ from typing import IO, Any, NamedTuple
 
 from dllm_sampler.errors import UserError
 
-Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, or chat messages
+Prompt = str | list[int] | list[dict[str, str]]  # text (in which there may be gaps), token ids, or chat messages
 
 
 class Forms(NamedTuple):
@@ -49,20 +49,21 @@ class Given(NamedTuple):
     forms: Forms | None
 
 
-def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given:
+def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: bool = True) -> Given:
     """All prompts of a run: those on the command line, then those in the file; with neither, those in the pipe.
 
     Args:
         words: the prompts on the command line.
         file: path of text lines, or of JSONL where it ends in `.jsonl`; `-` is the pipe.
         stdin: the pipe; None where there is a terminal instead.
+        wanted: there must be a prompt.
 
     Raises:
-        UserError: no prompt, an unreadable file, or a malformed line, which is named by its number.
+        UserError: no prompt that is wanted, an unreadable file, or a malformed line, which is named by its number.
     """
     prompts: list[Prompt] = list(words)
     forms: Forms | None = None
-    if file == "-" or (file is None and not prompts and stdin is not None):
+    if file == "-" or (file is None and not prompts and stdin is not None and wanted):
         if stdin is None:
             raise UserError("prompts_file=- reads a pipe, and there is none")
         prompts += _lines(stdin, "standard input")
@@ -81,7 +82,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None) -> Given
                     prompts += _lines(lines, file)
         except OSError as error:
             raise UserError(f"cannot read prompts_file {file}: {error.strerror}") from None
-    if not prompts:
+    if not prompts and wanted:
         where = f" in {file}" if file else ': dllm-sample "reverse: Ada, Ben, Cal, Dan", or see dllm-sample --help'
         raise UserError(f"there is no prompt{where}")
     for number, one in enumerate(prompts, 1):

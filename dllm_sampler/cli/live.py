@@ -94,7 +94,8 @@ def figures(commits: Commits, eos_id: int) -> str:
     width = commits.tokens.shape[1]
     column = torch.arange(width)
     ended = torch.where((commits.tokens == eos_id) & ~commits.masked, column, width - 1).amin(1, keepdim=True)  # [B, 1]
-    done, whole = int((~commits.masked & (column <= ended)).sum()), int((ended + 1).sum())
+    known = torch.zeros_like(commits.masked) if commits.given is None else commits.given
+    done, whole = int((~commits.masked & ~known & (column <= ended)).sum()), int((~known & (column <= ended)).sum())
     return (
         f"step {commits.step} · NFE {_span(commits.nfe)} · {done}/{whole} tokens · "
         f"{done / max(1, int(commits.nfe.sum())):.2f} tokens per forward"

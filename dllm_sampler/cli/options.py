@@ -15,6 +15,10 @@ class Options:
     """The options of `dllm-sample` besides the plug-ins; `conf/sample.yaml` explains each field."""
 
     max_new_tokens: int = 32
+    samples: int = 1
+    prefix: str | None = None
+    suffix: str | None = None
+    infill: str | None = None
     block_length: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -43,7 +47,7 @@ class Options:
     stream_delay: float = 0.15
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "poll_every"):
+        for name in ("max_new_tokens", "samples", "block_length", "batch_size", "max_steps", "poll_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")

@@ -27,8 +27,8 @@ def listed(numbers: Sequence[int]) -> str:
 class Records:
     """The file of `output=FILE.jsonl`. Each line is written whole, as soon as the sample is done."""
 
-    def __init__(self, path: str, prompts_file: str | None = None) -> None:
-        self.path = Path(path).expanduser()
+    def __init__(self, path: str, prompts_file: str | None = None, samples: int = 1) -> None:
+        self.path, self.samples = Path(path).expanduser(), samples
         if prompts_file is not None and self.path.resolve() == Path(prompts_file).expanduser().resolve():
             raise UserError(f"output={path} would overwrite prompts_file: give it another name")
         # Opened without truncating: a mistake found later must not cost the file of an earlier run.
@@ -48,7 +48,7 @@ class Records:
         """Append samples that came together.
 
         Args:
-            first: index of the first prompt in the run.
+            first: number of the first sample in the run, from 0.
             prompts: their prompts.
             result: what the sampler returned for them.
             seconds: wall-clock time that they share.
@@ -62,9 +62,11 @@ class Records:
         for row, prompt in enumerate(prompts):
             record = {
                 "schema": SCHEMA,
-                "index": first + row,
+                "index": (first + row) // self.samples,
+                **({"sample": (first + row) % self.samples} if self.samples > 1 else {}),
                 "prompt": prompt,
                 "text": None if result.texts is None else result.texts[row],
+                **_filled(result, row),
                 "tokens": tokens[row][: lengths[row]],
                 "complete": complete[row],
                 **_ending(result, row),
@@ -80,6 +82,12 @@ class Records:
                 self.file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
             except OSError as error:
                 raise UserError(f"cannot write output {self.path}: {error.strerror}") from None
+
+
+def _filled(result: Result | Speculation, row: int) -> dict[str, object]:
+    """What stands in the gaps of a sample, where it has some."""
+    gaps = result.gaps[row] if isinstance(result, Result) and result.gaps is not None else None
+    return {} if gaps is None else {"gaps": gaps}
 
 
 def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
@@ -101,9 +109,14 @@ SHORT = {
 
 
 class Totals:
-    """The figures of a run, summed over its batches."""
+    """The figures of a run, summed over its batches.
 
-    def __init__(self) -> None:
+    Args:
+        fills: answers with gaps are texts that say themselves how long they are, so that none is cut.
+    """
+
+    def __init__(self, fills: bool = False) -> None:
+        self.fills = fills
         self.samples = self.tokens = 0
         self.short: dict[str, list[int]] = {}  # why samples (from 1) did not come to their end
         self.forwards: list[int] = []
@@ -113,7 +126,7 @@ class Totals:
     def add(self, first: int, result: Result | Speculation, seconds: float) -> None:
         """Count one batch, whose first sample has the number `first` (from 0) in the run."""
         self.samples += len(result.lengths)
-        self.tokens += int(result.lengths.sum())
+        self.tokens += int((result.generated if isinstance(result, Result) else result.lengths).sum())
         self.forwards += result.nfe.tolist()
         self.seconds += seconds
         if isinstance(result, Result):
@@ -121,7 +134,8 @@ class Totals:
                 valid = None if result.valid is None else bool(result.valid[row])
                 unfit = {"end": "invalid", "length": "invalid", "stop_string": "stopped"}
                 why = unfit.get(reason, reason) if valid is False else reason
-                if why in SHORT and not valid:
+                whole = self.fills and result.gaps is not None and result.gaps[row] is not None
+                if why in SHORT and not valid and not (whole and why == "length"):
                     self.short.setdefault(why, []).append(first + row + 1)
         else:
             self.accepted = (self.accepted or 0) + int(result.accepted.clamp(min=0).sum())

@@ -21,7 +21,8 @@ class Request:
 
     settings: Settings
     prompts: list[Prompt]
-    forms: inputs.Forms | None
+    forms: inputs.Forms | None = None
+    session: Sequence[str] | None = None  # the overrides of an interactive session, which asks for its prompts itself
 
 
 def request(arguments: Arguments) -> Request:
@@ -33,12 +34,16 @@ def request(arguments: Arguments) -> Request:
     chosen = settings(arguments.overrides)
     options = chosen.options
     check_target(options, arguments.overrides)
-    given, own = inputs.read(
-        arguments.prompts, options.prompts_file, None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
-    )
+    terminal = sys.stdin is None or sys.stdin.isatty()
+    alone = not arguments.prompts and options.prompts_file is None
+    if alone and terminal and options.infill is None and options.target is None and sys.stderr.isatty():
+        return Request(chosen, [], session=arguments.overrides)
+    # With infill= a prompt is not needed, and a pipe may be there for other reasons.
+    pipe = None if terminal else sys.stdin
+    given, own = inputs.read(arguments.prompts, options.prompts_file, pipe, options.infill is None)
     if own is not None and options.forms is not None:
         raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
-    return Request(chosen, [inputs.as_chat(prompt) for prompt in given] if options.chat else given, own)
+    return Request(chosen, given, own)
 
 
 def check_target(options: Options, overrides: Sequence[str]) -> None:
@@ -54,6 +59,8 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
         return
     if options.stream:
         raise UserError("stream=true shows a canvas being denoised, and target= has none: leave one of them out")
+    if wrong := sorted(given & {"prefix", "suffix", "infill", "samples"}):
+        raise UserError(f"{wrong[0]} is not for target=, whose model writes from left to right, once: leave it out")
     if options.block_length is not None:
         raise UserError("block_length is not for target=: a draft has draft_length tokens, its blocks blocks.length")
     if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TextIO, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from dllm_sampler import config, prompts
+from dllm_sampler import config, infill, prompts
+from dllm_sampler.cli import inputs
 from dllm_sampler.cli.compose import Settings
 from dllm_sampler.cli.inputs import Forms, Prompt
 from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.output import Records, Totals, listed
+from dllm_sampler.cli.output import Records, Totals
 from dllm_sampler.cli.request import Request
-from dllm_sampler.errors import NotFiniteError, RowError
-from dllm_sampler.result import Answer, Commits, Result
+from dllm_sampler.cli.several import Several, show, stop_strings
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.fixed import Fixed
+from dllm_sampler.infill import Task
+from dllm_sampler.prompts import Infill
+from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -30,115 +35,133 @@ if TYPE_CHECKING:
 
 
 def run(asked: Request) -> int:
-    """Do what a command line asks for; answers go to stdout, figures to stderr.
+    """Do what was asked for; answers go to stdout, figures to stderr.
 
     Raises:
-        UserError: any mistake in the input; nothing was printed then.
+        UserError: a mistake in the input that only the model shows; nothing was printed then.
         KeyboardInterrupt: after printing what was done.
     """
-    options, given = asked.settings.options, asked.prompts
+    options = asked.settings.options
+    if asked.session is not None:
+        from dllm_sampler.cli import interactive  # which uses this module
+
+        return interactive.session(asked.session)
     sampler = load(asked.settings)
     deer = None if options.target is None else verified(sampler, options)
-    # every prompt is checked before the first answer is printed
-    rows = prompts.encode(given, sampler.tokenizer, (deer or sampler.denoiser).spec, options.max_new_tokens)
-    forms = _forms(asked.forms, options, sampler, len(rows))
-    totals = Totals()
-    many = len(rows) > options.batch_size  # there is progress to show
-    # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
-    quiet = options.stream or not many or not sys.stderr.isatty() or sys.stdout.isatty()
-    bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
-    with bar, Records(options.output, options.prompts_file) if options.output else nullcontext() as records:
-        if len(rows) > 1 and deer is None and not options.stream:
-            several = Several(given, rows, forms, totals, records)
-            for _ in bar.track(several.run(sampler, options), total=len(rows), description="denoising"):
-                pass
-            rows = []
-        for first in bar.track(range(0, len(rows), options.batch_size), description="denoising"):
-            batch = slice(first, first + options.batch_size)
-            if deer is None:
-                named = None if forms is None else forms[batch]
-                result, seconds = _denoise(sampler, options, first, given[batch], rows[batch], named, records)
-            else:
-                result, seconds = _verify(deer, options, first, rows[batch])
-            _answer(result)
-            totals.add(first, result, seconds)
-            if records:
-                records.write(first, given[batch], result, seconds)
+    with Records(options.output, options.prompts_file, options.samples) if options.output else nullcontext() as records:
+        totals = respond(sampler, deer, options, asked.prompts, asked.forms, records)
     if said := totals.shortcomings():
         print(said, file=sys.stderr)
     print(totals.line(str(sampler.device)), file=sys.stderr)
     return 0
 
 
-@dataclass
-class Several:
-    """Several prompts. Answers come out in the order of the prompts; those that are early wait."""
+def respond(
+    sampler: Sampler,
+    deer: SpeculativeSampler | None,
+    options: Options,
+    given: list[Prompt],
+    own: Forms | None,
+    records: Records | None,
+) -> Totals:
+    """Answer prompts; the answers go to stdout.
 
-    given: list[Prompt]
-    rows: list[list[int]]
-    forms: list[int] | None
-    totals: Totals
-    records: Records | None
+    Args:
+        own: what the prompts say of their forms; None: nothing.
 
-    def run(self, sampler: Sampler, options: Options) -> Iterator[None]:
-        """Yields after each answer. Whatever ends it, answers that are done come out.
-
-        Raises:
-            NotFiniteError: the model returned NaN for a prompt; the others have been answered.
-        """
-        answers = sampler.generate_many(
-            self.rows,
-            batch_size=options.batch_size,
-            max_new_tokens=options.max_new_tokens,
-            block_length=options.block_length,
-            seed=options.seed,
-            stop_strings=_stop_strings(options),
-            forms=self.forms,
-            batching=cast(Literal["in_flight", "static"], options.batching),
-        )
-        early: dict[int, tuple[Answer, float]] = {}
-        following, bad, begun = 0, None, time.perf_counter()
-        try:
-            for answer in answers:
-                early[answer.index] = answer, time.perf_counter() - begun
-                if answer.finish_reason == "not_finite":
-                    bad = bad or NotFiniteError(answer.nfe, [answer.index + 1])
-                while following in early:
-                    self._done(*early[following])
-                    del early[following]
-                    following += 1
-                yield
-                begun = time.perf_counter()
-        except BaseException:
-            for index in sorted(early):
-                self._done(*early[index])
-            missing = [index + 1 for index in range(following, len(self.rows)) if index not in early]
-            if missing:
-                print(f"stopped: no answer to prompt {listed(missing)}", file=sys.stderr)
-            raise
-        if bad is not None:
-            raise bad
-
-    def _done(self, answer: Answer, seconds: float) -> None:
-        result = Result.stack([answer])
-        self.totals.add(answer.index, result, seconds)
-        if self.records:
-            self.records.write(answer.index, [self.given[answer.index]], result, seconds)
-        if answer.finish_reason != "not_finite":  # that is no answer
-            _answer(result)
+    Raises:
+        UserError: a bad prompt; nothing was printed then.
+    """
+    # every prompt is checked before the first answer is printed
+    asked = asks(given, options)
+    if deer is None:
+        spec, tokenizer = sampler.denoiser.spec, sampler.tokenizer
+        fixed = Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
+        tasks = infill.encode(asked, tokenizer, sampler.plugins, options.max_new_tokens, fixed)
+    else:
+        tasks = [Task(ids, 0) for ids in prompts.encode(asked, sampler.tokenizer, deer.spec, options.max_new_tokens)]
+    if deer is not None:
+        forms = prompts.forms(options.forms, 0, len(tasks), 1)
+    else:
+        forms = _forms(own, options, sampler, len(tasks))
+        infill.check_forms(tasks, forms or [0] * len(tasks), sampler.plugins)
+    totals = Totals(options.prefix is None and options.suffix is None)
+    # What a record says the prompt was: messages where there are some, a text with gaps as it was typed.
+    typed = given or [options.infill or ""]
+    given = [_said(one, text) for one, text in zip(asked, typed, strict=True)]
+    rows: list[Any] = [task.again for task in tasks]
+    many = len(rows) * options.samples > options.batch_size  # there is progress to show
+    # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
+    quiet = options.stream or not many or not sys.stderr.isatty() or sys.stdout.isatty()
+    bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
+    with bar:
+        if len(rows) * options.samples > 1 and deer is None and not options.stream:
+            several = Several(given, rows, forms, totals, records, options.samples)
+            for _ in bar.track(several.run(sampler, options), total=several.count, description="denoising"):
+                pass
+            return totals
+        times = range(options.samples)
+        given, rows = [one for one in given for _ in times], [one for one in rows for _ in times]
+        forms = None if forms is None else [one for one in forms for _ in times]
+        for begin in bar.track(range(0, len(rows), options.batch_size), description="denoising"):
+            batch = slice(begin, begin + options.batch_size)
+            if deer is None:
+                named = None if forms is None else forms[batch]
+                result, seconds = _denoise(sampler, options, begin, given[batch], rows[batch], named, records)
+            else:
+                result, seconds = _verify(deer, options, begin, [task.prompt for task in tasks[batch]])
+            show(result)
+            totals.add(begin, result, seconds)
+            if records:
+                records.write(begin, given[batch], result, seconds)
+    return totals
 
 
-def load(chosen: Settings) -> Sampler:
-    """The sampler that the settings describe."""
+def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
+    """The prompts as the sampler takes them: messages, and texts with gaps, are what the options make of them.
+
+    Raises:
+        UserError: a text with gaps that should be a message, or is given twice.
+    """
+    found: list[Any] = []
+    ends = [f"{name}=" for name in ("prefix", "suffix") if getattr(options, name) is not None]
+    if ends and options.infill is not None:
+        raise UserError(f"{' and '.join(ends)} and infill= both say what is given of an answer: leave one of them out")
+    for number, prompt in enumerate(given, 1):
+        gaps = isinstance(prompt, str) and infill.GAP.search(prompt) is not None
+        if gaps and (options.chat or options.infill is not None):
+            raise UserError(
+                f"prompt {number} has a gap, and {'chat=true' if options.chat else 'infill='} takes it for something to"
+                " be answered: a text with gaps stands alone, or in infill= with a prompt in front of it"
+            )
+        if gaps and ends:
+            raise UserError(f"{' and '.join(ends)} would add to prompt {number}, a text with gaps: write it there")
+        asked = inputs.as_chat(prompt) if options.chat else prompt
+        if gaps:
+            found.append(Infill(str(prompt)))
+        else:
+            found.append(asked if options.infill is None else Infill(options.infill, asked))
+    return found or [Infill(options.infill or "")]
+
+
+def _said(asked: Any, typed: Prompt) -> Prompt:
+    if not isinstance(asked, Infill):
+        return asked
+    return typed if asked.prompt is None else cast(Prompt, asked.prompt)
+
+
+def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
+    """The sampler that the settings describe; with the model of another one that has the same, where that is given."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options = chosen.options
     # built before the model is loaded: a mistake in them should not wait for gigabytes
     plugins = {group: config.build(group, spec) for group, spec in chosen.plugins.items()}
-    return Sampler.from_pretrained(
-        chosen.model,
-        dtype=None if options.dtype == "auto" else options.dtype,
-        device=options.device,
+    dtype = None if options.dtype == "auto" else options.dtype
+    make = partial(Sampler.from_pretrained, chosen.model, dtype=dtype, device=options.device)
+    if like is not None:
+        make = partial(Sampler, like.denoiser, tokenizer=like.tokenizer)
+    return make(
         compat=options.compat,
         max_steps=options.max_steps,
         poll_every=options.poll_every,
@@ -177,7 +200,7 @@ def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[l
             rows,
             max_new_tokens=options.max_new_tokens,
             seed=options.seed + first,
-            stop_strings=_stop_strings(options),
+            stop_strings=stop_strings(options),
         )
     except NotFiniteError as error:
         raise NotFiniteError(error.step, [first + row for row in error.rows]) from error
@@ -194,16 +217,12 @@ def _forms(said: Forms | None, options: Options, sampler: Sampler, rows: int) ->
     return prompts.forms(given, known, rows, 1)
 
 
-def _stop_strings(options: Options) -> Sequence[str]:
-    return [options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings or ()
-
-
 def _denoise(
     sampler: Sampler,
     options: Options,
     first: int,
     given: list[Prompt],
-    rows: list[list[int]],
+    rows: list[Any],
     forms: list[int] | None,
     records: Records | None,
 ) -> tuple[Result, float]:
@@ -213,7 +232,7 @@ def _denoise(
         max_new_tokens=options.max_new_tokens,
         block_length=options.block_length,
         seed=options.seed + first,  # a row's seed does not depend on the batch it is in
-        stop_strings=_stop_strings(options),
+        stop_strings=stop_strings(options),
         every=1 if options.stream else options.poll_every,
         forms=forms,
     )
@@ -231,7 +250,8 @@ def _denoise(
             _interrupted(commits, sampler, sys.stdout)
         raise
     except RowError as error:
-        raise RowError(error.template, error.rows, [first + number for number in error.prompts]) from error.__cause__
+        numbers = [(first + number - 1) // options.samples + 1 for number in error.prompts]
+        raise RowError(error.template, error.rows, numbers) from error.__cause__
     except NotFiniteError as error:
         if records:
             records.write(first, given, error.result, time.perf_counter() - begun - shown)
@@ -240,15 +260,6 @@ def _denoise(
         raise NotFiniteError(error.step, [first + row for row in error.rows]) from error
     assert commits is not None and commits.result is not None
     return commits.result, time.perf_counter() - begun - shown
-
-
-def _answer(result: Result | Speculation) -> None:
-    texts = result.texts
-    if texts is None:  # no tokenizer: the ids themselves
-        pairs = zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)
-        texts = [" ".join(map(str, tokens[:length])) for tokens, length in pairs]
-    for text in texts:
-        print(text, flush=True)
 
 
 def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:

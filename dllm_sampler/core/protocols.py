@@ -220,8 +220,8 @@ class Guide:
         """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
         return self
 
-    def check_length(self, new_tokens: int, form: int = 0) -> None:
-        """Refuse, by a `UserError`, answers of `form` too short to be what the guide wants; default: none is."""
+    def check_answer(self, given: Sequence[int], form: int = 0) -> None:
+        """Refuse, by a `UserError`, an answer that cannot be what the guide wants; `FREE`: its token is not given."""
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""

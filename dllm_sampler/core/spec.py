@@ -54,6 +54,7 @@ class Traits:
     drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
     opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh
     static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
+    reads_ahead: bool = True  # its judgement sees text behind a gap; False: only what stands before a token
     shared: bool = False  # it keeps something for the batch as a whole: no row can join one that runs
     ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
     block_length: int | None = None  # the one block length it was made for (a learned rule); None: any

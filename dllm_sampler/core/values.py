@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import select
+from dllm_sampler.core import given, select
 
 if TYPE_CHECKING:
     from dllm_sampler.core.draw import Draw
@@ -67,7 +67,7 @@ class Canvas:
 
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
-    frozen: Tensor  # [B, L+1] bool: prompt, padding, the empty slot
+    frozen: Tensor  # [B, L+1] bool: prompt, given tokens of the answer, padding, the empty slot
     first: Tensor  # [B] first column of the answer
     end: Tensor  # [B] nothing from here on is seen
     start: Tensor  # [B] first column of the active block
@@ -89,6 +89,7 @@ class Canvas:
     grid: int | None = None  # no block crosses a multiple of it
     surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
     form: Tensor | None = None  # [B] which of a guide's forms each answer has (`Guide.forms`); None: there is no list
+    given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without; None: no row has one
     branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
 
     @property
@@ -148,15 +149,16 @@ class Canvas:
 
     def visible_end(self, horizon: int | None) -> Tensor | None:
         """`[B]` first hidden column when the model sees `horizon` columns from the first noise on; None: none is."""
-        return None if horizon is None else torch.minimum(self.frontier() + horizon, self.end)
+        return None if horizon is None else given.shown(self, torch.minimum(self.frontier() + horizon, self.end))
 
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
         return (self.masked & self.in_block()).sum(1)
 
     def inside(self, positions: Tensor) -> Tensor:
-        """`[B, Q] bool` which of `positions` lie in the active block."""
-        return (positions >= self.start[:, None]) & (positions < self.stop[:, None])
+        """`[B, Q] bool` which of `positions` lie in the active block; given tokens are no part of it."""
+        inside = (positions >= self.start[:, None]) & (positions < self.stop[:, None])
+        return inside if self.given is None else inside & ~self.frozen.gather(1, positions)
 
     def eligible(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
@@ -173,9 +175,8 @@ class Canvas:
         """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""
         touched = edit.commit if edit.remask is None else edit.commit | edit.remask
         kept = self.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
-        at = positions.masked_fill(
-            kept, self.length
-        )  # what is not written goes to the empty slot, as what stands there
+        # What is not written goes to the empty slot, as what stands there.
+        at = positions.masked_fill(kept, self.length)
         after = replace(
             self,
             ids=self.ids.scatter(1, at, torch.where(kept, self.ids[:, -1:], edit.ids)),
@@ -183,7 +184,8 @@ class Canvas:
         )
         if edit.end is None:
             return after
-        cut = torch.minimum(self.end, edit.end).clamp(min=self.first)  # the prompt stays
+        least = self.first if self.given is None else self.given  # what is given stays
+        cut = torch.minimum(self.end, edit.end).clamp(min=least)
         end = torch.where(self.done, self.end, cut)
         return replace(
             after,
@@ -232,7 +234,7 @@ class Canvas:
         """
         live = ~self.done
         closed = closed & live
-        start = torch.where(closed, self.stop, self.start)
+        start = torch.where(closed, given.following(self, self.stop), self.start)
         done = self.done | (start >= self.end)
         return replace(
             self,

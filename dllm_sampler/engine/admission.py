@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.trace import Recorder
@@ -42,6 +43,12 @@ class Row:
     bound: int  # most forwards
     tag: Any = None  # the caller's
     form: int = 0  # of its answer, where a guide has a list of forms
+    given: list[int] | None = None  # tokens of its answer, `FREE` where one is to be generated; None: all are
+
+    @property
+    def free(self) -> int:
+        """Tokens to be generated."""
+        return self.new_tokens if self.given is None else self.given.count(FREE)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from dllm_sampler.core.given import FREE, following
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Noise, Sizes
@@ -24,17 +25,20 @@ def canvas(
     length: int = 0,
     lengths: Collection[int] = (),
     forms: Sequence[int] | None = None,
+    given: Sequence[Sequence[int] | None] | None = None,
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
     Args:
-        rows: token ids of each prompt, not empty.
+        rows: token ids of each prompt; one may be empty where tokens of its answer are given.
         new_tokens: of each answer, or one number for all.
         cuts: whether a stop policy may shorten rows.
         multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
         length: the canvas has at least this many.
         lengths: of other answers for which the canvas must have room: see `engine/admission.py`.
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
+        given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
+            are; None: no row has one, nor will one that joins.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
@@ -44,15 +48,17 @@ def canvas(
     ends = [len(row) + count for row, count in zip(rows, decoded, strict=True)]
     length = -(-max(length, *ends) // multiple) * multiple
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
+    known = [list(one or ()) for one in given or [None] * len(rows)]
     laid_out = [
-        [*row, *[noise_id] * count, *[spec.pad_id] * (length + 1 - end)]
-        for row, count, end in zip(rows, decoded, ends, strict=True)
+        [*row, *own, *[FREE] * (count - len(own)), *[spec.pad_id] * (length + 1 - end)]
+        for row, own, count, end in zip(rows, known, decoded, ends, strict=True)
     ]
+    lasts = [max((at for at, token in enumerate(own, 1) if token != FREE), default=0) for own in known]
     ids = torch.tensor(laid_out, device=spec.device)
-    column = torch.arange(length + 1, device=spec.device)
-    first, count, end = torch.tensor([[len(row) for row in rows], decoded, ends], device=spec.device)
+    first, count, end, last = torch.tensor([[len(row) for row in rows], decoded, ends, lasts], device=spec.device)
     zero = torch.zeros_like(first)
-    masked = (column >= first[:, None]) & (column < end[:, None])
+    masked = ids == FREE
+    ids = ids.masked_fill(masked, noise_id)
     sizes = {*decoded, *lengths}
     widths = {size: blocks.lookahead(size) for size in sizes}
     lookahead = torch.tensor([widths[size] for size in decoded], device=spec.device)
@@ -79,7 +85,9 @@ def canvas(
         lookahead=lookahead,
         width=max(widths.values()),
         grid=blocks.grid,
+        given=None if given is None else first + last,
         form=None if forms is None else torch.tensor(forms, device=spec.device),
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
     )
-    return replace(made, stop=made.block_end(first, lookahead))
+    start = following(made, first)
+    return replace(made, start=start, stop=made.block_end(start, lookahead))

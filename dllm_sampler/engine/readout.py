@@ -45,8 +45,9 @@ def predict(
     Args:
         hidden: `[R, D]`; the model's head makes logits of it.
         kernels: None or torch's: `read` does the work. Triton's do it for a greedy choice or a draw at one temperature
-            with counted noise, if `needs` has only `MEASURED` and `STORED`. Where the head is a plain product
-            (`head_weight`) and `needs` has nothing of `STORED`, they store no logits. The other arguments: see `read`.
+            with counted noise, if `needs` has only `MEASURED` and `STORED` and no token of an answer is given. Where
+            the head is a plain product (`head_weight`) and `needs` has nothing of `STORED`, they store no logits. The
+            other arguments: see `read`.
 
     Returns:
         `[B, K, Q]` statistics; 0 where nothing is answered.
@@ -91,7 +92,7 @@ def _sampling(
     """What makes a kernel choose and measure as `read` does; None: no kernel can."""
     spec, guides, needs, allow_mask = rule
     at = [guide for guide in guides if guide.temperature != 0]  # 0 is greedy
-    if not needs <= MEASURED | STORED or len(at) > 1:
+    if not needs <= MEASURED | STORED or len(at) > 1 or canvas.given is not None:
         return None
     mask_id = None if allow_mask else spec.mask_id
     current = answers.pick(answers.query.ids) if "current" in needs else None
@@ -124,6 +125,9 @@ def read(
     spec, guides, needs, allow_mask = rule
     if spec.mask_id is not None and not allow_mask:
         logits[..., spec.mask_id] = -torch.inf
+    if canvas.given is not None:  # an answer does not end before a token of it that is given
+        inner = answers.position < canvas.given[answers.row]  # [R]
+        logits[..., spec.eos_id] = logits[..., spec.eos_id].masked_fill(inner, -torch.inf)
     measured = logits
     for guide in guides:
         if guide.measures:

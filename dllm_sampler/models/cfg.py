@@ -13,6 +13,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.models.denoiser import TransformerDenoiser
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,19 @@ class GuidedDenoiser:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
         return self.denoiser.head(hidden)
+
+
+def compiled(denoiser: Denoiser) -> Denoiser:
+    """The denoiser on compiled layers, under guidance too.
+
+    Raises:
+        UserError: its layers are not ours.
+    """
+    if isinstance(denoiser, GuidedDenoiser):
+        return replace(denoiser, denoiser=compiled(denoiser.denoiser))
+    if not isinstance(denoiser, TransformerDenoiser):
+        raise UserError(f"compile=true is for our own Transformer; compile the model inside {type(denoiser).__name__}")
+    return replace(denoiser, compile=True)
 
 
 def guided(denoiser: Denoiser, scale: float) -> Denoiser:

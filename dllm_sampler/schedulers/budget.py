@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import given
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
@@ -16,9 +17,9 @@ def check_eps(eps: float) -> None:
 def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
     """`[B]` the active block's part of a generation's `steps`, by its length (at least 1); None: one per position."""
     if steps is None:
-        return (canvas.stop - canvas.start).clamp(min=1)
-    total = canvas.new_tokens  # of which a stop may have cut off a part
-    before, until = ((at - canvas.first) * steps // total for at in (canvas.start, canvas.stop))
+        return given.size(canvas).clamp(min=1)
+    total = given.room(canvas, canvas.first + canvas.new_tokens)  # of which a stop may have cut off a part
+    before, until = (given.room(canvas, at) * steps // total for at in (canvas.start, canvas.stop))
     return (until - before).clamp(min=1)
 
 

@@ -6,6 +6,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import given
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import learned
@@ -70,7 +71,7 @@ class Eoser(Around):
     def _progress(self, canvas: Canvas) -> Tensor:
         """`[B]` how far decoding is, from 0 to 1."""
         if self.steps is None:
-            return 1 - canvas.masked.sum(1) / (canvas.end - canvas.first)
+            return given.progress(canvas)
         if self.progress == "ascending":
             return (2.0 ** (canvas.step + 1) - 1) / 2**self.steps
         if self.steps == 1:

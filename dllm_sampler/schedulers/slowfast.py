@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import select
+from dllm_sampler.core import given, select
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
@@ -59,7 +59,8 @@ class SlowFast(Threshold):
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
         masks = canvas.masked & canvas.in_block() & (canvas.columns() < end)
         query = Query.at(canvas, select.columns(masks, canvas.width))
-        return replace(query, limit=torch.where(fast > 0, edge, canvas.end)) if self.truncate else query
+        limit = torch.where(fast > 0, given.shown(canvas, edge), canvas.end)
+        return replace(query, limit=limit) if self.truncate else query
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

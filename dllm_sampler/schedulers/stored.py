@@ -29,9 +29,10 @@ class StorePass(Around):
         return self.inner
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored; inner."""
+        """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored, `[B]` where
+        the first block begins; inner."""
         no = torch.zeros_like(canvas.done)
-        return no, no, torch.zeros_like(canvas.step), super().init(canvas)
+        return no, no, torch.zeros_like(canvas.step), canvas.start, super().init(canvas)
 
     @property
     def traits(self) -> Traits:
@@ -40,11 +41,11 @@ class StorePass(Around):
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`."""
-        return carry[3]
+        return carry[4]
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""
-        canvas, _, idle = self._counted(canvas, *carry[:3])
+        canvas, _, idle = self._counted(canvas, *carry[:4])
         query = super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
         # Tokens are drawn by the steps that the inner scheduler counts, as its order is; drafts have their own numbers.
         single = query.step is None and query.ids.shape[1] == 1
@@ -52,14 +53,14 @@ class StorePass(Around):
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """See `Planner.ahead`."""
-        canvas, _, idle = self._counted(canvas, *carry[:3])
+        canvas, _, idle = self._counted(canvas, *carry[:4])
         ahead = super().ahead(canvas, carry)
         return None if ahead is None else ahead.masked_fill(idle[:, None], 0)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        canvas, due, idle = self._counted(canvas, *carry[:3])
-        edit, inner = self.inner.tell(canvas, query, readout, carry[3])
+        canvas, due, idle = self._counted(canvas, *carry[:4])
+        edit, inner = self.inner.tell(canvas, query, readout, carry[4])
         over = canvas.apply(query.positions, edit).block_over(edit) & ~idle
         left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
@@ -71,19 +72,21 @@ class StorePass(Around):
             finish=None if edit.finish is None else edit.finish & ~idle,
             end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
         )
-        return edit, (over, left, carry[2] + idle, choose(~idle, inner, carry[3], canvas.length))
+        return edit, (over, left, carry[2] + idle, carry[3], choose(~idle, inner, carry[4], canvas.length))
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`: one more forward per block, and one for the prompt."""
         return super().bound(tokens) + tokens + 1
 
     @staticmethod
-    def _counted(canvas: Canvas, over: Tensor, left: Tensor, made: Tensor) -> tuple[Canvas, Tensor, Tensor]:
+    def _counted(
+        canvas: Canvas, over: Tensor, left: Tensor, made: Tensor, begun: Tensor
+    ) -> tuple[Canvas, Tensor, Tensor]:
         """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
         and `[B]` those whose forward only stores."""
         assert canvas.grid is not None
-        prefilled = canvas.first >= canvas.grid
-        late = prefilled & (canvas.start == canvas.first)
+        prefilled = begun >= canvas.grid
+        late = prefilled & (canvas.start == begun)
         over = over | (canvas.age == 0)  # one that opens full was filled from before it
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))

@@ -130,8 +130,10 @@ class Reading(Cache):
         Returns:
             `[B, width, V]`, V the verifier's own; void behind the end of the canvas.
         """
-        # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along.
-        back = 1 if self.slots else canvas.length - canvas.shortest
+        # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along:
+        # the prompt, and what an answer was given to begin with.
+        before = canvas.length if canvas.given is not None else canvas.length - canvas.shortest
+        back = 1 if self.slots else before
         last = self.columns - 1
         at = (first - back)[:, None] + torch.arange(back - 1 + width, device=ids.device)
         at = torch.where((at >= 0) & (at < last), at, last)  # [B, N]; the rest: the empty slot

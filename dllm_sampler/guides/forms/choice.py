@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
@@ -21,6 +22,7 @@ from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
+from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, rows_at_once, total
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
@@ -69,9 +71,10 @@ class Lattice:
     strings: Strings
     form: Tensor  # [N]
     unasked: Tensor  # [N, L] bool: a mask that no forward was asked about
+    sizes: Tensor  # [C+2] `Edges.sizes`; [N, L+1, C+2] where given tokens say at which positions no answer ends
 
     @staticmethod
-    def of(edges: Edges, canvas: Canvas, answers: Answers, mask_id: int) -> Lattice:
+    def of(edges: Edges, canvas: Canvas, answers: Answers, mask_id: int, eos_id: int | None) -> Lattice:
         """The lattice of a query's strings."""
         strings = Strings.of(canvas, answers.query, mask_id)
         there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
@@ -80,7 +83,12 @@ class Lattice:
         form = torch.zeros_like(canvas.first) if canvas.form is None else canvas.form
         form = form.repeat_interleave(len(place) // len(form), 0)
         unasked = strings.exists & strings.free & ~asked
-        return Lattice(edges, answers, replace(strings, place=place), form, unasked)
+        sizes = edges.sizes
+        if canvas.given is not None and eos_id is not None:
+            inner = pad(canvas.answer() < canvas.given[:, None], (0, 1))[..., None]  # [B, L+1, 1]
+            sizes = torch.where(inner, inner_sizes(edges, eos_id), sizes)
+            sizes = sizes.repeat_interleave(len(place) // len(sizes), 0)
+        return Lattice(edges, answers, replace(strings, place=place), form, unasked, sizes)
 
     @cached_property
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -94,16 +102,17 @@ class Lattice:
 
         Args:
             found: `[R, C+2]` of the answers.
-            rest: `[C+2]` where a mask is not asked about.
+            rest: as `sizes`, where a mask is not asked about.
         """
-        (number, length), count = self.strings.token.shape, len(rest)
+        (number, length), count = self.strings.token.shape, rest.shape[-1]
         room = rest.expand(number, length + 1, count)
         index = self.strings.place[..., None].expand(-1, -1, count)
-        room = room.scatter(1, index, self.answers.spread(found).flatten(0, 1))[:, :-1]
+        room = room.scatter(1, index, self.answers.spread(found).flatten(0, 1))
+        room = (room if rest.dim() == 1 else room.masked_fill(self.sizes == -torch.inf, -torch.inf))[:, :-1]
         # What stands is certain, and so is that nothing is behind the end.
         only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)
         fits = only[..., None] == select.numbers(count, only.device)
-        sure = torch.zeros_like(rest).where(fits, -torch.inf)
+        sure = torch.zeros_like(self.edges.sizes).where(fits, -torch.inf)
         return torch.where((self.strings.exists & self.strings.free)[..., None], room, sure)
 
     def at(self, values: Tensor) -> Tensor:
@@ -182,13 +191,12 @@ class Lattice:
         """
         source, target, _, _ = self.lists
         state, taken = self.edges.start.index_select(0, self.form)[:, None], []  # [N, 1]
-        sizes = self.edges.sizes.expand(len(state), 1, -1)
-        even = None if noise is None else self.weights(sizes, True)  # [N, 1, E] every token is as likely
         for begin, end in self.parts(values.shape[1]):
             weight = self.weights(values[:, begin:end], False)  # [N, T, E]
             follows = goals[:, begin + 1 : end + 1]
-            if noise is not None and even is not None:
-                unasked = self.unasked[:, begin:end, None]
+            if noise is not None:
+                sizes = self.sizes.expand(len(state), 1, -1) if self.sizes.dim() == 1 else self.sizes[:, begin:end]
+                unasked, even = self.unasked[:, begin:end, None], self.weights(sizes, True)  # every token is as likely
                 weight = torch.where(unasked, even, weight)
                 follows = follows + noise[:, begin:end] * unasked
             score = weight + follows.gather(2, target[:, None].expand(weight.shape))
@@ -208,15 +216,17 @@ class Lattice:
         return torch.cat(found, 1)
 
 
-def posterior(edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int) -> Tensor:
+def posterior(
+    edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int, eos_id: int | None = None
+) -> Tensor:
     """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
 
     To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
     certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
     """
-    lattice, tops = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, logits, weigh=True)
+    lattice, tops = Lattice.of(edges, canvas, answers, mask_id, eos_id), Tops.of(edges, logits, weigh=True)
     assert tops.weight is not None
-    mass = lattice.values(_relative(tops.weight, tops.weight.amax(1, keepdim=True)), edges.sizes)
+    mass = lattice.values(_relative(tops.weight, tops.weight.amax(1, keepdim=True)), lattice.sizes)
     factor = answers.pick(lattice.factors(*lattice.around(mass)).view(*answers.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
     factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
@@ -238,13 +248,15 @@ def choose(
     mask_id: int,
     draws: bool,
     whole: Whole | None = None,
+    eos_id: int | None = None,
 ) -> Tensor:
     """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate.
 
     Args:
         whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
+        eos_id: the end token, where it must not stand before given tokens (`Canvas.given`).
     """
-    lattice, tops, freely = Lattice.of(edges, canvas, answers, mask_id), Tops.of(edges, noisy), argmax(noisy)
+    lattice, tops, freely = Lattice.of(edges, canvas, answers, mask_id, eos_id), Tops.of(edges, noisy), argmax(noisy)
     score = _relative(tops.classes, noisy.gather(1, freely[:, None]))
     full = None if whole is None else Tops.of(edges, whole[1])
     if full is not None:
@@ -252,7 +264,7 @@ def choose(
     # The class of the token that would be chosen freely wins a tie.
     own = edges.classes[freely][:, None] == select.numbers(len(edges.sizes), noisy.device)
     score = torch.where(own, score, score.clamp(max=-TIE))
-    values = lattice.values(score, edges.sizes.clamp(max=0))  # 0 where nothing is asked
+    values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
     if draws:
         weight = Tops.of(edges, logits, weigh=True).weight
         assert weight is not None
@@ -261,7 +273,7 @@ def choose(
             rest = Tops.of(edges, whole[0], weigh=True).weight
             assert rest is not None
             chance = _instead(chance, rest)
-        mass = lattice.values(chance, edges.sizes)
+        mass = lattice.values(chance, lattice.sizes)
         taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, edges))
     else:
         taken = lattice.walk(values, lattice.ahead(values, False))

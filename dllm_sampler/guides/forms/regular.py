@@ -6,12 +6,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, learned
@@ -21,6 +21,8 @@ from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
+from dllm_sampler.guides.forms.given import completable
+from dllm_sampler.guides.forms.schema import check_schema, schema_text
 from dllm_sampler.guides.forms.tokens import token_bytes
 from dllm_sampler.naming import named
 
@@ -52,6 +54,7 @@ class Form(Guide):
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
     shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
+    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
     bound_to: tuple[object, ModelSpec] | None = field(init=False, default=None, repr=False, compare=False)
 
@@ -98,18 +101,21 @@ class Form(Guide):
             edges=joined(found).to(spec.device),
             shortest=shortest,
             mask_id=spec.mask_id,
+            eos_id=spec.eos_id,
             drawn=context.draws,
             bound_to=(context.tokenizer, spec),
         )
 
-    def check_length(self, new_tokens: int, form: int = 0) -> None:
-        """See `Guide.check_length`."""
-        least = self.shortest[form]
-        if new_tokens < least:
+    def check_answer(self, given: Sequence[int], form: int = 0) -> None:
+        """See `Guide.check_answer`."""
+        least, name = self.shortest[form], f"guide={named(self)}"
+        if len(given) < least:
             raise UserError(
-                f"guide={named(self)}: the shortest answer of {self._name(form)} has {least} tokens, and"
-                f" max_new_tokens is {new_tokens}"
+                f"{name}: the shortest answer of {self._name(form)} has {least} tokens, and max_new_tokens is"
+                f" {len(given)}"
             )
+        if any(token != FREE for token in given) and not completable(self.automata[form], given, self.eos_id):
+            raise UserError(f"{name}: no answer of {self._name(form)} has the given tokens where they are")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
@@ -121,12 +127,12 @@ class Form(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`: the logits of the posterior."""
         assert self.edges is not None
-        return posterior(self.edges, logits, canvas, answers, self.mask_id)
+        return posterior(self.edges, logits, canvas, answers, self.mask_id, self.eos_id)
 
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
-        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole)
+        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole, self.eos_id)
 
 
 @dataclass(frozen=True)
@@ -218,9 +224,9 @@ class JsonSchema(Form):
                 raise UserError(
                     f"guide.json_schema.schema must be a schema, or a list of them, none of them empty, not {given!r}"
                 )
-            vars(self).update(schema=tuple(_text(one) for one in given), forms=len(given))
+            vars(self).update(schema=tuple(schema_text(one) for one in given), forms=len(given))
         elif given:  # else a template of settings; `expressions` refuses it
-            vars(self)["schema"] = _text(given)
+            vars(self)["schema"] = schema_text(given)
 
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
@@ -233,115 +239,3 @@ class JsonSchema(Form):
         except RecursionError:
             raise UserError("guide.json_schema.schema is nested too deeply") from None
         return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)
-
-
-def _text(given: Any) -> str:
-    """A schema as JSON, from a file, from JSON, or from a mapping."""
-    if not isinstance(given, str):
-        try:
-            text = json.dumps(_plain(given))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"guide.json_schema.schema must be a mapping as JSON has it: {error}") from None
-    elif given.lstrip().startswith(("{", "true", "false")):
-        text = given
-    else:
-        try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read: {error}"
-            ) from None
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"guide.json_schema.schema is not JSON that can be read: {error}") from None
-    return text
-
-
-def _plain(value: Any) -> Any:
-    """Mappings and sequences of a configuration as JSON knows them."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-# What the library turns into an expression; it ignores the rest, or reads it as something else.
-KNOWN = {
-    "type", "properties", "required", "additionalProperties", "enum", "const", "items", "prefixItems", "minItems",
-    "maxItems", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "$ref", "$defs",
-    "definitions", "title", "description", "default", "examples", "$schema", "$id", "$comment",
-}  # fmt: skip
-FORMATS = {"date", "time", "date-time", "uuid"}
-# Of two keywords in a group the library keeps one, or reads them as something else.
-ALONE = (
-    {"enum", "const", "$ref", "anyOf", "allOf", "properties", "items", "prefixItems", "pattern", "format"},
-    {"enum", "const", "$ref", "anyOf", "allOf", "minLength"}, {"enum", "const", "$ref", "anyOf", "allOf", "maxLength"},
-    {"$ref", "anyOf", "allOf", "type"}, {"pattern", "format", "minLength"}, {"pattern", "format", "maxLength"},
-    {"prefixItems", "minItems"}, {"prefixItems", "maxItems"},
-)  # fmt: skip
-KINDS = {
-    "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict,
-    "array": list,
-}  # fmt: skip
-LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
-
-
-def _is(value: Any, kind: str) -> bool:
-    """Whether a value is of a type of JSON."""
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, KINDS.get(kind, object)) or (
-        kind == "integer" and isinstance(value, float) and value == int(value)
-    )
-
-
-def check_schema(schema: Any) -> None:
-    """Refuse what a regular expression would not keep.
-
-    Raises:
-        UserError: the first such thing.
-    """
-    if not isinstance(schema, Mapping):
-        return
-    names = schema.get("properties", {})
-    unknown = sorted(str(name) for name in schema if name not in KNOWN)
-    together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
-    listed = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
-    kinds = schema.get("type", [])
-    kinds = [kinds] if isinstance(kinds, str) else kinds
-    wrong = [one for one in listed if kinds and not any(_is(one, kind) for kind in kinds)]
-    required = schema.get("required", [])
-    missing = [name for name in required if name not in names] if isinstance(required, list) else []
-    odd = [name for name in names if json.dumps(name) != f'"{name}"']
-    pattern = schema.get("pattern")
-    why = None
-    if unknown:
-        why = f"'{unknown[0]}', which this guide cannot keep"
-    elif "oneOf" in schema:
-        why = "`oneOf`, of which this guide cannot keep that only one may hold: say `anyOf` if any may"
-    elif together:
-        why = f"`{together[0]}` next to `{together[1]}`, of which this guide keeps only one: leave one of them out"
-    elif wrong:
-        why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
-    elif schema.get("enum") == []:
-        why = "an empty `enum`, which no document meets"
-    elif not isinstance(required, list):
-        why = f"`required`: {json.dumps(required)}, which is no list of names"
-    elif missing:
-        why = f"'{missing[0]}' among `required`, which is not among `properties`"
-    elif odd:
-        why = f"the property {odd[0]!r}, whose name has signs that JSON escapes"
-    elif isinstance(pattern, str) and LOOSE.search(pattern):
-        why = f"the pattern {pattern!r}: only letters, digits, sets of them, groups and counts can be served"
-    elif schema.get("format", "date") not in FORMATS:
-        why = f"the format {schema['format']!r}: there are {', '.join(sorted(FORMATS))}"
-    elif len(schema.get("allOf", [])) > 1:
-        why = "an `allOf` of several schemas"
-    if why:
-        raise UserError(f"guide.json_schema.schema has {why}")
-    inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
-    inner += [schema.get("items"), schema.get("additionalProperties")]
-    for group in ("prefixItems", "anyOf", "allOf"):
-        inner += schema.get(group, [])
-    for one in inner:
-        check_schema(one)

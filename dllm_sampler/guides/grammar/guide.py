@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -162,6 +163,13 @@ class Grammar(Guide):
             token = token_at[wanted.columns[at]]
             found.append((at, token, float(torch.softmax(logits[text.row, 0, at].double(), -1)[token])))
         return found
+
+    def check_answer(self, given: Sequence[int], form: int = 0) -> None:
+        """See `Guide.check_answer`. How many tokens a gap has does not count, as elsewhere."""
+        assert self.language is not None
+        words = [None if token == FREE else self.word(token) for token in given]
+        if any(words) and not self.language.feasible([*words, END]):
+            raise UserError("guide=Grammar: no text of the grammar has the given tokens in this order")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""

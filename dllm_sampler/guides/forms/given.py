@@ -1,0 +1,50 @@
+"""Forms of answers of which some tokens are given: what no answer can meet, and where none may end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.given import FREE
+from dllm_sampler.guides.forms.automaton import Automaton
+from dllm_sampler.guides.forms.edges import Edges
+
+
+def completable(automaton: Automaton, given: Sequence[int], eos_id: int) -> bool:
+    """Whether the automaton accepts some answer that has the given tokens, `FREE` where any may stand.
+
+    The end token does not stand before a given token, unless it is given.
+    """
+    last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
+    states = torch.zeros(len(automaton.moves), dtype=torch.bool)
+    states[automaton.start] = True
+    for at, token in enumerate(given):
+        if token == FREE:
+            source, target = _pairs(automaton, None if at > last else eos_id)
+            reached = target[states[source]]
+        else:
+            reached = automaton.moves[states, automaton.classes[token]]
+        states = torch.zeros_like(states).index_fill(0, reached, True)
+    return bool((states & automaton.accepts).any())
+
+
+@lru_cache(maxsize=8)
+def _pairs(automaton: Automaton, without: int | None) -> tuple[Tensor, Tensor]:
+    """States of which the second follows the first by some token, but for the token `without`."""
+    moves, classes = automaton.moves, automaton.classes
+    if without is not None:
+        own = classes[without]
+        if int((classes == own).sum()) == 1:
+            moves = moves[:, torch.arange(moves.shape[1]) != own]
+    size = len(moves)
+    found = (torch.arange(size)[:, None] * size + moves).unique()
+    return found // size, found % size
+
+
+def inner_sizes(edges: Edges, eos_id: int) -> Tensor:
+    """`[C+2]` as `Edges.sizes`, without the end token."""
+    own = torch.arange(len(edges.sizes), device=edges.sizes.device) == edges.classes[eos_id]
+    return torch.where(own, (edges.sizes.exp().round() - 1).clamp(min=0).log(), edges.sizes)

@@ -1,0 +1,123 @@
+"""JSON schemas as users give them, and what of them a regular expression would not keep."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dllm_sampler.errors import UserError
+
+
+def schema_text(given: Any) -> str:
+    """A schema as JSON, from a file, from JSON, or from a mapping."""
+    if not isinstance(given, str):
+        try:
+            text = json.dumps(_plain(given))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"guide.json_schema.schema must be a mapping as JSON has it: {error}") from None
+    elif given.lstrip().startswith(("{", "true", "false")):
+        text = given
+    else:
+        try:
+            text = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read: {error}"
+            ) from None
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"guide.json_schema.schema is not JSON that can be read: {error}") from None
+    return text
+
+
+def _plain(value: Any) -> Any:
+    """Mappings and sequences of a configuration as JSON knows them."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+# What the library turns into an expression; it ignores the rest, or reads it as something else.
+KNOWN = {
+    "type", "properties", "required", "additionalProperties", "enum", "const", "items", "prefixItems", "minItems",
+    "maxItems", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "$ref", "$defs",
+    "definitions", "title", "description", "default", "examples", "$schema", "$id", "$comment",
+}  # fmt: skip
+FORMATS = {"date", "time", "date-time", "uuid"}
+# Of two keywords in a group the library keeps one, or reads them as something else.
+ALONE = (
+    {"enum", "const", "$ref", "anyOf", "allOf", "properties", "items", "prefixItems", "pattern", "format"},
+    {"enum", "const", "$ref", "anyOf", "allOf", "minLength"}, {"enum", "const", "$ref", "anyOf", "allOf", "maxLength"},
+    {"$ref", "anyOf", "allOf", "type"}, {"pattern", "format", "minLength"}, {"pattern", "format", "maxLength"},
+    {"prefixItems", "minItems"}, {"prefixItems", "maxItems"},
+)  # fmt: skip
+KINDS = {
+    "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict,
+    "array": list,
+}  # fmt: skip
+LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value is of a type of JSON."""
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, KINDS.get(kind, object)) or (
+        kind == "integer" and isinstance(value, float) and value == int(value)
+    )
+
+
+def check_schema(schema: Any) -> None:
+    """Refuse what a regular expression would not keep.
+
+    Raises:
+        UserError: the first such thing.
+    """
+    if not isinstance(schema, Mapping):
+        return
+    names = schema.get("properties", {})
+    unknown = sorted(str(name) for name in schema if name not in KNOWN)
+    together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
+    listed = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    wrong = [one for one in listed if kinds and not any(_is(one, kind) for kind in kinds)]
+    required = schema.get("required", [])
+    missing = [name for name in required if name not in names] if isinstance(required, list) else []
+    odd = [name for name in names if json.dumps(name) != f'"{name}"']
+    pattern = schema.get("pattern")
+    why = None
+    if unknown:
+        why = f"'{unknown[0]}', which this guide cannot keep"
+    elif "oneOf" in schema:
+        why = "`oneOf`, of which this guide cannot keep that only one may hold: say `anyOf` if any may"
+    elif together:
+        why = f"`{together[0]}` next to `{together[1]}`, of which this guide keeps only one: leave one of them out"
+    elif wrong:
+        why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
+    elif schema.get("enum") == []:
+        why = "an empty `enum`, which no document meets"
+    elif not isinstance(required, list):
+        why = f"`required`: {json.dumps(required)}, which is no list of names"
+    elif missing:
+        why = f"'{missing[0]}' among `required`, which is not among `properties`"
+    elif odd:
+        why = f"the property {odd[0]!r}, whose name has signs that JSON escapes"
+    elif isinstance(pattern, str) and LOOSE.search(pattern):
+        why = f"the pattern {pattern!r}: only letters, digits, sets of them, groups and counts can be served"
+    elif schema.get("format", "date") not in FORMATS:
+        why = f"the format {schema['format']!r}: there are {', '.join(sorted(FORMATS))}"
+    elif len(schema.get("allOf", [])) > 1:
+        why = "an `allOf` of several schemas"
+    if why:
+        raise UserError(f"guide.json_schema.schema has {why}")
+    inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
+    inner += [schema.get("items"), schema.get("additionalProperties")]
+    for group in ("prefixItems", "anyOf", "allOf"):
+        inner += schema.get(group, [])
+    for one in inner:
+        check_schema(one)

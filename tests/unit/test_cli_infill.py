@@ -1,0 +1,182 @@
+"""`dllm-sample` with given text, gaps and several samples, and its interactive session."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from dllm_sampler.cli import interactive, run
+from dllm_sampler.cli.interactive import merged, typed
+from dllm_sampler.cli.main import main
+from dllm_sampler.errors import UserError
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def words(checkpoint: Path) -> list[str]:
+    return [f"model={checkpoint}", "max_new_tokens=6", "device=cpu", "stop=none"]
+
+
+def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for said, begins, ends in (
+        (["copy: Ada", "prefix=Ben, Ada", "suffix=, Cal"], "Ben,Ada", ",Cal"),
+        (["copy: Ada", "infill=Ben{gap:2}, Cal"], "Ben", ",Cal"),
+        (["Ben, {gap:2}, Cal"], "Ben,", ",Cal"),
+        (["infill='Ben, {gap:2}, Cal'"], "Ben,", ",Cal"),
+        (["--", "Ben, {gap:2}, Cal"], "Ben,", ",Cal"),
+    ):
+        assert main([*words, "output=o.jsonl", *said]) == 0
+        out, err = capsys.readouterr()
+        record = json.loads((tmp_path / "o.jsonl").read_text())
+        whole = begins + "".join(record["gaps"]) + ends  # the tokenizer puts spaces between tokens
+        assert whole.replace(" ", "") == record["text"].replace(" ", "") == out.rstrip().replace(" ", "")
+        assert record["finish_reason"] == "end"
+        assert sum(step >= 0 for step in record["step_map"]) == record["tokens_per_forward"] * record["nfe"]
+        assert "cut at max_new_tokens" not in err
+    assert main([*words, "Ben{gap:2}"]) == 0 and "cut" not in capsys.readouterr().err, "it is as long as it says"
+    assert main([*words, "copy: Ada", "prefix=Ben"]) == 0 and "cut at max_new_tokens" in capsys.readouterr().err
+
+
+def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All of a prompt's, then of the next; as streamed, and each as alone under its own seed."""
+    drawn = [*words, "temperature=2", "samples=3", "copy: Ada", "copy: Ben, Cal"]
+    assert main([*drawn, "output=o.jsonl"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(one["index"], one["sample"]) for one in records] == [(prompt, at) for prompt in (0, 1) for at in range(3)]
+    assert [one["text"] for one in records] == rows and len(set(rows)) > 3
+    assert main([*drawn, "stream=true", "batch_size=4", "stream_delay=0"]) == 0
+    assert capsys.readouterr().out.splitlines() == rows
+    assert main([*words, "temperature=2", "copy: Ben, Cal", "seed=4"]) == 0
+    assert capsys.readouterr().out.splitlines() == rows[4:5]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["Ben{gap}"], "prompt 1 has {gap}, and a gap is written with its number of tokens"),
+        (["infill=Ben"], "prompt 1 has no gap, so there is nothing to generate"),
+        (["Ben{gap:2}", "prefix=Ada"], "prefix= would add to prompt 1, a text with gaps: write it there"),
+        (["Ben", "infill=Ben{gap:2}", "suffix=Ada"], "suffix= and infill= both say what is given of an answer"),
+        (["Ben{gap:2}", "infill=Ada{gap:1}"], "prompt 1 has a gap, and infill= takes it for something to be answered"),
+        (["Ben{gap:2}", "chat=true"], "prompt 1 has a gap, and chat=true takes it for something to be answered"),
+        (["copy: Ben", "suffix=Ada, Ada, Ada, Ada"], "max_new_tokens=6 has no room for a suffix of 7 tokens"),
+        (["copy: Ben", "prefix=nobody"], "prefix has 'nobody', which is not in this model's vocabulary"),
+        (["copy: Ben", "prefix=Ada", "target=some"], "prefix is not for target=, whose model writes from left"),
+        (["copy: Ben", "samples=0"], "samples should be at least 1, not 0"),
+        ([], "there is no prompt"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(words: list[str], given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, *given]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("dllm-sample: ") and said in err and len(err.splitlines()) == 1
+
+
+def lines(*given: str | type[BaseException]) -> Callable[[], str]:
+    rest = iter(given)
+
+    def ask() -> str:
+        line = next(rest, EOFError)
+        if not isinstance(line, str):
+            raise line
+        return line
+
+    return ask
+
+
+def test_a_session(words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts, settings, mistakes; one load of the model."""
+    loaded, real = [], run.Sampler.from_pretrained
+
+    def load(*given: object, **options: object) -> object:
+        loaded.append(given)
+        return real(*given, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run.Sampler, "from_pretrained", load)
+    said = lines(
+        "copy: Ada", "", "--", "scheduler.threshold=0.3 cache=dual", "scheduler.treshold=1", "copy: Ada", "no word",
+        KeyboardInterrupt, "prefix=Ben, Ada", "-- copy: Ada", "scheduler=fixed", "scheduler.steps=2 stream=false",
+        "prefix=null", "Ben{gap:2}, Cal", "target=some", "copy: Ada",
+    )  # fmt: skip
+    assert interactive.session([*words, "stream_delay=0"], said) == 0
+    out, err = capsys.readouterr()
+    answers = out.splitlines()
+    assert len(answers) == 5 and len(loaded) == 1
+    assert answers[2].startswith("Ben , Ada") and answers[3].startswith("Ben") and answers[3].endswith(", Cal")
+    complaints = [line for line in err.splitlines() if line.startswith("dllm-sample: ")]
+    assert len(complaints) == 3 and "Traceback" not in err
+    assert "did you mean 'threshold'?" in complaints[0] and "vocabulary" in complaints[1]
+    assert complaints[2] == "dllm-sample: target= is for a command line with prompts: start dllm-sample with it"
+    assert "NFE 2, " in err.splitlines()[-2] and not err.endswith("step 2")
+    assert [line for line in err.splitlines() if "scheduler.threshold" in line and "scheduler=fixed" in line] == []
+    shown = [line for line in err.splitlines() if line.startswith("step 1")]
+    assert len(shown) == 3, "watched, until stream=false"
+    # What it says is what a command line says.
+    assert main([*words, "scheduler=fixed", "scheduler.steps=2", "cache=dual", "copy: Ada"]) == 0
+    assert capsys.readouterr().out.splitlines() == answers[-1:]
+
+
+def test_a_mistake_on_the_command_line_ends_it(words: list[str]) -> None:
+    with pytest.raises(UserError, match="unknown scheduler 'fix'"):
+        interactive.session([*words, "scheduler=fix"], lines())
+
+
+@pytest.mark.parametrize(
+    ("terminal", "given", "begins"), [(True, [], True), (False, [], False), (True, ["copy: Ada"], False)]
+)
+def test_when_a_session_begins(
+    terminal: bool, given: list[str], begins: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Sequence[str]] = []
+    monkeypatch.setattr(interactive, "session", lambda overrides: begun.append(overrides) or 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    assert main([*words, *given]) == (0 if begins or given else 2)
+    assert begun == ([words] if begins else [])
+
+
+def test_a_line_from_a_terminal_or_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("copy: Ada\n"))
+    assert interactive.ask() == "copy: Ada" and capsys.readouterr() == ("", "> ")
+    with pytest.raises(EOFError):
+        interactive.ask()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("copy: Ada", []),
+        ("seed=1 cache=dual", ["seed=1", "cache=dual"]),
+        ("seed=1 copy: Ada", []),
+        ("don't", []),
+        ("infill=a b {gap:2} c", ["infill=a b {gap:2} c"]),
+        ("suffix=', Ada' seed=1", ["suffix=, Ada", "seed=1"]),
+        ("x = 3", []),
+        ("", []),
+    ],
+)
+def test_what_a_line_is(line: str, words: list[str]) -> None:
+    assert typed(line) == words
+
+
+def test_later_settings_count() -> None:
+    old = ["scheduler=threshold", "scheduler.threshold=0.5", "guide=regex", "guide.regex.pattern=a", "seed=1"]
+    assert merged(old, ["scheduler=fixed", "seed=2"]) == [
+        "guide=regex", "guide.regex.pattern=a", "scheduler=fixed", "seed=2",
+    ]  # fmt: skip
+    assert merged(old, ["scheduler.threshold=0.7"])[-1] == "scheduler.threshold=0.7" and len(merged(old, ["a=1"])) == 6
