@@ -160,7 +160,7 @@ def test_recorded_steps(plugins: dict[str, Any]) -> None:
     plain, it, engine = pair(**plugins)
     rows = [[FREE, FREE, 2, 3, FREE, 1, FREE], [4, FREE, FREE, FREE, FREE, FREE, 10]]
     others = [[FREE, 5, FREE, FREE, FREE, FREE, 6], [FREE, FREE, 7, FREE, 8, FREE, FREE]]
-    for pinned in (rows, None, others):
+    for pinned in (rows, None, others, rows):
         same(*(one.generate([[5, 11], [16]], max_new_tokens=11, pinned=pinned, seed=1) for one in (it, plain)))
     assert engine.replays > 0
 
