@@ -208,14 +208,13 @@ class Sampler:
         prompts: Prompt | Sequence[Prompt] | None = None,
         **options: Unpack[Options],
     ) -> Result:
-        """Fill the gaps of texts: `sampler.infill("def f(x):\\n{gap:32}\\n    return y")`.
+        """Fill the gaps of texts; see docs/infilling.md.
 
-        `Result.texts` are the whole texts, `Result.gaps` what stands in the gaps. See docs/infilling.md.
+        `Result.texts` are the whole texts, `Result.gaps` what stands in the gaps.
 
         Args:
-            texts: `{gap:8}` stands for 8 tokens.
-            prompts: what each text answers, if anything.
-            options: as in `generate`.
+            texts: `{gap:8}` stands for 8 tokens, as in `"def f(x):\\n{gap:8}\\n    return y"`.
+            prompts: what each text answers, if anything; `options`: as in `generate`.
 
         Raises:
             UserError: as `generate`; a text without a gap, or a gap without its length.

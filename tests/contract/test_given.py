@@ -24,6 +24,7 @@ from tests.taped import pair
 
 ROWS = len(toys.PROMPTS)
 ENDED = {"end", "length"}
+FORMS = ("regex", "choices", "json_schema")
 
 
 @functools.cache
@@ -32,14 +33,15 @@ def given(case: Case) -> list[list[int]]:
 
     A block-causal model, and a second model that reads from left to right, get beginnings only. The first row has none.
     """
-    random, before = Random(case.id), case.stream()[-1].result
-    assert before is not None
+    random, before = Random(case.id), None
+    if case.guide["name"] in (*FORMS, "grammar"):
+        before = case.generate([*range(ROWS)])
     rows = [[FREE] * TOKENS]
     for row in range(1, ROWS):
-        size, length = random.randint(1, TOKENS - 1), int(before.lengths[row])
-        known = before.tokens[row, :length].tolist()
-        if case.guide["name"] in ("none", "temperature", "top_k", "top_p", "end_tokens"):
-            known = [random.choice([one for one in range(30) if one != toys.EOT]) for _ in range(TOKENS)]
+        size = random.randint(1, TOKENS - 1)
+        known = [random.choice([one for one in range(30) if one != toys.EOT]) for _ in range(TOKENS)]
+        if before is not None:
+            known = before.tokens[row, : int(before.lengths[row])].tolist()
         places = random.sample(range(TOKENS), size)
         if case.toy == "causal" or case.scheduler["name"] == "apd":
             places = list(range(size))
@@ -61,7 +63,7 @@ def alone(case: Case, row: int) -> Result:
     )
 
 
-@pytest.mark.parametrize("case", thinned(CASES))
+@pytest.mark.parametrize("case", thinned(CASES, "cache", "guide"))
 def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
     pinned = torch.tensor(given(case))
     known, steps = pinned != FREE, stream(case)
@@ -85,16 +87,17 @@ def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
     assert torch.equal(
         result.generated, ((result.step_map >= 0) & (torch.arange(TOKENS) < result.lengths[:, None])).sum(1)
     )
-    for row in sorted({0, 1, 2, 3} - {len(case.id) % 4}):
+    row = len(case.id) % ROWS
+    if row:
         assert_same_row(result, row, alone(case, row))
-    # A row without a given token is not touched by its neighbours'.
-    assert torch.equal(result.tokens[0], case.generate([0]).tokens[0])
+    else:  # a row without a given token is not touched by its neighbours'
+        assert_same_row(result, 0, case.generate([0]))
 
 
-@pytest.mark.parametrize("case", thinned(JOINS, "scheduler", "cache"))
+@pytest.mark.parametrize("case", thinned(JOINS, "stop", "blocks"))
 def test_in_flight(case: Case) -> None:
     random = Random(case.id)
-    order = [random.randrange(ROWS) for _ in range(6)] + [1, 2]
+    order = [random.randrange(ROWS) for _ in range(4)] + [1]
     sampler = toys.sampler(case.toy, **case.plugins)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "seed": [toys.SEEDS[row] for row in order]}
     with warnings.catch_warnings():
@@ -107,18 +110,18 @@ def test_in_flight(case: Case) -> None:
                 **options,
             )
         )
-    for answer in answers[-2:]:
+    for answer in answers[-1:]:
         own = alone(case, order[answer.index])
         assert torch.equal(answer.tokens, own.tokens[0])
         assert answer.trace is not None and torch.equal(answer.trace.generated, own.trace.generated)
         assert (answer.nfe, answer.length) == (int(own.nfe[0]), int(own.lengths[0]))
 
 
-FORMS = ("regex", "choices", "json_schema")  # what was an answer of one need not be one of another length
-ALONE = [case for case in CASES if case.toy != "causal" and case.guide["name"] not in FORMS]
+# What was an answer of a form need not be one of another length.
+ALONE = [case for case in CASES if case.toy != "causal" and case.guide["name"] not in (*FORMS, "grammar")]
 
 
-@pytest.mark.parametrize("case", thinned(ALONE, "cache", "blocks", "stop"))
+@pytest.mark.parametrize("case", thinned(ALONE, "cache"))
 def test_without_a_prompt(case: Case) -> None:
     """Answers that stand alone, of their own lengths; what an earlier block needs is there without a prompt."""
     random = Random(case.id)
@@ -145,7 +148,9 @@ def test_without_a_prompt(case: Case) -> None:
     "plugins",
     [
         {"cache": "none", "poll_every": 3, "temperature": 0.8},
-        {"cache": "dual", "scheduler": {"name": "editing", "threshold": 0.5, "edit": 0.3}},
+        pytest.param(
+            {"cache": "dual", "scheduler": {"name": "editing", "threshold": 0.5, "edit": 0.3}}, marks=pytest.mark.slow
+        ),
         {"cache": "prefix", "guide": {"name": "regex", "pattern": "([a-j][0-9]?)*"}},
     ],
     ids=str,
@@ -155,7 +160,7 @@ def test_recorded_steps(plugins: dict[str, Any]) -> None:
     plain, it, engine = pair(**plugins)
     rows = [[FREE, FREE, 2, 3, FREE, 1, FREE], [4, FREE, FREE, FREE, FREE, FREE, 10]]
     others = [[FREE, 5, FREE, FREE, FREE, FREE, 6], [FREE, FREE, 7, FREE, 8, FREE, FREE]]
-    for pinned in (rows, None, others, None, rows):
+    for pinned in (rows, None, others, rows):
         same(*(one.generate([[5, 11], [16]], max_new_tokens=11, pinned=pinned, seed=1) for one in (it, plain)))
     assert engine.replays > 0
 
