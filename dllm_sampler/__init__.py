@@ -66,6 +66,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """What can be imported from here, loaded or not."""
+    return sorted({*__all__, *globals()})
+
+
 def __getattr__(name: str) -> object:
     """Import a public name at its first use: `dllm-sample --help` should not wait for torch."""
     for module, names in _HOMES.items():

@@ -23,11 +23,14 @@ from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError
 from dllm_sampler.fixed import Fixed
 from dllm_sampler.infill import Task
+from dllm_sampler.kernels.backend import warn
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
+
+SAME = "samples={}: the answers to each prompt are the same, since nothing is drawn; set temperature=1, say"
 
 Progress = Callable[[int, int, int], None]  # forwards, tokens committed, tokens wanted
 
@@ -56,7 +59,15 @@ def result(
             known = 0 if last.given is None else int(last.given.sum())
             progress(last.step, int((~last.masked).sum()) - known, last.masked.numel() - known)
     assert last is not None and last.result is not None
+    if samples > 1 and not plugins.context.draws and alike(last.result.tokens, samples):
+        warn(SAME.format(samples))
     return last.result
+
+
+def alike(tokens: Tensor, samples: int) -> bool:
+    """Whether all `samples` answers `[B, N]` to each prompt are the same, side by side."""
+    each = tokens.view(-1, samples, tokens.shape[1])
+    return bool((each == each[:, :1]).all())
 
 
 def steps(

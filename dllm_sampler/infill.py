@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import prompts
+from dllm_sampler import config, prompts
 from dllm_sampler.core.given import FREE
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.plugins import Plugins
@@ -30,7 +30,7 @@ GAP = re.compile(r"\{gap(?::([^{}]*))?\}")
 Span = tuple[int, int]  # positions of an answer, from 0; the end is none of them
 
 
-class Options(TypedDict, total=False):
+class Options(config.Options, total=False):
     """What `Sampler.infill` and `Sampler.refine` pass on to `Sampler.generate`, which explains it."""
 
     block_length: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -21,6 +22,24 @@ def named(plugin: object) -> str:
         return stands_for if isinstance(stands_for, str) else named(stands_for)
     cls = plugin if isinstance(plugin, type) else type(plugin)
     return _TYPED.get(cls) or _packaged(cls) or cls.__name__
+
+
+def described(plugin: object) -> str:
+    """A plug-in by its name, with the fields that are not its defaults: `threshold(threshold=0.7)`."""
+    told = []
+    settings = [one for one in fields(plugin) if one.init and one.repr] if is_dataclass(plugin) else []
+    for one in settings:
+        value = getattr(plugin, one.name)
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if not _same(value, default):
+            inner = any(hasattr(value, name) for name in ("traits", "bind"))
+            told.append(f"{one.name}={described(value) if inner else repr(value)}")
+    return f"{named(plugin)}({', '.join(told)})" if told else named(plugin)
+
+
+def _same(one: object, other: object) -> bool:
+    same = one == other
+    return same if isinstance(same, bool) else False
 
 
 def typed(cls: type, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,10 +19,12 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
 
+ROWS, SHOWN = 8, 80  # answers that a `repr` has, and signs of each
+
 FinishReason = Literal["end", "stop_string", "length", "max_steps", "constraint", "not_finite", "refused"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """Answers of a batch, on the CPU."""
 
@@ -35,6 +38,13 @@ class Result:
     rejections: Tensor  # [B] int64 commits that a guide refused
     valid: Tensor | None = None  # [B] bool: the answer is what a guide wants; None: no guide says
     gaps: list[list[str] | None] | None = None  # text of each gap of each row; None: nothing was given, or no tokenizer
+
+    def __repr__(self) -> str:
+        return _shown("Result", self, self.finish_reason)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: see `Trace`."""
+        return self.trace._repr_html_()
 
     @staticmethod
     def stack(answers: Iterable[Answer]) -> Result:
@@ -82,7 +92,7 @@ class Result:
         return self.generated / self.nfe.clamp(min=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Commits:
     """One step of a stream, on the CPU. The last one carries the result."""
 
@@ -93,6 +103,10 @@ class Commits:
     nfe: Tensor  # [B]
     result: Result | None = None
     given: Tensor | None = None  # [B, max_new_tokens] bool: tokens that were given; None: no row has one
+
+    def __repr__(self) -> str:
+        left = int(self.masked.sum())
+        return f"Commits(step {self.step}, {left} masks left in {len(self.nfe)} row{'s' * (len(self.nfe) != 1)})"
 
 
 @dataclass(frozen=True)
@@ -176,7 +190,7 @@ def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | 
     return all(said) if said else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Speculation:
     """Verified answers of a batch, on the CPU. R rounds, each one pass of the target."""
 
@@ -187,6 +201,9 @@ class Speculation:
     step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, from 0; -1: none
     drafter_nfe: Tensor  # [B] int64 forwards of the drafter
     complete: Tensor  # [B] bool: False where a round was not finite and ended the batch before its time
+
+    def __repr__(self) -> str:
+        return _shown("Speculation", self)
 
     @property
     def nfe(self) -> Tensor:
@@ -205,7 +222,7 @@ class Speculation:
         return float(self.accepted[made].double().mean()) if bool(made.any()) else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """One answer to one prompt, on the CPU."""
 
@@ -222,7 +239,25 @@ class Answer:
     gaps: list[str] | None = None  # text of each gap; None: no tokens were given, or no tokenizer
     error: str | None = None  # why the prompt was refused
 
+    def __repr__(self) -> str:
+        said = self.tokens[: self.length].tolist() if self.text is None else self.text
+        shown = self.error if self.error is not None else textwrap.shorten(repr(said), SHOWN, placeholder=" ...")
+        return f"Answer({self.index}, {shown}, {self.length} tokens, {self.nfe} forwards, {self.finish_reason})"
+
     @property
     def complete(self) -> bool:
         """Whether the answer came to its end."""
         return self.finish_reason not in ("max_steps", "constraint", "not_finite", "refused")
+
+
+def _shown(name: str, result: Result | Speculation, reasons: Sequence[str] = ()) -> str:
+    """Figures of a result, and its first answers."""
+    nfe, lengths = result.nfe.tolist(), result.lengths.tolist()
+    texts = result.texts or [row[:length] for row, length in zip(result.tokens.tolist(), lengths, strict=True)]
+    rate, count = sum(lengths) / max(1, sum(nfe)), len(nfe)
+    lines = [f"{name}({count} answer{'s' * (count != 1)}, {rate:.2f} tokens per forward)"]
+    for row, text in enumerate(texts[:ROWS]):
+        why = f", {reasons[row]}" if reasons else ""
+        said = textwrap.shorten(repr(text), SHOWN, placeholder=" ...")
+        lines.append(f"  {row}: {said}  {lengths[row]} tokens, {nfe[row]} forwards{why}")
+    return "\n".join(lines + [f"  ... {count - ROWS} more"] * (count > ROWS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Literal, Unpack
+from typing import Literal, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Noise
-from dllm_sampler.engine import capture, graphs
+from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble
@@ -81,6 +81,8 @@ class Sampler:
         compile: bool | str = False,
         entropy: bool = False,
     ):
+        given = {name: value for name, value in locals().items() if name in config.Options.__annotations__}
+        self._options = cast(config.Options, given)  # for `using`
         for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
@@ -106,6 +108,19 @@ class Sampler:
         self._static: StaticEngine | None = None
         self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
 
+    def using(self, **options: Unpack[config.Options]) -> Sampler:
+        """The same model with other settings; no weight is copied.
+
+        Args:
+            options: as the constructor's; the others stay.
+        """
+        return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(config.Options, {**self._options, **options}))
+
+    def __repr__(self) -> str:
+        spec = self.denoiser.spec
+        model = "a model" if spec.folder is None else spec.folder.name
+        return f"Sampler({model}, {str(spec.dtype).removeprefix('torch.')} on {spec.device}, {self.plugins.described})"
+
     @classmethod
     def from_pretrained(
         cls,
@@ -126,6 +141,11 @@ class Sampler:
         Raises:
             UserError: nothing to load there, a damaged or unknown checkpoint, or as the constructor does.
         """
+        if isinstance(model, torch.nn.Module):
+            raise UserError(
+                f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
+                " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
+            )
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
@@ -136,7 +156,8 @@ class Sampler:
         graphs.check(options.get("cuda_graph", False))
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)
-        sampler.lay_out()
+        if isinstance(denoiser, TransformerDenoiser) and sampler.kernels.layer is not None:
+            fused.join(denoiser.transformer)  # weights that kernels multiply together lie side by side
         return sampler
 
     @property
@@ -149,12 +170,6 @@ class Sampler:
     def device(self) -> torch.device:
         """Where the model's inputs live."""
         return self.denoiser.spec.device
-
-    def lay_out(self) -> None:
-        """Lay weights that kernels multiply together side by side, in a model that was loaded here."""
-        denoiser = getattr(self.denoiser, "denoiser", self.denoiser)  # under guidance
-        if isinstance(denoiser, TransformerDenoiser) and self.kernels.layer is not None:
-            fused.join(denoiser.transformer)
 
     def generate(
         self,
@@ -170,6 +185,7 @@ class Sampler:
         prefix: Piece | Sequence[Piece] | None = None,
         suffix: Piece | Sequence[Piece] | None = None,
         pinned: Pinned | None = None,
+        **options: Unpack[config.Options],
     ) -> Result:
         """Answer a batch of prompts; each row comes out as if it were alone.
 
@@ -190,14 +206,16 @@ class Sampler:
             pinned: `[max_new_tokens]`, or one row for each prompt: tokens of the answer that are given wherever they
                 stand, -1 (or the mask token) where one is to be generated; what is missing at the end is. See
                 docs/infilling.md.
+            options: settings of the sampler that this call changes: `temperature=1`, `scheduler="klass"` ... (`using`).
 
         Raises:
             UserError: a bad prompt or argument.
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
+        own = self.using(**options) if options else self
         fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
         return batch.result(
-            self, self._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
+            own, own._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
             samples=samples, forms=forms, fixed=fixed, progress=progress,
         )  # fmt: skip
 
@@ -261,6 +279,7 @@ class Sampler:
         on_error: Literal["raise", "yield"] = "raise",
         batching: Literal["in_flight", "static"] = "in_flight",
         progress: Progress | None = None,
+        **options: Unpack[config.Options],
     ) -> Iterator[Answer]:
         """Answer any number of prompts, `batch_size` at a time; one that ends gives its place to the next.
 
@@ -285,6 +304,7 @@ class Sampler:
             batching: `"static"`: batch after batch, each as long as its slowest answer.
             progress: called after each forward with (forwards, tokens committed, tokens wanted of the prompts that
                 were read); reads the device.
+            options: as in `generate`.
 
         Yields:
             An `Answer`, with its `finish_reason`. One for which the model returned NaN ends alone.
@@ -292,8 +312,9 @@ class Sampler:
         Raises:
             UserError: a bad argument, or a prompt that is refused.
         """
+        own = self.using(**options) if options else self
         return many.answers(
-            self, self._plugins(block_length), prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
+            own, own._plugins(block_length), prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
             seed=seed, stops=stop_strings, samples=samples, order=order, max_length=max_length, on_error=on_error,
             batching=batching, progress=progress,
             fixed=Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec),
@@ -312,35 +333,27 @@ class Sampler:
         prefix: Piece | Sequence[Piece] | None = None,
         suffix: Piece | Sequence[Piece] | None = None,
         pinned: Pinned | None = None,
+        **options: Unpack[config.Options],
     ) -> Iterator[Commits]:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise UserError(f"every must be a whole number of at least 1, not {every!r}")
+        own = self.using(**options) if options else self
         fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
         return batch.steps(
-            self, self._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
+            own, own._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
             samples=1, forms=forms, fixed=fixed, every=every,
         )  # fmt: skip
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """What runs a generation; one that records steps is kept for the next, which may find them."""
-        options = (self.entropy, samples, self.compile)
-        why = None if self.cuda_graph is False else graphs.obstacle(plugins, self.noise, self.denoiser)
-        if why is not None and self.cuda_graph is True:
-            raise UserError(f"cuda_graph=true cannot be: {why}")
-        if why is not None or self.cuda_graph is False:
-            return Engine(self.denoiser, plugins, self.poll_every, self.kernels, *options)
-        if self._static is None or (self._static.plugins, self._static.kernels, self._static.samples) != (
-            plugins,
-            self.kernels,
-            samples,
-        ):
-            must = self.cuda_graph is True
-            self._static = StaticEngine(
-                self.denoiser, plugins, self.poll_every, self.kernels, capture.cuda, must, *options
-            )
-        return self._static
+        made = graphs.engine(
+            self.denoiser, plugins, self.poll_every, self.kernels, self.noise, self.cuda_graph,
+            (self.entropy, samples, self.compile), self._static,
+        )  # fmt: skip
+        self._static = made if isinstance(made, StaticEngine) else self._static
+        return made
 
     def _plugins(self, block_length: int | None) -> Plugins:
         if block_length is None:

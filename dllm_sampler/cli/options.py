@@ -14,7 +14,7 @@ LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an in
 class Options:
     """The options of `dllm-sample` besides the plug-ins; `conf/sample.yaml` explains each field."""
 
-    max_new_tokens: int = 32
+    max_new_tokens: int = 128
     samples: int = 1
     prefix: str | None = None
     suffix: str | None = None

@@ -18,6 +18,7 @@ from torch import nn
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.values import Canvas, Noise, Sizes
+from dllm_sampler.engine import capture
 from dllm_sampler.engine.buffers import Buffers, Step, address, copied, restored
 from dllm_sampler.engine.capture import Record
 from dllm_sampler.engine.decide import Generation
@@ -239,3 +240,32 @@ def rounded(canvas: Canvas) -> Sizes:
         opens=True,
         rows=None,
     )
+
+
+def engine(
+    denoiser: Denoiser,
+    plugins: Plugins,
+    poll_every: int,
+    kernels: Backend,
+    noise: Noise,
+    choice: bool | str,
+    options: tuple[bool, int, bool],
+    last: StaticEngine | None,
+) -> Engine:
+    """The engine of `Sampler(cuda_graph=...)`.
+
+    Args:
+        options: entropy, samples and compile, as `Engine` has them.
+        last: the one that recorded steps before, which is taken again where it can be.
+
+    Raises:
+        UserError: steps are to be recorded, and cannot be.
+    """
+    why = None if choice is False else obstacle(plugins, noise, denoiser)
+    if why is not None and choice is True:
+        raise UserError(f"cuda_graph=true cannot be: {why}")
+    if why is not None or choice is False:
+        return Engine(denoiser, plugins, poll_every, kernels, *options)
+    if last is not None and (last.plugins, last.kernels, last.samples) == (plugins, kernels, options[1]):
+        return last
+    return StaticEngine(denoiser, plugins, poll_every, kernels, capture.cuda, choice is True, *options)

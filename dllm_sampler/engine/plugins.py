@@ -13,7 +13,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
-from dllm_sampler.naming import named
+from dllm_sampler.naming import described, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,13 @@ class Plugins:
     context: Context = field(repr=False, compare=False)  # without the scheduler
     paced: bool = field(init=False, repr=False, compare=False)  # the scheduler goes by the clock (`Paced`)
     foresees: bool = field(init=False, repr=False, compare=False)  # the cache must know what comes next (`Foresees`)
+
+    @property
+    def described(self) -> str:
+        """All of them by name, with the settings that are not their defaults."""
+        kinds = [f"{kind}={described(getattr(self, kind))}" for kind in ("scheduler", "blocks", "stop", "cache")]
+        guides = ", ".join(map(described, self.guides))
+        return ", ".join([*kinds, f"guide=[{guides}]"] if guides else kinds)
 
     @property
     def needs(self) -> frozenset[str]:
