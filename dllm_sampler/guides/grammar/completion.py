@@ -1,242 +1,244 @@
-"""Shortest texts of a grammar that fit a partial text.
+"""Completions of partial texts, made of tokens.
 
-It shares nothing with the search for verdicts but the terminals' automata and the normal form: lexemes are found by
-walking a terminal's automaton over the known bytes and through gaps, and facts "this variable derives that span" are
-taken in the order of their costs (Knuth's generalisation of Dijkstra's algorithm, 1977).
+It shares nothing with the search for verdicts but the terminals' automata and the normal form. A partial text is a line
+of places: a byte, a mask that one token fills, or a gap of any number of tokens. Lexemes are found by walking a
+terminal's automaton along the places. Facts "this variable derives what stands between these two nodes" are taken in
+the order of what they cost (Knuth's generalisation of Dijkstra's algorithm, 1977), and only where the text before them
+asks for the variable (as in Earley's algorithm).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from dllm_sampler.guides.grammar.partial import Partial
-from dllm_sampler.guides.grammar.rules import Grammar
-from dllm_sampler.guides.grammar.terminals import Terminals
+from dllm_sampler.guides.grammar.bounds import NEVER, bounds
+from dllm_sampler.guides.grammar.lattice import APART, BEHIND, TAIL, WHOLE, Lattice
 
-# Where a text stands with respect to words, where these have marks; without marks always OUT.
-OUT, BEGUN, WORD, OVER = range(4)
-TAIL = -1  # behind a lexeme, in what is skipped
-Node = tuple[int, int]  # a position in the partial text, and one of the above
-Step = tuple[int, int, int]  # a state of a terminal or TAIL, and a node
-Fact = tuple[Node, int, Node]  # a variable derives a text between two nodes
+MASK, GAP = -1, -2  # places that are no byte
+# A node is a number: a place, and in its low bits the kind of what is left there of the token before that place.
+BITS = 32
+LEFT = (1 << BITS) - 1
+# A variable or, if negative, a terminal; its state (0: what is derived has ended); where it begins, and where it is.
+Item = tuple[int, int, int, int]
+Said = tuple[int, int]  # a place, and the number of a token's text that fills it
+LOOKED = 200  # tokens, or bounds, that are worked out in a step
 
 
 class Spent(Exception):
     """The search has taken all the steps that it may take."""
 
 
-@dataclass
-class Lexemes:
-    """The lexemes of one terminal that begin at one node: what each end costs, and how it is reached."""
+def completion(
+    places: Sequence[int], lattice: Lattice, limit: int, ahead: int = 0, early: bool = False
+) -> list[Said] | None:
+    """The tokens of a completion; None: there is none.
 
-    ends: dict[Node, int] = field(default_factory=dict)
-    came: dict[Step, tuple[Step | None, bytes]] = field(default_factory=dict)
-
-    def text(self, end: Node) -> bytes:
-        """The lexeme and what is skipped behind it."""
-        parts, step = [], (TAIL, *end)
-        while step is not None:
-            step, part = self.came[step]
-            parts.append(part)
-        return b"".join(reversed(parts))
-
-
-class Walk:
-    """The lexemes of one partial text, in at most `limit` steps."""
-
-    def __init__(self, partial: Partial, terminals: Terminals, limit: int):
-        self.left = limit
-        self.terminals, self.dfas = terminals, terminals.dfas
-        self.known: list[bytes] = []  # of each position one byte, or nothing: a gap
-        for number, piece in enumerate(partial.pieces):
-            if number or partial.open:
-                self.known.append(b"")
-            self.known += [bytes([byte]) for byte in piece]
-        if not partial.closed:
-            self.known.append(b"")
-        self.size = len(self.known)
-        self.labels = [terminals.table[one[0]] if one else -1 for one in self.known]
-        named = [max(members, key=_plain) for members in terminals.classes]
-        self.shown = [bytes([byte]) for byte in named]  # the byte that a gap gets for each class
-        self.kinds = [OUT] * len(named)
-        if terminals.marks is not None:
-            kinds = dict.fromkeys(terminals.words, WORD)
-            kinds |= {terminals.table[mark]: kind for mark, kind in zip(terminals.marks, (BEGUN, OVER), strict=True)}
-            self.kinds = [kinds.get(number, OUT) for number in range(len(named))]
-        self.options: dict[tuple[int, int], list[tuple[int, int]]] = {}
-
-    def spend(self) -> None:
-        """Count a step.
-
-        Raises:
-            Spent: there are none left.
-        """
-        self.left -= 1
-        if self.left < 0:
-            raise Spent
-
-    def ends(self, node: Node) -> bool:
-        """Whether the text may end at a node."""
-        return node[1] in (OUT, OVER) and not any(self.known[node[0] :])
-
-    def starts(self) -> Lexemes:
-        """The nodes where the first lexeme may begin."""
-        return self._walk((TAIL, 0, OUT), -1)
-
-    def lexemes(self, terminal: int, node: Node) -> Lexemes:
-        """The lexemes of a terminal from a node on."""
-        return self._walk((0, *node), terminal)
-
-    def _walk(self, start: Step, terminal: int) -> Lexemes:
-        found = Lexemes(came={start: (None, b"")})
-        costs: dict[Step, int] = {}
-        # Steps by cost, and how each was reached.
-        queue: list[tuple[int, Step, Step | None, bytes]] = [(0, start, None, b"")]
-        while queue:
-            cost, step, before, part = heappop(queue)
-            if step in costs:
-                continue
-            self.spend()
-            costs[step], found.came[step] = cost, (before, part)
-            state, at, word = step
-            gap = at < self.size and not self.known[at]
-            if gap:
-                heappush(queue, (cost, (state, at + 1, word), step, b""))
-            if state == TAIL:
-                if at == 0 or self.known[at - 1]:  # right behind a gap is as good as inside it
-                    found.ends[at, word] = cost
-                if at < self.size and self.labels[at] in self.terminals.skip and word in (OUT, OVER):
-                    heappush(queue, (cost, (TAIL, at + 1, OUT), step, self.known[at]))
-                elif gap and word == OVER:  # the next word must not touch this one
-                    sign = min(self.terminals.skip)
-                    heappush(queue, (cost + 1, (TAIL, at, OUT), step, self.shown[sign]))
-                continue
-            if state in self.dfas[terminal].finals:
-                heappush(queue, (cost, (TAIL, at, word), step, b""))
-            if gap:
-                for label, to in self._options(terminal, state):
-                    self._push(queue, step, cost, label, to, True)
-            elif at < self.size or self.terminals.marks is not None:
-                for label, to in self.dfas[terminal].moves[state].items():
-                    self._push(queue, step, cost, label, to, False)
-        return found
-
-    def _push(
-        self, queue: list[tuple[int, Step, Step | None, bytes]], step: Step, cost: int, label: int, to: int, gap: bool
-    ) -> None:
-        """The step that one label of a terminal makes."""
-        _, at, word = step
-        kind = self.kinds[label]
-        if kind in (BEGUN, OVER):  # a mark takes no byte
-            if word == (OUT if kind == BEGUN else WORD):
-                heappush(queue, (cost, (to, at, kind), step, b""))
-        elif gap:
-            heappush(queue, (cost + 1, (to, at, kind), step, self.shown[label]))
-        elif at < self.size and self.labels[at] == label:
-            heappush(queue, (cost, (to, at + 1, kind), step, self.known[at]))
-
-    def _options(self, terminal: int, state: int) -> list[tuple[int, int]]:
-        """One label for each kind and each state that it leads to."""
-        if (terminal, state) not in self.options:
-            best: dict[tuple[int, int], int] = {}
-            for label, to in self.dfas[terminal].moves[state].items():
-                key = (to, self.kinds[label])
-                if key not in best or _plain(self.shown[label][0]) > _plain(self.shown[best[key]][0]):
-                    best[key] = label
-            self.options[terminal, state] = [(label, to) for (to, _), label in best.items()]
-        return self.options[terminal, state]
-
-
-def shortest(partial: Partial, terminals: Terminals, grammar: Grammar, limit: int) -> bytes | None:
-    """A text of the grammar that fits the partial text, with the fewest bytes; None: there is none.
+    The text may end before masks and gaps behind which no byte stands. Without `ahead` it has as few bytes as it can.
 
     Args:
-        limit: most steps of the search. Where it would take more the answer is None.
+        places: classes of bytes, `MASK` or `GAP`.
+        limit: most steps of the search. Where it would take more, the answer is None.
+        ahead: how many bytes more a text may have for each place that it comes further, to be looked at first. The
+            answer is then the first text that is found, much sooner.
+        early: the text may end before any mask.
     """
-    if terminals.marks is not None and any(mark in piece for piece in partial.pieces for mark in terminals.marks):
-        return None
     try:
-        return _shortest(Walk(partial, terminals, limit), grammar)
+        return _Search(places, lattice, limit, ahead, early).run()
     except Spent:
         return None
 
 
-def _shortest(walk: Walk, grammar: Grammar) -> bytes | None:
-    units, lefts, rights = defaultdict(list), defaultdict(list), defaultdict(list)
-    for head, body in grammar.units:
-        units[body].append(head)
-    for head, left, right in grammar.pairs:
-        lefts[left].append((head, right))
-        rights[right].append((head, left))
-    queue: list[tuple[int, Fact]] = []
-    best: dict[Fact, int] = {}
-    how: dict[Fact, tuple] = {}
+class _Search:
+    def __init__(self, places: Sequence[int], lattice: Lattice, limit: int, ahead: int, early: bool):
+        self.places, self.lattice, self.left = [*places], lattice, limit
+        self.grammar = grammar = lattice.grammar
+        self.tail = len(places)  # nothing stands from there on
+        while self.tail and places[self.tail - 1] < 0:
+            self.tail -= 1
+        self.stops = [at >= self.tail or (early and label == MASK) for at, label in enumerate([*places, GAP])]
+        self.ahead = ahead
+        self.origin, self.goal = ~len(lattice.starts), len(grammar.names)  # symbols of their own
+        self.heads: dict[int, list[int]] = defaultdict(list)  # A -> B, by B
+        self.lefts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # A -> B C, by B
+        self.corners: dict[int, list[int]] = defaultdict(list)  # what a symbol may begin with
+        for head, body in [*grammar.units, *((head, ~terminal) for head, terminal in grammar.leaves)]:
+            self.heads[body].append(head)
+            self.corners[head].append(body)
+        for head, left, right in grammar.pairs:
+            self.lefts[left].append((head, right))
+            self.corners[head].append(left)
+        self.queue: list[tuple[int, int, int, Item]] = []
+        self.cost: dict[Item, int] = {}
+        self.how: dict[Item, tuple[tuple[Item, ...], Said | None]] = {}
+        self.done: set[Item] = set()
+        # Of a symbol that is asked for at a node: the cost of the text before it, as it was first asked for.
+        self.asked: dict[tuple[int, int], int] = {}
+        self.after: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # ends of what was derived, with costs
+        self.waiting: dict[tuple[int, int], dict[tuple[int, int, int], None]] = defaultdict(dict)
+        self.first: dict[int, int] = {}  # nodes where the first lexeme may begin, with costs
+        # Of each place: what the rest costs at least, by state, then by kind. A gap of any length has no such bound.
+        self.bounds: list[list[int]] = []
+        if GAP not in places:
+            self._spend((lattice.work + len(places) * len(lattice.rows)) // LOOKED)
+            self.bounds = bounds(places, self.tail, self.stops, lattice)
 
-    def found(cost: int, fact: Fact, why: tuple) -> None:
-        walk.spend()
-        if cost < best.get(fact, cost + 1):
-            best[fact], how[fact] = cost, why
-            heappush(queue, (cost, fact))
+    def run(self) -> list[Said] | None:
+        self.asked[0, self.origin] = self.asked[0, self.goal] = 0
+        self._push((self.origin, TAIL, 0, 0), 0, (), None)
+        while self.queue:
+            priority, _, cost, item = heappop(self.queue)
+            if item in self.done:
+                continue
+            self.done.add(item)
+            symbol, state, _, _ = item
+            if symbol == self.goal:
+                return self._said(item)
+            if state:
+                self._walk(item, cost)
+            else:
+                self._derived(item, cost, priority - self._rest(item))
+        return None
 
-    starts = walk.starts()
-    lexemes: dict[tuple[int, Node], Lexemes] = {}
-    leaves: dict[int, list[int]] = defaultdict(list)
-    for head, terminal in grammar.leaves:
-        leaves[terminal].append(head)
-    nodes, seen = [*starts.ends], {*starts.ends}
-    for node in nodes:
-        for head in grammar.empties:
-            found(0, (node, head, node), ())
-        for terminal, heads in leaves.items():
-            lexemes[terminal, node] = there = walk.lexemes(terminal, node)
-            nodes += [end for end in there.ends if end not in seen]
-            seen.update(there.ends)
-            for end, cost in there.ends.items():
-                for head in heads:
-                    found(cost, (node, head, end), (terminal,))
-    after: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
-    before: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
-    done: set[Fact] = set()
-    while queue:
-        cost, fact = heappop(queue)
-        if fact in done:
-            continue
-        done.add(fact)
-        begin, variable, end = fact
-        if variable == grammar.start and begin in starts.ends and walk.ends(end):
-            return starts.text(begin) + _text(fact, how, lexemes)
-        for head in units[variable]:
-            found(cost, (begin, head, end), (variable, end, -1))
-        after[begin, variable].append((end, cost))
-        before[end, variable].append((begin, cost))
-        for head, right in lefts[variable]:
-            for far, more in after[end, right]:
-                found(cost + more, (begin, head, far), (variable, end, right))
-        for head, left in rights[variable]:
-            for far, more in before[begin, left]:
-                found(cost + more, (far, head, end), (left, begin, variable))
-    return None
+    def _push(self, item: Item, cost: int, parts: tuple[Item, ...], said: Said | None) -> None:
+        self._spend(1)
+        if cost < self.cost.get(item, cost + 1):
+            rest = self._rest(item)
+            if rest < NEVER // 2:
+                self.cost[item], self.how[item] = cost, (parts, said)
+                heappush(self.queue, (self.asked[item[2], item[0]] + cost + rest, -item[3], cost, item))
 
+    def _rest(self, item: Item) -> int:
+        """What the text behind an item costs at least, less what is granted for how far the item has come."""
+        symbol, state, _, at = item
+        if symbol == self.goal:
+            return -NEVER if self.ahead else 0
+        place = at >> BITS
+        bound = self.bounds[place][state or len(self.lattice.rows) + (at & LEFT)] if self.bounds else 0
+        return bound - self.ahead * min(place, self.tail)
 
-def _text(fact: Fact, how: dict[Fact, tuple], lexemes: dict[tuple[int, Node], Lexemes]) -> bytes:
-    """The text of a fact."""
-    parts, todo = [], [fact]
-    while todo:
-        begin, _, end = one = todo.pop()
-        why = how[one]
-        if len(why) == 1:
-            parts.append(lexemes[why[0], begin].text(end))
-        elif why:
-            left, middle, right = why
-            if right >= 0:
-                todo.append((middle, right, end))
-            todo.append((begin, left, middle))
-    return b"".join(parts)
+    def _spend(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise Spent
 
+    def _ask(self, node: int, symbol: int, base: int) -> None:
+        """Look for what a symbol derives from a node on; `base` is what the text before the node costs."""
+        todo, begun = [symbol], -1
+        while todo:
+            one = todo.pop()
+            if (node, one) in self.asked:
+                continue
+            begun = self._begun(node) if begun < 0 else begun
+            if one < 0:
+                if begun >> ~one & 1:
+                    self.asked[node, one] = base
+                    self._begin(node, ~one)
+                continue
+            if not self.grammar.first[one] & begun and not self.grammar.nullable >> one & 1:
+                continue
+            self.asked[node, one] = base
+            if one in self.grammar.empties:
+                self._push((one, 0, node, node), 0, (), None)
+            for corner in self.corners[one]:
+                todo.append(corner)
+                for end, cost in self.after.get((node, corner), {}).items():  # once more, for this symbol
+                    item = (corner, 0, node, end)
+                    self._spend(1)
+                    self.done.discard(item)
+                    heappush(self.queue, (base + cost + self._rest(item), -end, cost, item))
 
-def _plain(byte: int) -> tuple[bool, bool, int]:
-    """Which byte to show rather: letters and digits, then other printable signs, small ones first."""
-    sign = chr(byte)
-    return byte < 128 and sign.isalnum(), 32 <= byte < 127, -byte
+    def _begun(self, node: int) -> int:
+        """The terminals that may begin at a node."""
+        place, kind = node >> BITS, self.lattice.kinds[node & LEFT]
+        if kind is not None:
+            return kind.terminals
+        if place == len(self.places):
+            return 0
+        label = self.places[place]
+        return self.lattice.terminals.possible if label < 0 else self.lattice.starting[label]
+
+    def _begin(self, node: int, number: int) -> None:
+        """Begin a lexeme of a terminal at a node."""
+        here, lattice = node & ~LEFT, self.lattice
+        kind = lattice.kinds[node & LEFT]
+        if kind is None:
+            start = (lattice.apart if node & LEFT == APART else lattice.starts)[number]
+            self._push((~number, start, node, here), 0, (), None)
+            return
+        for state in kind.whole.get(number, ()):
+            self._push((~number, state, node, here), 0, (), None)
+        for part in kind.parts.get(number, ()):
+            self._push((~number, 0, node, here | part), 0, (), None)
+
+    def _walk(self, item: Item, cost: int) -> None:
+        """Go on with a lexeme, or with what is skipped behind it."""
+        symbol, state, begin, at = item
+        place, lattice = at >> BITS, self.lattice
+        label = self.places[place] if place < len(self.places) else None
+        if state in (TAIL, BEHIND):
+            if place == 0 or self.places[place - 1] != GAP:  # right behind a gap is as good as inside it
+                self._push((symbol, 0, begin, at | (APART if state == BEHIND else WHOLE)), cost, (item,), None)
+        elif lattice.ends[state]:
+            self._push((symbol, BEHIND if lattice.word[state] else TAIL, begin, at), cost, (item,), None)
+        if label is None:
+            return
+        if label >= 0:
+            to = lattice.rows[state].get(label)
+            if to:
+                self._push((symbol, to, begin, at + (1 << BITS)), cost, (item,), None)
+            return
+        to, less = at, 0
+        if label == GAP:
+            self._push((symbol, state, begin, at + (1 << BITS)), cost, (item,), None)
+        else:
+            # All texts have a token there: bytes beyond one count, so that the search goes on to the end of the gap.
+            to, less = at + (1 << BITS), int(place < self.tail)
+        moves = lattice.moves(state)
+        for behind, token, size in moves.whole:
+            self._push((symbol, behind, begin, to), cost + size - less, (item,), (place, token))
+        for kind, token, size in moves.parts:
+            self._push((symbol, 0, begin, to | kind), cost + size - less, (item,), (place, token))
+
+    def _derived(self, item: Item, cost: int, base: int) -> None:
+        """Go on with what a symbol derives."""
+        symbol, _, begin, end = item
+        self.after[begin, symbol][end] = cost
+        if symbol == self.origin:
+            self.first[end] = cost
+            self._ask(end, self.grammar.start, base)
+            for far, more in self.after.get((end, self.grammar.start), {}).items():
+                self._whole((self.grammar.start, 0, end, far), more)
+            return
+        if symbol == self.grammar.start and begin in self.first:
+            self._whole(item, cost)
+        for head in self.heads[symbol]:
+            if (begin, head) in self.asked:
+                self._push((head, 0, begin, end), cost, (item,), None)
+        for head, right in self.lefts[symbol]:
+            if (begin, head) in self.asked:
+                self.waiting[end, right][head, begin, symbol] = None
+                self._ask(end, right, base)
+                for far, more in self.after.get((end, right), {}).items():
+                    self._push((head, 0, begin, far), cost + more, (item, (right, 0, end, far)), None)
+        for head, start, left in self.waiting.get((begin, symbol), ()):
+            other = (left, 0, start, begin)
+            self._push((head, 0, start, end), self.cost[other] + cost, (other, item), None)
+
+    def _whole(self, item: Item, cost: int) -> None:
+        """A text that ends, if it may end there."""
+        begin, end = item[2:]
+        if self.stops[end >> BITS] and end & LEFT in (WHOLE, APART):
+            first = (self.origin, 0, 0, begin)
+            self._push((self.goal, 0, 0, end), self.first[begin] + cost, (first, item), None)
+
+    def _said(self, item: Item) -> list[Said]:
+        """The tokens of what was derived."""
+        found, todo = [], [item]
+        while todo:
+            parts, said = self.how[todo.pop()]
+            if said is not None:
+                found.append(said)
+            todo += parts
+        return found[::-1]

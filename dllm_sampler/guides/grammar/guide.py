@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton, lifted
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
-from dllm_sampler.guides.grammar.filling import filled
+from dllm_sampler.guides.grammar.filling import Filling
 from dllm_sampler.guides.grammar.language import Language
 from dllm_sampler.guides.grammar.partial import END, Word
 
@@ -44,8 +44,8 @@ class Grammar(Guide):
         grammar: a file (docs/grammars.md), or one that is shipped: json, arithmetic, smiles.
         depth: most levels of recursion inside an answer, as `Language.automaton` counts them; None: any.
         tries: most tokens that may fail in a step of a row before it ends.
-        complete: before a row ends, fill its block by the shortest completion, if that fits the masks that are left
-            (`filling.filled`).
+        complete: before a row ends, fill its block by a completion that takes exactly the masks that are left
+            (`filling.Filling`).
     """
 
     vetoes: ClassVar[bool] = True
@@ -58,8 +58,7 @@ class Grammar(Guide):
     language: Language | None = field(init=False, default=None, repr=False, compare=False)
     tokens: tuple[bytes, ...] = field(init=False, default=(), repr=False, compare=False)  # of each id
     ends: frozenset[int] = field(init=False, default=frozenset(), repr=False, compare=False)
-    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
-    ids: Mapping[bytes, int] = field(init=False, default_factory=dict, repr=False, compare=False)  # of each text
+    filling: Filling | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count("guide.grammar.depth", self.depth, 0, optional=True)
@@ -92,8 +91,10 @@ class Grammar(Guide):
             return BoundedGrammar(language, self.depth).bind(context)
         ends = frozenset({spec.eos_id})  # where texts are cut; an end of turn has no text
         tokens = tuple(token_bytes(context.tokenizer))
-        ids = {text: token for token, text in reversed([*enumerate(tokens)]) if text and token not in ends}
-        return learned(self, language=language, tokens=tokens, ends=ends, eos_id=spec.eos_id, ids=ids)
+        never = {*ends, spec.mask_id}
+        known = [(text, token) for token, text in enumerate(tokens[: spec.vocab_size]) if text and token not in never]
+        filling = Filling(language, dict(reversed(known)), spec.eos_id) if self.complete else None
+        return learned(self, language=language, tokens=tokens, ends=ends, filling=filling)
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Guide.settle`."""
@@ -132,7 +133,7 @@ class Grammar(Guide):
                     break
                 rejected[row] += 1
             chosen = [] if found is None else [found]
-            if found is None and self.complete:
+            if found is None:
                 chosen = self._filled(text, wanted, readout.logits)
             stuck[row] = not chosen
             for at, token, confidence in chosen:
@@ -151,9 +152,8 @@ class Grammar(Guide):
         return not taken or self.language.feasible(words)
 
     def _filled(self, text: Text, wanted: Wanted, logits: Tensor) -> list[tuple[int, int, float]]:
-        """Place in the query, token and probability at the masks of a row's block, by its shortest completion."""
-        assert self.language is not None
-        tokens = filled(self.language, [*text.words, *text.rest], self.ids, self.eos_id)
+        """Place in the query, token and probability at the masks of a row's block, by a completion."""
+        tokens = None if self.filling is None else self.filling([*text.words, *text.rest])
         if tokens is None:
             return []
         masks = [text.first + at for at, word in enumerate(text.words) if word is None]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.grammar.bounded import Automaton, Nesting
 from dllm_sampler.guides.grammar.bounded import automaton as bounded_automaton
-from dllm_sampler.guides.grammar.completion import shortest
+from dllm_sampler.guides.grammar.completion import GAP, completion
 from dllm_sampler.guides.grammar.emptiness import Emptiness
+from dllm_sampler.guides.grammar.lattice import Lattice, Vocabulary
 from dllm_sampler.guides.grammar.lexing import Scanner
 from dllm_sampler.guides.grammar.partial import Partial, Word, graph
 from dllm_sampler.guides.grammar.reading import SKIP, Source, read
@@ -133,7 +135,25 @@ class Language:
         Returns:
             The full text; None if there is none, or none is found in `STEPS` steps.
         """
-        return shortest(Partial.of(words), self.terminals, self.grammar, STEPS) if words else None
+        if not words:
+            return None
+        partial = Partial.of(words)
+        said = [b""] if partial.open else list[bytes]()  # of each place; nothing: a gap
+        for number, piece in enumerate(partial.pieces):
+            said += [b""] * (number > 0) + [bytes([byte]) for byte in piece]
+        said += [b""] * (not partial.closed and said[-1:] != [b""])
+        table = self.terminals.table
+        found = completion([table[one[0]] if one else GAP for one in said], self._bytes, STEPS)
+        if found is None:
+            return None
+        for place, text in found:
+            said[place] += self._bytes.vocabulary.texts[text]
+        return b"".join(said)
+
+    @cached_property
+    def _bytes(self) -> Lattice:
+        """The lexemes over single bytes."""
+        return Lattice(self.terminals, self.grammar, Vocabulary.of({bytes([byte]): byte for byte in range(256)}))
 
     def accepts(self, text: bytes) -> bool:
         """Whether a full text is in the language. It does not depend on what `feasible` is made of."""

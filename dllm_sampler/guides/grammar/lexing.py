@@ -12,7 +12,6 @@ from dllm_sampler.guides.grammar.rules import Grammar, bits, members
 from dllm_sampler.guides.grammar.terminals import Terminals
 
 DEAD = 0  # the number of the empty set of states
-EVERY = 1  # the number of the set of all states: what a lexeme may be in behind a gap
 
 
 @dataclass
@@ -67,7 +66,7 @@ class Scanner:
         self.lexings: dict[tuple[bytes, bool], Lexing] = {}
         self.held = 0  # how much is remembered, in bytes of text
         self._set(0)
-        self._set((1 << len(self.moves)) - 1)
+        self.every = self._set((1 << len(self.moves)) - 1)  # what a lexeme may be in behind a gap
 
     def lex(self, text: bytes, first: bool) -> Lexing:
         """All lexings of a piece; `first`: nothing stands before it."""
@@ -107,7 +106,7 @@ class Scanner:
             found.starts = self._stops(text, 0)
             allowed = dict.fromkeys(found.starts, self.grammar.first[self.grammar.start])
         else:
-            ends, found.leaving = self._run(EVERY, text, 0)
+            ends, found.leaving = self._run(self.every, text, 0)
             found.enter = self._behind(text, ends)
             for at in self._stops(text, 0):
                 if at == size:

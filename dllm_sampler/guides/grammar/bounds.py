@@ -1,0 +1,50 @@
+"""How many bytes the rest of a completion takes at least, from every place on, as far as lexemes alone say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dllm_sampler.guides.grammar.lattice import APART, BEHIND, TAIL, WHOLE, Lattice
+
+NEVER = 1 << 40  # the cost of what cannot be completed
+
+
+def bounds(places: Sequence[int], tail: int, stops: Sequence[bool], lattice: Lattice) -> list[list[int]]:
+    """For each place the bytes of the rest, by state and then by kind, if any lexeme may stand behind any other.
+
+    Each token for a mask before `tail` costs a byte less than it has.
+
+    Args:
+        places: classes of bytes; -1 is a mask.
+        tail: no byte stands from this place on.
+        stops: whether the text may end before each place, and behind the last one.
+    """
+    count, (ends, word) = len(lattice.rows), lattice.arrays
+    (sources, targets, sizes), (kinds, rests) = (one.T for one in lattice.edges)
+    first, kind_first = (np.flatnonzero(np.diff(one, prepend=-1)) for one in (sources, kinds))
+    open_ends, word_ends = np.flatnonzero(ends & ~word), np.flatnonzero(ends & word)
+    behind, found = np.zeros(0, np.int64), list[list[int]]()
+    for place in range(len(places), -1, -1):
+        row = np.full(count + len(lattice.kinds), NEVER)
+        if place < len(places) and places[place] >= 0:
+            row[:count] = behind[lattice.step[:, places[place]]]
+        elif place < len(places) and len(first):
+            cost = np.minimum.reduceat(behind[targets] + sizes - (place < tail), first)
+            row[sources[first]] = np.minimum(cost, NEVER)
+        done = 0 if stops[place] else NEVER
+        row[count + WHOLE] = row[lattice.starts].min(initial=done)
+        row[count + APART] = row[lattice.apart].min(initial=done)
+        row[TAIL] = min(row[TAIL], row[count + WHOLE])
+        row[BEHIND] = min(row[BEHIND], row[count + APART])
+        row[open_ends] = np.minimum(row[open_ends], row[TAIL])
+        row[word_ends] = np.minimum(row[word_ends], row[BEHIND])
+        while len(kinds):  # a kind may lead to others of the same place
+            cost = np.minimum.reduceat(row[rests], kind_first)
+            if (cost == row[kinds[kind_first]]).all():
+                break
+            row[kinds[kind_first]] = cost
+        found.append(row.tolist())
+        behind = row
+    return found[::-1]

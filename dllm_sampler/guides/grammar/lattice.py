@@ -1,0 +1,270 @@
+"""What tokens do to lexemes: where a token leads from a state of a terminal, and what of it a lexeme leaves over.
+
+Tokens that no terminal tells apart are followed as one, so that a search over 100,000 tokens has a few ways to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dllm_sampler.guides.grammar.rules import Grammar, bits, members
+from dllm_sampler.guides.grammar.terminals import Terminals
+
+DEAD, TAIL, BEHIND = range(3)  # states: of no lexeme; behind one, in what is skipped; right behind a word
+WHOLE, APART = range(2)  # kinds of what is left of a token: nothing; nothing, and no word may follow
+DEPTH = 64  # bytes of a token by which `Lattice._kind` goes into itself
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The texts that tokens have: short ones first, and letters and digits before other signs."""
+
+    texts: tuple[bytes, ...]
+    ids: tuple[int, ...]  # a token for each text
+    signs: np.ndarray  # [N] uint8: all texts, one behind the other
+    begins: np.ndarray  # [V + 1] int64: where each begins
+
+    @staticmethod
+    def of(ids: Mapping[bytes, int]) -> Vocabulary:
+        """The vocabulary of a token for each text; none of the texts is empty."""
+        texts = sorted(ids, key=_plain)
+        begins = np.cumsum([0, *map(len, texts)])
+        return Vocabulary(
+            tuple(texts), tuple(ids[text] for text in texts), np.frombuffer(b"".join(texts), np.uint8), begins
+        )
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Where tokens lead from a state: the best token for each state behind it, and for each kind of what is left."""
+
+    whole: tuple[tuple[int, int, int], ...]  # state, number of the token's text, its bytes
+    parts: tuple[tuple[int, int, int], ...]  # kind, number of the token's text, its bytes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The ends of tokens that lexemes treat alike.
+
+    Attributes:
+        whole: of each terminal that may begin there the states at the token's end.
+        parts: of each terminal that may begin there the kinds of what it leaves over.
+        terminals: the set of both.
+    """
+
+    whole: Mapping[int, tuple[int, ...]]
+    parts: Mapping[int, tuple[int, ...]]
+    terminals: int
+
+
+class Lattice:
+    """The terminals of a grammar over the tokens of a vocabulary; what it finds it remembers.
+
+    The terminals' automata are one here, without marks around words: a state knows whether it is inside a word.
+    """
+
+    def __init__(self, terminals: Terminals, grammar: Grammar, vocabulary: Vocabulary):
+        self.terminals, self.grammar, self.vocabulary = terminals, grammar, vocabulary
+        self.sizes = np.diff(vocabulary.begins)
+        self.labels = np.frombuffer(terminals.table, np.uint8)[vocabulary.signs]
+        self.said = self.labels.tobytes()
+        skips = dict.fromkeys(terminals.skip, TAIL)
+        self.rows: list[dict[int, int]] = [{}, skips, skips]  # of each state: where each class leads
+        self.ends = [False, True, True]  # of each state: whether a lexeme may end there
+        self.word = [False, False, True]  # of each state: whether its last byte is one of a word
+        self.owner = [-1, -1, -1]  # of each state the terminal
+        self.starts: list[int] = []  # of each terminal the state where it begins
+        self.apart: list[int] = []  # the same right behind a word: no word may begin
+        self.starting = [0] * len(terminals.classes)  # of each class the terminals that it begins
+        for number in range(len(terminals.dfas)):
+            self._terminal(number)
+        self.step = np.zeros((len(self.rows), len(terminals.classes)), np.int32)
+        for state, row in enumerate(self.rows):
+            self.step[state, [*row]] = [*row.values()]
+        # [T + 1, C]: whether a lexeme, or what is skipped, may begin with a class behind a terminal; last: behind any.
+        self.opens = np.zeros((len(terminals.dfas) + 1, len(terminals.classes)), bool)
+        for number in range(-1, len(terminals.dfas)):
+            for label, begun in enumerate(self.starting):
+                self.opens[number, label] = label in terminals.skip or bool(begun & self._follow(number))
+        self.worded = np.isin(np.arange(len(terminals.classes)), [*terminals.words] if terminals.marks else [])
+        first = self.labels[vocabulary.begins[:-1]]
+        self.begun = [np.flatnonzero(first == label) for label in range(len(terminals.classes))]  # tokens by class
+        self._moves: dict[int, Moves] = {}
+        self._kinds: dict[bytes, int] = {}  # by what is left of a token; DEAD: no lexeme begins so
+        self._numbers: dict[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]], int] = {}
+        self.kinds: list[Kind | None] = [None, None]
+
+    def moves(self, state: int) -> Moves:
+        """Where tokens lead from a state."""
+        if state not in self._moves:
+            self._moves[state] = self._followed(state)
+        return self._moves[state]
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each state: whether a lexeme may end there, whether its last byte is one of a word."""
+        return np.array(self.ends), np.array(self.word)
+
+    @cached_property
+    def work(self) -> int:
+        """How many tokens are looked at for the moves of all states."""
+        return sum(len(self.begun[label]) for row in self.rows for label in row)
+
+    @cached_property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        """`[E, 3]` the moves of all states by tokens: from, to, bytes; `[F, 2]` those of kinds: from, to.
+
+        Numbers of kinds stand behind those of states.
+        """
+        count = len(self.rows)
+        tokens = []
+        for state in range(count):
+            moves = self.moves(state)
+            tokens += [(state, to, size) for to, _, size in moves.whole]
+            tokens += [(state, count + kind, size) for kind, _, size in moves.parts]
+        rests = []
+        for number, kind in enumerate(self.kinds):
+            if kind is not None:
+                rests += [(count + number, to) for states in kind.whole.values() for to in states]
+                rests += [(count + number, count + part) for parts in kind.parts.values() for part in parts]
+        return np.array(tokens, np.int64).reshape(-1, 3), np.array(rests, np.int64).reshape(-1, 2)
+
+    def _terminal(self, number: int) -> None:
+        """Append the states of a terminal, inside words and outside."""
+        dfa, marks, words = self.terminals.dfas[number], self.terminals.marks, self.terminals.words
+        opens, closes = (-1, -1) if marks is None else (self.terminals.table[mark] for mark in marks)
+        names: dict[tuple[int, bool], int] = {}
+        order: list[tuple[int, bool]] = []
+
+        def name(state: int, inside: bool) -> int:
+            if (state, inside) not in names:
+                names[state, inside] = len(self.rows) + len(order)
+                order.append((state, inside))
+            return names[state, inside]
+
+        rows: list[dict[int, int]] = []
+        self.starts.append(name(0, False))
+        for state, inside in order:
+            row: dict[int, int] = {}
+            # Where a word begins or ends its mark is read first.
+            changed = dfa.moves[state].get(closes if inside else opens, -1)
+            for within in (False, True):
+                source = state if within == inside else changed
+                if source < 0 or (within and marks is None):
+                    continue
+                for label, to in dfa.moves[source].items():
+                    if label not in (opens, closes) and within == (marks is not None and label in words):
+                        row[label] = name(to, within)
+            rows.append(row)
+            self.ends.append((changed if inside else state) in dfa.finals)
+            self.word.append(inside)
+            self.owner.append(number)
+        self.rows += rows
+        self.apart.append(self.starts[-1])
+        for label in rows[0]:
+            self.starting[label] |= 1 << number
+        if marks is not None:
+            self.apart[-1] = len(self.rows)
+            self.rows.append({label: to for label, to in rows[0].items() if label not in words})
+            self.ends.append(False)
+            self.word.append(False)
+            self.owner.append(number)
+
+    def _follow(self, number: int) -> int:
+        """The terminals that may stand behind one; -1: behind any."""
+        return self.terminals.possible if number < 0 else self.grammar.follow.get(number, 0)
+
+    def _followed(self, state: int) -> Moves:
+        """Go along all tokens at once, byte by byte. A smaller number is a better token."""
+        begins, sizes = self.vocabulary.begins, self.sizes
+        whole: dict[int, int] = {}
+        parts: dict[int, int] = {}
+        tokens = np.sort(np.concatenate([self.begun[0][:0], *(self.begun[label] for label in self.rows[state])]))
+        states = np.full(len(tokens), state)
+        opens, at = self.opens[self.owner[state]], 0
+        ends, word = self.arrays
+        while len(tokens):
+            states = self.step[states, self.labels[begins[tokens] + at]]
+            at += 1
+            alive = states != DEAD
+            tokens, states = tokens[alive], states[alive]
+            over = sizes[tokens] == at
+            for to, first in zip(*np.unique(states[over], return_index=True), strict=True):
+                _least(whole, int(to), int(tokens[over][first]))
+            tokens, states = tokens[~over], states[~over]
+            label = self.labels[begins[tokens] + at]
+            for token in tokens[ends[states] & opens[label] & ~(word[states] & self.worded[label])].tolist():
+                kinds, skipped = self._behind(self.said[begins[token] + at : begins[token + 1]], self.owner[state])
+                for kind in kinds:
+                    _least(parts, kind, token)
+                if skipped:
+                    _least(whole, TAIL, token)
+        return Moves(
+            tuple((to, token, int(sizes[token])) for to, token in whole.items()),
+            tuple((kind, token, int(sizes[token])) for kind, token in parts.items()),
+        )
+
+    def _behind(self, rest: bytes, number: int) -> tuple[list[int], bool]:
+        """The kinds of what is left of a token behind a lexeme of a terminal, and whether all of it may be skipped."""
+        kinds, follow = [], self._follow(number)
+        while rest:
+            kind = self._kind(rest)
+            known = self.kinds[kind] if kind else None
+            if known is not None and known.terminals & follow:
+                kinds.append(kind)
+            if rest[0] not in self.terminals.skip:
+                return kinds, False
+            rest = rest[1:]
+        return kinds, True
+
+    def _kind(self, rest: bytes) -> int:
+        """The kind of what is left of a token, if a lexeme begins there; else `DEAD`."""
+        if rest in self._kinds:
+            return self._kinds[rest]
+        for at in range(len(rest) - DEPTH, 0, -DEPTH):  # short ends first, so that it goes no deeper
+            self._kind(rest[at:])
+        whole: set[tuple[int, int]] = set()
+        parts: set[tuple[int, int]] = set()
+        for number in members(self.starting[rest[0]]):
+            state = self.starts[number]
+            for at, label in enumerate(rest, 1):
+                state = self.rows[state].get(label, DEAD)
+                if not state:
+                    break
+                if at == len(rest):
+                    whole.add((number, state))
+                elif self.ends[state] and not (self.word[state] and self.worded[rest[at]]):
+                    kinds, skipped = self._behind(rest[at:], number)
+                    parts.update((number, kind) for kind in kinds)
+                    if skipped:
+                        whole.add((number, TAIL))
+        found = DEAD
+        if whole or parts:
+            key = (frozenset(whole), frozenset(parts))
+            found = self._numbers.get(key, DEAD)
+            if not found:
+                found = self._numbers[key] = len(self.kinds)
+                self.kinds.append(Kind(_by_terminal(whole), _by_terminal(parts), bits(n for n, _ in whole | parts)))
+        self._kinds[rest] = found
+        return found
+
+
+def _plain(text: bytes) -> tuple[int, bool, bool, bytes]:
+    """Which text to take rather: short ones first, then letters and digits, then what can be printed."""
+    return len(text), not text.isalnum(), not (text.isascii() and text.decode().isprintable()), text
+
+
+def _least(best: dict[int, int], key: int, token: int) -> None:
+    if token < best.get(key, token + 1):
+        best[key] = token
+
+
+def _by_terminal(pairs: set[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, tuple[int, ...]] = {}
+    for number, one in sorted(pairs):
+        found[number] = (*found.get(number, ()), one)
+    return found
