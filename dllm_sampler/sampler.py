@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import batch, config, infill, many
 from dllm_sampler.batch import Progress
-from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Noise
 from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
@@ -29,7 +28,6 @@ from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.cfg import compiled, guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.naming import named
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
 
@@ -83,14 +81,9 @@ class Sampler:
     ):
         given = {name: value for name, value in locals().items() if name in config.Options.__annotations__}
         self._options = cast(config.Options, given)  # for `using`
-        for name, value in (("max_steps", max_steps), ("poll_every", poll_every)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
-            raise UserError(
-                f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in"
-                " dllm_sampler.TransformerDenoiser, a masked LM of transformers by dllm_sampler.models.huggingface.wrap"
-            )
+        check_count("max_steps", max_steps, optional=True)
+        check_count("poll_every", poll_every)
+        loading.check_denoiser(denoiser)
         if not isinstance(compile, bool) and compile != "step":
             raise UserError(f"compile must be true, false or step, not {compile!r}")
         if compile is True:
@@ -112,7 +105,7 @@ class Sampler:
         """The same model with other settings; no weight is copied.
 
         Args:
-            options: as the constructor's; the others stay.
+            options: as the constructor's; the others stay. CUDA graphs are recorded once for each sampler: keep it.
         """
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(config.Options, {**self._options, **options}))
 
@@ -141,11 +134,7 @@ class Sampler:
         Raises:
             UserError: nothing to load there, a damaged or unknown checkpoint, or as the constructor does.
         """
-        if isinstance(model, torch.nn.Module):
-            raise UserError(
-                f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
-                " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
-            )
+        loading.check_name(model)
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
@@ -212,10 +201,10 @@ class Sampler:
             UserError: a bad prompt or argument.
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
-        own = self.using(**options) if options else self
+        own, plugins = self._call(options, block_length)
         fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
         return batch.result(
-            own, own._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
+            own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
             samples=samples, forms=forms, fixed=fixed, progress=progress,
         )  # fmt: skip
 
@@ -312,9 +301,9 @@ class Sampler:
         Raises:
             UserError: a bad argument, or a prompt that is refused.
         """
-        own = self.using(**options) if options else self
+        own, plugins = self._call(options, block_length)
         return many.answers(
-            own, own._plugins(block_length), prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
+            own, plugins, prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
             seed=seed, stops=stop_strings, samples=samples, order=order, max_length=max_length, on_error=on_error,
             batching=batching, progress=progress,
             fixed=Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec),
@@ -337,12 +326,11 @@ class Sampler:
     ) -> Iterator[Commits]:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise UserError(f"every must be a whole number of at least 1, not {every!r}")
-        own = self.using(**options) if options else self
+        check_count("every", every)
+        own, plugins = self._call(options, block_length)
         fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
         return batch.steps(
-            own, own._plugins(block_length), prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
+            own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
             samples=1, forms=forms, fixed=fixed, every=every,
         )  # fmt: skip
 
@@ -355,12 +343,7 @@ class Sampler:
         self._static = made if isinstance(made, StaticEngine) else self._static
         return made
 
-    def _plugins(self, block_length: int | None) -> Plugins:
-        if block_length is None:
-            return self.plugins
-        if not isinstance(self.plugins.blocks, FixedBlocks):
-            name = named(self.plugins.blocks)
-            raise UserError(
-                f"block_length belongs to blocks=fixed, and this run has blocks={name}: leave one of them out"
-            )
-        return self.plugins.on(FixedBlocks(block_length))
+    def _call(self, options: config.Options, block_length: int | None) -> tuple[Sampler, Plugins]:
+        """The sampler and the plug-ins of one call."""
+        own = self.using(**options) if options else self
+        return own, own.plugins if block_length is None else own.plugins.of_length(block_length)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
+
+from dllm_sampler.batch import SAME
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
 from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer, Result
 from dllm_sampler.sampler import Sampler
 
@@ -29,6 +33,8 @@ class Several:
     totals: Totals
     records: Records | None
     samples: int = 1
+    differ: bool = False  # two samples of a prompt are not the same
+    last: Answer | None = field(default=None, repr=False)
 
     @property
     def count(self) -> int:
@@ -75,9 +81,14 @@ class Several:
             raise
         if bad is not None:
             raise bad
+        if self.samples > 1 and not self.differ and not sampler.plugins.context.draws:
+            warn(SAME.format(self.samples))
 
     def _done(self, answer: Answer, seconds: float) -> None:
         result, number = Result.stack([answer]), answer.index * self.samples + answer.sample
+        if self.last is not None and self.last.index == answer.index:
+            self.differ = self.differ or not torch.equal(self.last.tokens, answer.tokens)
+        self.last = answer
         self.totals.add(number, result, seconds)
         if self.records:
             self.records.write(number, [self.given[answer.index]], result, seconds)

@@ -76,7 +76,13 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     opened = blocks.open(canvas, query, seen)
     if opened is not None:
         canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
-    edit, state.carry = plugins.scheduler.tell(canvas, query, seen, state.carry)
+    told = plugins.scheduler.tell(canvas, query, seen, state.carry)
+    if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
+        raise UserError(
+            f"scheduler={named(plugins.scheduler)}: tell must return (edit, carry), an Edit and what the next step's"
+            f" call gets, not {type(told).__name__}"
+        )
+    edit, state.carry = told
     forbidden = spec.mask_id if plugins.compat else None  # a "committed" mask token is still noise
     state.bad, edit = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)
     for guide in plugins.guides:

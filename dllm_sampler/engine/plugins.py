@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dllm_sampler import config
+from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Blocks, Cache, Context, Foresees, Guide, Paced, Scheduler, Stop, Tempered, Wraps
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.readout import FIELDS
@@ -62,6 +63,19 @@ class Plugins:
     def __post_init__(self) -> None:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
         vars(self).update(paced=isinstance(self.scheduler, Paced), foresees=isinstance(self.cache, Foresees))
+
+    def of_length(self, block_length: int) -> Plugins:
+        """The same set with blocks of another length.
+
+        Raises:
+            UserError: these blocks have no such length.
+        """
+        if not isinstance(self.blocks, FixedBlocks):
+            name = named(self.blocks)
+            raise UserError(
+                f"block_length belongs to blocks=fixed, and this run has blocks={name}: leave one of them out"
+            )
+        return self.on(FixedBlocks(block_length))
 
     def on(self, blocks: Blocks) -> Plugins:
         """The same set with other blocks.

@@ -16,6 +16,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -282,3 +283,21 @@ def _reason(error: Exception) -> str:
 def _known() -> str:
     *names, last = (family.name for family in FAMILIES)
     return f"{', '.join(names)} and {last}"
+
+
+def check_denoiser(denoiser: object) -> None:
+    """Refuse what is no `Denoiser`, a bare module say."""
+    if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
+        raise UserError(
+            f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
+            " masked LM of transformers by dllm_sampler.models.huggingface.wrap"
+        )
+
+
+def check_name(model: object) -> None:
+    """Refuse a module where the name of a model belongs."""
+    if isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
+            " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
+        )

@@ -60,6 +60,8 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
     records = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert [(one["index"], one["sample"]) for one in records] == [(prompt, at) for prompt in (0, 1) for at in range(3)]
     assert [one["text"] for one in records] == rows and len(set(rows)) > 3
+    same = [*words, "samples=2", "copy: Ada"]
+    assert main(same) == 0 and "samples=2: the answers to each prompt are the same" in capsys.readouterr().err
     assert main([*drawn, "stream=true", "batch_size=4", "stream_delay=0"]) == 0
     assert capsys.readouterr().out.splitlines() == rows
     assert main([*words, "temperature=2", "copy: Ben, Cal", "seed=4"]) == 0

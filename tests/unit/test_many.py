@@ -172,8 +172,9 @@ def test_a_place_is_no_larger_than_the_context() -> None:
     ],
 )
 def test_bad_arguments(options: dict[str, Any], sentence: str) -> None:
+    given: dict[str, Any] = {"prompts": [[5, 11]], "max_new_tokens": 8, **options}
     with pytest.raises(UserError, match=sentence):
-        toys.sampler().generate_many(**{"prompts": [[5, 11]], "max_new_tokens": 8, **options})
+        toys.sampler().generate_many(**given)
 
 
 def test_answers_that_begin_together_need_as_many_places() -> None:

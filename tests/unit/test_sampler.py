@@ -286,8 +286,9 @@ def test_bad_settings(plugins: dict[str, Any], message: str) -> None:
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"max_new_tokens": 4, **options}
     with pytest.raises(UserError, match=message):
-        make().generate(toys.PROMPTS, **{"max_new_tokens": 4, **options})
+        make().generate(toys.PROMPTS, **given)
 
 
 def test_block_length_without_blocks() -> None:
