@@ -25,9 +25,8 @@ from dllm_sampler.fixed import Fixed, Piece, Pinned
 from dllm_sampler.infill import Options, Span
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
-from dllm_sampler.models import fused, loading
-from dllm_sampler.models.cfg import compiled, guided
-from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models import loading
+from dllm_sampler.models.cfg import compiled, guided, laid_out
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
 
@@ -145,8 +144,7 @@ class Sampler:
         graphs.check(options.get("cuda_graph", False))
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)
-        if isinstance(denoiser, TransformerDenoiser) and sampler.kernels.layer is not None:
-            fused.join(denoiser.transformer)  # weights that kernels multiply together lie side by side
+        laid_out(sampler.denoiser, sampler.kernels)
         return sampler
 
     @property

@@ -28,7 +28,7 @@ from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.eval.tasks.formed import Demanded
 from dllm_sampler.models import loading
-from dllm_sampler.models.cfg import guided
+from dllm_sampler.models.cfg import guided, laid_out
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.stops.end_tokens import PrefixStop
@@ -143,7 +143,7 @@ class Runner:
         if options.guided:  # its forms are built: the oracle's samplers take them as they are
             bound = next(one for one in self.sampler.plugins.guides if isinstance(one, Demanded))
             self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)
-        self.sampler.lay_out()
+        laid_out(self.sampler.denoiser, self.sampler.kernels)
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")
         check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)

@@ -13,6 +13,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend
+from dllm_sampler.models import fused
 from dllm_sampler.models.denoiser import TransformerDenoiser
 
 
@@ -110,3 +111,10 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
     if scale > 0 and denoiser.spec.mask_id is None:
         raise UserError("cfg_scale needs a model with a mask token, to hide the prompt from the second branch")
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
+
+
+def laid_out(denoiser: Denoiser, kernels: Backend) -> None:
+    """Lay weights that kernels multiply together side by side, in a model that was loaded here; under guidance too."""
+    inner = denoiser.denoiser if isinstance(denoiser, GuidedDenoiser) else denoiser
+    if isinstance(inner, TransformerDenoiser) and kernels.layer is not None:
+        fused.join(inner.transformer)

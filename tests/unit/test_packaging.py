@@ -79,7 +79,7 @@ def test_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert re.findall(r"^pip install .*", readme, re.MULTILINE) == [
         "pip install -c constraints.txt -e '.[constraints]'"
-        ' && dllm-sample "shuffle: Ada, Ben, Cal, Dan, Eve" stream=true',
+        ' && dllm-sample "shuffle: Ada, Ben, Cal, Dan, Eve" max_new_tokens=16 stream=true',
         "pip install -c constraints.txt -e '.[test]' && pytest",
     ]
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", readme):

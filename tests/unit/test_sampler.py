@@ -255,8 +255,8 @@ def make(**plugins: Any) -> Sampler:
         ({"top_p": 0.9}, r"top_p changes nothing without a temperature"),
         ({"guide": ["temperature", "top_p", "end_tokens"]}, r"put end_tokens first"),
         ({"top_k": 5, "temperature": 0.0}, r"top_k changes nothing without a temperature"),
-        ({"max_steps": 0}, r"max_steps must be a whole number of at least 1, not 0"),
-        ({"max_steps": 2.5}, r"max_steps must be a whole number of at least 1, not 2.5"),
+        ({"max_steps": 0}, r"max_steps must be a whole number of at least 1, or null, not 0"),
+        ({"max_steps": 2.5}, r"max_steps must be a whole number of at least 1, or null, not 2.5"),
         ({"poll_every": -1}, r"poll_every must be a whole number of at least 1, not -1"),
         ({"backend": "cuda"}, r"backend must be auto, triton or torch, not 'cuda'"),
         ({"backend": None}, r"backend must be auto, triton or torch, not None"),
@@ -272,7 +272,7 @@ def test_bad_settings(plugins: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, not 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, or null, not 0"),
         ({"max_new_tokens": True}, "max_new_tokens must be a whole number of at least 1, not True"),
         ({"max_new_tokens": 64}, "leaves no room for a prompt"),
         ({"block_length": 0}, "blocks.length must be a whole number of at least 1, or null, not 0"),
