@@ -272,7 +272,7 @@ def test_bad_settings(plugins: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, or null, not 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, not 0"),
         ({"max_new_tokens": True}, "max_new_tokens must be a whole number of at least 1, not True"),
         ({"max_new_tokens": 64}, "leaves no room for a prompt"),
         ({"block_length": 0}, "blocks.length must be a whole number of at least 1, or null, not 0"),
