@@ -15,8 +15,9 @@ from typing import Any
 from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import App, choices, composition, entry, parse, parts, readable
+from dllm_sampler.cli.compose import App, choices, composition, entry, holders, parse, parts, readable
 from dllm_sampler.cli.quoting import TEXTS
+from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
@@ -170,7 +171,8 @@ def jobs(words: Sequence[str]) -> list[Job]:
         UserError: as `job`, or an unknown suite.
     """
     found: dict[str, Job] = {}
-    for line in lines([word for word in words if not of_hydra(word)]):
+    for given in lines([word for word in words if not of_hydra(word)]):
+        line = spelled_out(given, holders)
         of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]
         others = [word for word in line if word not in of_task]
         of_tasks = list(product(*map(values, of_task)))

@@ -23,6 +23,7 @@ from yaml import YAMLError
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
+from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.errors import UserError, unknown
 
 LOCAL = Path("conf")  # the user's own YAML files: found before the packaged ones
@@ -89,7 +90,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
-    words = [word for given in overrides for word in literal(given)]
+    words = [word for given in spelled_out(overrides, holders) for word in literal(given)]
     parsed = [parse(word) for word in words]
     for override in parsed:
         if override.is_sweep_override():

@@ -1,0 +1,48 @@
+"""Fields of guides without the guide's name."""
+
+import pytest
+
+from dllm_sampler import UserError
+from dllm_sampler.cli.compose import settings
+from dllm_sampler.eval.jobs import jobs
+
+
+@pytest.mark.parametrize(
+    ("words", "long"),
+    [
+        (["guide=regex", "guide.pattern=[a-c]{2}|x"], ["guide.regex.pattern=[a-c]{2}|x"]),
+        (["guide=choices", "guide.choices=[up, no]"], ["guide.choices.choices=[up, no]"]),
+        (["guide.grammar=json", "guide=grammar"], ["guide.grammar.grammar=json"]),
+        (['guide.schema={"type": "integer"}', "guide=json_schema"], ['guide.json_schema.schema={"type": "integer"}']),
+        (
+            ["guide=[temperature, regex]", "guide.value=0.5", "guide.posterior=true"],
+            ["guide.temperature.value=0.5", "guide.regex.posterior=true"],
+        ),
+        (["guide=choices", "guide.choices={choices: [a, b]}"], ["guide.choices.choices=[a, b]"]),
+    ],
+)
+def test_a_field_of_the_one_guide_that_has_it(words: list[str], long: list[str]) -> None:
+    guide = next(word for word in words if word.startswith("guide="))
+    assert settings(words) == settings([guide, *long]) != settings([guide])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["guide=[choices,regex]", "guide.posterior=true"], "say guide.choices.posterior or guide.regex.posterior"),
+        (["guide=regex", "guide.patern=a"], "unknown field of guide=regex 'patern'"),
+        (["guide=rexeg", "guide.pattern=a"], "unknown guide 'rexeg', did you mean 'regex'"),
+        (["guide.pattern=a"], "guide=regex"),
+    ],
+)
+def test_what_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        settings(words)
+
+
+def test_sweeps() -> None:
+    """A value of several for `dllm-eval`; the pattern is one value whatever its signs."""
+    found = jobs(["task=copy", "guide=regex", "guide.pattern=[a-c],{2}x", "guide.posterior=true,false"])
+    guides = [job.plugins["guide"] for job in found]
+    assert [one[0]["posterior"] for one in guides] == [True, False]  # type: ignore[index]
+    assert {one[0]["pattern"] for one in guides} == {"[a-c],{2}x"}  # type: ignore[index]
