@@ -13,6 +13,14 @@ class FallbackWarning(RuntimeWarning):
     """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
 
 
+def installing(extra: str) -> str:
+    """The command that brings an extra of this package, for a sentence that says what is missing.
+
+    The package is on no index, so the command is one for a clone of the repository, as in README.md.
+    """
+    return f"pip install -c constraints.txt -e '.[{extra}]' (in a clone of dllm_sampler)"
+
+
 def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
     """The error for a word that is none of the choices: it names the nearest ones and lists them all."""
     known = list(choices)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dllm_sampler.cli.compose import PACKAGED, literal
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run_all
@@ -145,7 +145,7 @@ def _explain(error: Exception, own: Sequence[str], loader: Any) -> UserError:
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
         return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
     if any(find_spec(f"hydra_plugins.hydra_{name}_launcher") is None for name in ("joblib", "submitit")):
-        return UserError(f"{text}; pip install 'dllm-sampler[eval]' brings the launchers")
+        return UserError(f"{text}; the launchers come with {installing('eval')}")
     names = loader.get_group_options("hydra/launcher")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)

@@ -9,7 +9,7 @@ from itertools import product
 from math import cos, pi, sin
 from typing import TYPE_CHECKING, Protocol
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, installing
 from dllm_sampler.eval.scheduler_runs import ORACLE, Row, front
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ TICKS = (0.25, 0.5, 1, 2, 4, 8, 16, 32)
 def available() -> None:
     """Refuse to begin a run whose picture cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise UserError("the picture needs matplotlib: pip install 'dllm-sampler[eval]'")
+        raise UserError(f"the picture needs matplotlib: {installing('eval')}")
 
 
 def draw(rows: Sequence[Row]) -> bytes:

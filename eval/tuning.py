@@ -18,7 +18,7 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import LOCAL, App, composition, entry
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, installing
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.markdown import write
@@ -110,7 +110,7 @@ class Tuner:
         try:
             import optuna
         except ImportError as error:
-            raise UserError("the search needs Optuna: pip install 'dllm-sampler[eval]'") from error
+            raise UserError(f"the search needs Optuna: {installing('eval')}") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         what = {**asdict(self.tuning), "trials": None, "name": None, "jobs": [job.identity for job in self.base]}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, installing
 from dllm_sampler.models.transformer import Layer, SwiGLU, Transformer
 
 KINDS = ("int8",)
@@ -39,7 +39,7 @@ def quantize(model: Transformer, device: torch.device) -> None:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise UserError("model.quantize=int8 needs torchao: pip install 'dllm-sampler[quantize]'") from None
+        raise UserError(f"model.quantize=int8 needs torchao: {installing('quantize')}") from None
     rule = Int8WeightOnlyConfig(set_inductor_config=False)
     for layer in model.layers:
         assert isinstance(layer, Layer)

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from dllm_sampler.errors import NotFiniteError, UserError, unknown
+from dllm_sampler.errors import NotFiniteError, UserError, installing, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer
@@ -106,7 +106,7 @@ class FineTuner:
         if self.lora is not None and (set(self.lora) != {"r", "alpha", "dropout"} or not self.lora["r"] >= 1):
             raise UserError(f"train.lora needs r (from 1 on), alpha and dropout, or is null, not {self.lora}")
         if self.lora is not None and find_spec("peft") is None:
-            raise UserError("train.lora needs the package peft: pip install dllm-sampler[train]")
+            raise UserError(f"train.lora needs the package peft: {installing('train')}")
         journal.check(self.tracker)
 
     # What a trainer says ----------------------------------------------------------------------------------------------

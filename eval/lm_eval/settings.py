@@ -9,7 +9,7 @@ from typing import Any
 
 from dllm_sampler import config
 from dllm_sampler.config import BATCHING
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, installing, unknown
 
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}
@@ -64,7 +64,7 @@ OWN = [one.name for one in fields(Settings) if one.default is not MISSING or one
 def harness() -> None:
     """Refuse to begin without lm-evaluation-harness."""
     if find_spec("lm_eval") is None:
-        raise UserError("this command needs lm-evaluation-harness: pip install 'dllm-sampler[eval]'")
+        raise UserError(f"this command needs lm-evaluation-harness: {installing('eval')}")
 
 
 def parse(given: Mapping[str, Any]) -> Settings:

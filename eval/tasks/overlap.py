@@ -7,9 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from dllm_sampler.errors import UserError
-
-EXTRA = "pip install 'dllm-sampler[eval]'"
+from dllm_sampler.errors import UserError, installing
 
 
 def need(module: str, what: str) -> Any:
@@ -17,7 +15,7 @@ def need(module: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise UserError(f"{what} needs the package {module}: {EXTRA}") from None
+        raise UserError(f"{what} needs the package {module}: {installing('eval')}") from None
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:

@@ -103,7 +103,7 @@ def test_a_missing_launcher_is_named(
     monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
     assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
-    assert "pip install 'dllm-sampler[eval]' brings the launchers" in capsys.readouterr().err
+    assert "the launchers come with pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,5 +136,5 @@ def test_experts_cannot() -> None:
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(UserError, match=r"needs torchao: pip install 'dllm-sampler\[quantize\]'"):
+    with pytest.raises(UserError, match=r"needs torchao: pip install -c constraints.txt -e '\.\[quantize\]'"):
         quantized.quantize(toys.transformer(), torch.device("cpu"))

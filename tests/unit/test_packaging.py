@@ -74,6 +74,16 @@ def test_every_dependency_has_a_tested_version() -> None:
     assert pinned["torch"] == "2.13.0"
 
 
+def test_install_hints_name_extras() -> None:
+    """Each message that says how to install what is missing names an extra of this package."""
+    sources = [path for folder in ("dllm_sampler", "eval") for path in (ROOT / folder).rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    hints = [extra for text in texts for extra in re.findall(r"\binstalling\(['\"](\w+)['\"]\)", text)]
+    assert len(hints) >= 8
+    assert {*hints} <= {*PROJECT["project"]["optional-dependencies"]}
+    assert not [text for text in texts if re.search(r"pip install '?dllm.sampler", text)]  # it is on no index
+
+
 def test_readme() -> None:
     """Two commands for all set-up, and no link into the void."""
     readme = (ROOT / "README.md").read_text()

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, installing
 
 SECONDS = 10  # most time to build
 MEMORY = 4 << 30  # bytes that building may take
@@ -109,7 +109,5 @@ def module() -> Any:
     try:
         import outlines_core
     except ImportError:
-        raise UserError(
-            "guides on the answer's form need outlines-core: pip install 'dllm-sampler[constraints]'"
-        ) from None
+        raise UserError(f"guides on the answer's form need outlines-core: {installing('constraints')}") from None
     return outlines_core
