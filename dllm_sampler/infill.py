@@ -6,8 +6,9 @@ what is free around it. No end token is chosen in a gap that has given tokens be
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,7 @@ def encode(
                 )
             task = _infilled(prompt, tokenizer, spec, number)
         else:
-            (ids,) = prompts.encode([prompt], tokenizer, spec, new_tokens, number)
+            ids = prompts.encode_one(prompt, tokenizer, spec, new_tokens, number)
             task = Task(ids, new_tokens, fixed.answer(number - 1, new_tokens))
         if task.given is not None:
             _check(task, plugins, number)
@@ -106,7 +107,7 @@ def tasks(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | None)
     Raises:
         UserError: another number of prompts.
     """
-    texts = [answers] if isinstance(answers, str) else list(answers)
+    texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError('infill takes texts with gaps, "... {gap:8} ...": for tokens use pinned')
     if given is None:
@@ -132,7 +133,7 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
         rows = [row[:length] for row, length in zip(answers.tokens.tolist(), known, strict=True)]
         fronts = [ids[begin : trace.origin] for ids, begin in zip(trace.ids.tolist(), begins, strict=True)]
     else:
-        rows = [[int(token) for token in row] for row in prompts.as_list(answers)]
+        rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
         fronts = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(fronts) != len(rows):
         raise UserError(f"there are {len(rows)} answers and {len(fronts)} prompts: give one prompt for each answer")
@@ -140,6 +141,14 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
         Infill(_without(row, spans, number), front or None)
         for number, (row, front) in enumerate(zip(rows, fronts, strict=True), 1)
     ]
+
+
+def _row(answer: Any, number: int) -> list[int]:
+    """The token ids of an answer."""
+    try:
+        return [operator.index(token) for token in answer]
+    except TypeError:
+        raise UserError(f"refine takes an earlier result or token ids, and answer {number} is {answer!r:.60}") from None
 
 
 def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
@@ -169,7 +178,7 @@ def _infilled(prompt: Infill, tokenizer: PreTrainedTokenizerBase | None, spec: M
     if FREE not in given:
         raise UserError(f"{name} has no gap, so there is nothing to generate: write one as {{gap:8}}, of 8 tokens")
     if prompt.prompt is not None:
-        (ids,) = prompts.encode([prompt.prompt], tokenizer, spec, len(given), number)
+        ids = prompts.encode_one(prompt.prompt, tokenizer, spec, len(given), number)
         return Task(ids, len(given), given)
     if not any(token != FREE for token in given):
         raise UserError(f"{name} is nothing but a gap: give text around it, or a prompt in front of it")
