@@ -170,28 +170,48 @@ def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
 
 def _infilled(prompt: Infill, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, number: int) -> Task:
     """The task of an answer with gaps."""
-    name = f"prompt {number}"
-    if isinstance(prompt.answer, str):
-        given = _filled(prompt.answer, tokenizer, name, alone=prompt.prompt is None, spec=spec)
+    given = answer(prompt.answer, tokenizer, spec, f"prompt {number}", alone=prompt.prompt is None)
+    if prompt.prompt is None:
+        return Task([], len(given), given)
+    return Task(prompts.encode_one(prompt.prompt, tokenizer, spec, len(given), number), len(given), given)
+
+
+def answer(
+    text: Any, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, name: str, alone: bool = False
+) -> list[int]:
+    """Token ids of an answer with gaps, `FREE` in these.
+
+    Args:
+        text: a text with gaps, or token ids, -1 where one is free.
+        name: what errors call it.
+        alone: there is no prompt in front of it.
+
+    Raises:
+        UserError: it has no gap, one without a length, or more tokens than the model's context.
+    """
+    if isinstance(text, str):
+        given = _filled(text, tokenizer, name, alone, spec)
     else:
-        given = piece_ids(prompt.answer, name, tokenizer, spec, masks=True)
+        given = piece_ids(text, name, tokenizer, spec, masks=True)
     if FREE not in given:
         raise UserError(f"{name} has no gap, so there is nothing to generate: write one as {{gap:8}}, of 8 tokens")
-    if prompt.prompt is not None:
-        ids = prompts.encode_one(prompt.prompt, tokenizer, spec, len(given), number)
-        return Task(ids, len(given), given)
-    if not any(token != FREE for token in given):
+    if alone and not any(token != FREE for token in given):
         raise UserError(f"{name} is nothing but a gap: give text around it, or a prompt in front of it")
+    context = f"the model's context of {spec.max_positions} positions"
     if len(given) > spec.max_positions:
-        raise UserError(
-            f"{name} has {len(given)} tokens with its gaps, more than the model's context of {spec.max_positions}"
-            " positions"
-        )
-    return Task([], len(given), given)
+        raise UserError(f"{name} has {len(given)} tokens with its gaps, more than {context}")
+    if not alone and len(given) == spec.max_positions:
+        raise UserError(f"{name} has {len(given)} tokens with its gaps, which leaves no room for a prompt in {context}")
+    return given
 
 
 def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alone: bool, spec: ModelSpec) -> list[int]:
     """Tokens of a text with gaps, `FREE` in these; with the tokenizer's own around it where it stands `alone`."""
+    free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
+    if free > spec.max_positions:  # said before a list of that many is made
+        raise UserError(
+            f"{name} has gaps of {free} tokens in all, more than the model's context of {spec.max_positions} positions"
+        )
     parts: list[list[int]] = []
     for piece in _split(text, name):
         parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))

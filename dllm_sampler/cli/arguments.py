@@ -33,6 +33,11 @@ def is_override(word: str) -> bool:
     return _OVERRIDE.match(word) is not None
 
 
+def is_flag(word: str) -> bool:
+    """Whether a word is written like a flag, known or not."""
+    return _FLAG.match(word) is not None
+
+
 def split(words: Sequence[str]) -> Arguments:
     """Sort the words of a command line; after `--` every word is a prompt.
 
@@ -46,7 +51,7 @@ def split(words: Sequence[str]) -> Arguments:
             break
         if word in FLAGS:
             action = FLAGS[word]
-        elif _FLAG.match(word):
+        elif is_flag(word):
             raise _no_flag(word)
         elif is_override(word):
             overrides.append(word)

@@ -34,6 +34,7 @@ def request(arguments: Arguments) -> Request:
     chosen = settings(arguments.overrides)
     options = chosen.options
     check_target(options, arguments.overrides)
+    check_length(arguments.overrides)
     terminal = sys.stdin is None or sys.stdin.isatty()
     alone = not arguments.prompts and options.prompts_file is None
     if alone and terminal and options.infill is None and options.target is None and sys.stderr.isatty():
@@ -44,6 +45,20 @@ def request(arguments: Arguments) -> Request:
     if own is not None and options.forms is not None:
         raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
     return Request(chosen, given, own)
+
+
+def check_length(overrides: Sequence[str]) -> None:
+    """Refuse `max_new_tokens` for answers whose gaps say how long they are.
+
+    Raises:
+        UserError: both are given.
+    """
+    given = {name for name, _, value in (word.lstrip("+~").partition("=") for word in overrides) if value != "null"}
+    if {"infill", "max_new_tokens"} <= given:
+        raise UserError(
+            "max_new_tokens= and infill= both say how long an answer is: leave max_new_tokens out, a gap has its own"
+            " length, as in {gap:8}"
+        )
 
 
 def check_target(options: Options, overrides: Sequence[str]) -> None:
