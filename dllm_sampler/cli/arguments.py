@@ -42,7 +42,7 @@ def split(words: Sequence[str]) -> Arguments:
     """Sort the words of a command line; after `--` every word is a prompt.
 
     Raises:
-        UserError: an unknown flag.
+        UserError: an unknown flag, or two that ask for different pages.
     """
     action, prompts, overrides = "run", [], []
     for place, word in enumerate(words):
@@ -50,6 +50,8 @@ def split(words: Sequence[str]) -> Arguments:
             prompts += words[place + 1 :]
             break
         if word in FLAGS:
+            if action not in ("run", FLAGS[word]):
+                raise UserError(f"--{action} and {word} ask for different pages: leave one of them out")
             action = FLAGS[word]
         elif is_flag(word):
             raise _no_flag(word)

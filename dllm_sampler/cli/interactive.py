@@ -17,7 +17,7 @@ from dllm_sampler.cli import run
 from dllm_sampler.cli.arguments import is_flag, is_override, split
 from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, holders, settings
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.request import check_length, check_target
+from dllm_sampler.cli.request import check_experiments, check_length, check_target
 from dllm_sampler.cli.shorthand import guides, spelled_out
 from dllm_sampler.errors import UserError
 from dllm_sampler.sampler import Sampler
@@ -125,6 +125,7 @@ class Session:
             if getattr(chosen.options, name) is not None:
                 raise UserError(f"{name}= is for a command line with prompts: start dllm-sample with it")
         check_target(chosen.options, overrides)
+        check_experiments(chosen, overrides)
         # The same model stays where it is: loading one may take minutes.
         same = self.chosen is not None and _weights(chosen) == _weights(self.chosen)
         sampler = run.load(chosen, self.sampler if same else None)
