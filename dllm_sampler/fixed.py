@@ -74,10 +74,10 @@ class Fixed:
                 own[name] = rows[index if len(rows) > 1 else 0]
         if all(token == FREE for row in own.values() for token in row):
             return None
-        sizes = " and a ".join(f"{name} of {len(row)} token{'s' * (len(row) != 1)}" for name, row in own.items())
+        sizes = " and ".join(_size(name, len(row)) for name, row in own.items())
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
         if max(fixed, len(own.get("pinned", ()))) > new_tokens:
-            raise UserError(f"prompt {index + 1}: max_new_tokens={new_tokens} has no room for a {sizes}")
+            raise UserError(f"prompt {index + 1}: max_new_tokens={new_tokens} has no room for {sizes}")
         given = [FREE] * new_tokens
         for name, row in own.items():
             begin = new_tokens - len(row) if name == "suffix" else 0
@@ -89,6 +89,12 @@ class Fixed:
                     )
                 given[at] = given[at] if token == FREE else token
         return given
+
+
+def _size(name: str, count: int) -> str:
+    """What is given, counted, for an error."""
+    tokens = "token" if count == 1 else "tokens"
+    return f"{count} pinned {tokens}" if name == "pinned" else f"a {name} of {count} {tokens}"
 
 
 def piece_ids(

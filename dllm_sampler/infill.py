@@ -6,8 +6,9 @@ what is free around it. No end token is chosen in a gap that has given tokens be
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -80,7 +81,7 @@ def encode(
                 )
             task = _infilled(prompt, tokenizer, spec, number)
         else:
-            (ids,) = prompts.encode([prompt], tokenizer, spec, new_tokens, number)
+            ids = prompts.encode_one(prompt, tokenizer, spec, new_tokens, number)
             task = Task(ids, new_tokens, fixed.answer(number - 1, new_tokens))
         if task.given is not None:
             _check(task, plugins, number)
@@ -106,7 +107,7 @@ def tasks(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | None)
     Raises:
         UserError: another number of prompts.
     """
-    texts = [answers] if isinstance(answers, str) else list(answers)
+    texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
     if not texts or not all(isinstance(text, str) for text in texts):
         raise UserError('infill takes texts with gaps, "... {gap:8} ...": for tokens use pinned')
     if given is None:
@@ -132,7 +133,7 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
         rows = [row[:length] for row, length in zip(answers.tokens.tolist(), known, strict=True)]
         fronts = [ids[begin : trace.origin] for ids, begin in zip(trace.ids.tolist(), begins, strict=True)]
     else:
-        rows = [[int(token) for token in row] for row in prompts.as_list(answers)]
+        rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
         fronts = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(fronts) != len(rows):
         raise UserError(f"there are {len(rows)} answers and {len(fronts)} prompts: give one prompt for each answer")
@@ -140,6 +141,14 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
         Infill(_without(row, spans, number), front or None)
         for number, (row, front) in enumerate(zip(rows, fronts, strict=True), 1)
     ]
+
+
+def _row(answer: Any, number: int) -> list[int]:
+    """The token ids of an answer."""
+    try:
+        return [operator.index(token) for token in answer]
+    except TypeError:
+        raise UserError(f"refine takes an earlier result or token ids, and answer {number} is {answer!r:.60}") from None
 
 
 def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
@@ -161,28 +170,48 @@ def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
 
 def _infilled(prompt: Infill, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, number: int) -> Task:
     """The task of an answer with gaps."""
-    name = f"prompt {number}"
-    if isinstance(prompt.answer, str):
-        given = _filled(prompt.answer, tokenizer, name, alone=prompt.prompt is None, spec=spec)
+    given = answer(prompt.answer, tokenizer, spec, f"prompt {number}", alone=prompt.prompt is None)
+    if prompt.prompt is None:
+        return Task([], len(given), given)
+    return Task(prompts.encode_one(prompt.prompt, tokenizer, spec, len(given), number), len(given), given)
+
+
+def answer(
+    text: Any, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, name: str, alone: bool = False
+) -> list[int]:
+    """Token ids of an answer with gaps, `FREE` in these.
+
+    Args:
+        text: a text with gaps, or token ids, -1 where one is free.
+        name: what errors call it.
+        alone: there is no prompt in front of it.
+
+    Raises:
+        UserError: it has no gap, one without a length, or more tokens than the model's context.
+    """
+    if isinstance(text, str):
+        given = _filled(text, tokenizer, name, alone, spec)
     else:
-        given = piece_ids(prompt.answer, name, tokenizer, spec, masks=True)
+        given = piece_ids(text, name, tokenizer, spec, masks=True)
     if FREE not in given:
         raise UserError(f"{name} has no gap, so there is nothing to generate: write one as {{gap:8}}, of 8 tokens")
-    if prompt.prompt is not None:
-        (ids,) = prompts.encode([prompt.prompt], tokenizer, spec, len(given), number)
-        return Task(ids, len(given), given)
-    if not any(token != FREE for token in given):
+    if alone and not any(token != FREE for token in given):
         raise UserError(f"{name} is nothing but a gap: give text around it, or a prompt in front of it")
+    context = f"the model's context of {spec.max_positions} positions"
     if len(given) > spec.max_positions:
-        raise UserError(
-            f"{name} has {len(given)} tokens with its gaps, more than the model's context of {spec.max_positions}"
-            " positions"
-        )
-    return Task([], len(given), given)
+        raise UserError(f"{name} has {len(given)} tokens with its gaps, more than {context}")
+    if not alone and len(given) == spec.max_positions:
+        raise UserError(f"{name} has {len(given)} tokens with its gaps, which leaves no room for a prompt in {context}")
+    return given
 
 
 def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alone: bool, spec: ModelSpec) -> list[int]:
     """Tokens of a text with gaps, `FREE` in these; with the tokenizer's own around it where it stands `alone`."""
+    free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
+    if free > spec.max_positions:  # said before a list of that many is made
+        raise UserError(
+            f"{name} has gaps of {free} tokens in all, more than the model's context of {spec.max_positions} positions"
+        )
     parts: list[list[int]] = []
     for piece in _split(text, name):
         parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))

@@ -71,30 +71,38 @@ def encode(
     Raises:
         UserError: naming the prompt by its number and what is wrong with it.
     """
-    check_new_tokens(max_new_tokens, spec)
     given = as_list(prompts)
     if not given:
         raise UserError("there is no prompt: give at least one")
-    rows = []
-    for number, prompt in enumerate(given, first):
-        ids = _ids(prompt, tokenizer, number)
-        if not ids:
-            raise UserError(f"prompt {number} is empty: give it at least one token")
-        bad = [token for token in ids if not 0 <= token < spec.vocab_size]
-        if bad:
-            raise UserError(f"prompt {number} has the token id {bad[0]}, outside the vocabulary of {spec.vocab_size}")
-        if spec.mask_id in ids:
-            raise UserError(
-                f"prompt {number} contains the mask token (id {spec.mask_id}) at position {ids.index(spec.mask_id)}:"
-                " a prompt must not have masks"
-            )
-        if len(ids) + max_new_tokens > spec.max_positions:
-            raise UserError(
-                f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}, together more than the"
-                f" model's context of {spec.max_positions} positions"
-            )
-        rows.append(ids)
-    return rows
+    return [encode_one(prompt, tokenizer, spec, max_new_tokens, number) for number, prompt in enumerate(given, first)]
+
+
+def encode_one(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, max_new_tokens: int, number: int
+) -> list[int]:
+    """Token ids of one prompt, checked; `number` is what errors call it.
+
+    Raises:
+        UserError: naming the prompt by its number and what is wrong with it.
+    """
+    check_new_tokens(max_new_tokens, spec)
+    ids = _ids(prompt, tokenizer, number)
+    if not ids:
+        raise UserError(f"prompt {number} is empty: give it at least one token")
+    bad = [token for token in ids if not 0 <= token < spec.vocab_size]
+    if bad:
+        raise UserError(f"prompt {number} has the token id {bad[0]}, outside the vocabulary of {spec.vocab_size}")
+    if spec.mask_id in ids:
+        raise UserError(
+            f"prompt {number} contains the mask token (id {spec.mask_id}) at position {ids.index(spec.mask_id)}:"
+            " a prompt must not have masks"
+        )
+    if len(ids) + max_new_tokens > spec.max_positions:
+        raise UserError(
+            f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}, together more than the"
+            f" model's context of {spec.max_positions} positions"
+        )
+    return ids
 
 
 def seeds(given: int | Sequence[int], count: int) -> list[int]:

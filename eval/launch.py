@@ -144,12 +144,20 @@ def _explain(error: Exception, own: Sequence[str], loader: Any) -> UserError:
         launcher = loader.load_configuration(EVAL.root, [chosen], RunMode.MULTIRUN).hydra.launcher
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
         return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
-    if any(find_spec(f"hydra_plugins.hydra_{name}_launcher") is None for name in ("joblib", "submitit")):
+    if any(_absent(f"hydra_plugins.hydra_{name}_launcher") for name in ("joblib", "submitit")):
         return UserError(f"{text}; the launchers come with {installing('eval')}")
     names = loader.get_group_options("hydra/launcher")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
     return UserError(text)
+
+
+def _absent(module: str) -> bool:
+    """Whether a module is not installed."""
+    try:
+        return find_spec(module) is None
+    except ModuleNotFoundError:  # its parent is not installed either
+        return True
 
 
 @dataclass(frozen=True)

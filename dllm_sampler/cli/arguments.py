@@ -33,11 +33,16 @@ def is_override(word: str) -> bool:
     return _OVERRIDE.match(word) is not None
 
 
+def is_flag(word: str) -> bool:
+    """Whether a word is written like a flag, known or not."""
+    return _FLAG.match(word) is not None
+
+
 def split(words: Sequence[str]) -> Arguments:
     """Sort the words of a command line; after `--` every word is a prompt.
 
     Raises:
-        UserError: an unknown flag.
+        UserError: an unknown flag, or two that ask for different pages.
     """
     action, prompts, overrides = "run", [], []
     for place, word in enumerate(words):
@@ -45,8 +50,10 @@ def split(words: Sequence[str]) -> Arguments:
             prompts += words[place + 1 :]
             break
         if word in FLAGS:
+            if action not in ("run", FLAGS[word]):
+                raise UserError(f"--{action} and {word} ask for different pages: leave one of them out")
             action = FLAGS[word]
-        elif _FLAG.match(word):
+        elif is_flag(word):
             raise _no_flag(word)
         elif is_override(word):
             overrides.append(word)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections.abc import Sequence
 from importlib.resources import files
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose
-from dllm_sampler.cli.arguments import Arguments
+from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.errors import UserError, unknown
 
 _DEFAULT = re.compile(r"^  - (\w+): (\S+)$", re.MULTILINE)
@@ -77,11 +78,12 @@ def show(arguments: Arguments, console: Console) -> None:
 
     Args:
         arguments: the command line. Words that name a group, an option or a choice (`scheduler`, `seed`,
-            `scheduler=klass`) ask for a page of their own; `--help` ignores all others.
+            `scheduler=klass`) ask for a page of their own; `--help` ignores prompts and values of
+            other settings.
         console: where to print.
 
     Raises:
-        UserError: `--info` with a word that names nothing.
+        UserError: `--info` with a word that names nothing, or a setting that there is not.
     """
     groups, chosen, named = _topics(arguments)
     for group in groups:
@@ -119,9 +121,17 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
             named.append(word)
         elif found := [(group, word) for group in compose.GROUPS if word in compose.choices(group)]:
             chosen += found
-        elif arguments.action == "info":
-            raise unknown("group, option or plug-in", word, [*compose.GROUPS, *known])
+        elif arguments.action == "info" or _unheard_of(word, known):
+            raise unknown(
+                "group, option or plug-in", word if arguments.action == "info" else key, [*compose.GROUPS, *known]
+            )
     return groups, chosen, named
+
+
+def _unheard_of(word: str, options: Sequence[str]) -> bool:
+    """Whether a word is written like a setting, and sets neither an option nor anything of a group."""
+    first = re.split(r"[.@=]", word.lstrip("+~"))[0]
+    return is_override(word) and not word.startswith("hydra") and first not in [*compose.GROUPS, *options]
 
 
 def choices_of(word: str) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Prompts from the command line, from a file of text lines or JSONL, or from a pipe."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -101,9 +101,15 @@ def as_chat(prompt: Prompt) -> Prompt:
 def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
     """One prompt per line that is not blank."""
     try:
-        return [line.rstrip("\r\n") for line in lines if line.strip()]
+        return [line.rstrip("\r\n") for line in _unmarked(lines) if line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _unmarked(lines: Iterable[str]) -> Iterator[str]:
+    """The lines without the byte order mark that some editors begin a file with."""
+    for number, line in enumerate(lines):
+        yield line if number else line.removeprefix("\ufeff")
 
 
 def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
@@ -121,7 +127,7 @@ def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
 
 def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
     try:
-        return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        return [(number, line) for number, line in enumerate(_unmarked(lines), 1) if line.strip()]
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 

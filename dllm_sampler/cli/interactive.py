@@ -9,19 +9,30 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from rich.console import Console
+
+from dllm_sampler._version import __version__
+from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
-from dllm_sampler.cli.arguments import is_override
-from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
-from dllm_sampler.cli.request import check_target
+from dllm_sampler.cli.arguments import is_flag, is_override, split
+from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, holders, settings
+from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.request import check_experiments, check_length, check_target
+from dllm_sampler.cli.shorthand import guides, spelled_out
 from dllm_sampler.errors import UserError
 from dllm_sampler.sampler import Sampler
 
 WELCOME = """\
 Type a prompt, or settings: scheduler.threshold=0.7, cache=dual, stream=false, ...
-A text with gaps, {gap:8} for 8 tokens, is filled. A line after -- is a prompt, whatever it looks like. Ctrl-D ends."""
+A text with gaps, {gap:8} for 8 tokens, is filled. A line after -- is a prompt, whatever it looks like.
+--help and --info explain, as on the command line. quit, exit or Ctrl-D ends."""
 
-# Their values are texts, which go on to the end of the line.
-_TEXT = re.compile(r"(prefix|suffix|infill)=")
+# Their values are texts, which go on to the end of the line, or to where only settings follow.
+_TEXT = re.compile(r"(?<!\S)(prefix|suffix|infill)=")
+_NAMES = "|".join([*GROUPS, *Options.__dataclass_fields__])
+_SETTING = re.compile(rf"(?:\+\+?|~)?(?:{_NAMES})(?:[.@][\w./@-]*)?=")
+_BETWEEN = re.compile(rf"\s+(?={_SETTING.pattern})")
+_ENDINGS = ("quit", "exit")
 _ELSEWHERE = ("target", "prompts_file", "output")  # settings of a command line with prompts
 
 
@@ -83,10 +94,17 @@ class Session:
 
         Raises:
             UserError: a mistake in it; all stays as it was.
+            EOFError: it ends the session.
         """
         line = line.strip()
         words = typed(line)
-        if words:
+        if line in _ENDINGS:
+            raise EOFError
+        if line == "help":
+            print(WELCOME, file=sys.stderr)
+        elif is_flag(line.partition(" ")[0]):
+            explain(line)
+        elif words:
             self.change(words)
             print(f"settings: {' '.join(map(shlex.quote, self.overrides))}", file=sys.stderr)
         elif line and line != "--":
@@ -98,17 +116,21 @@ class Session:
         Raises:
             UserError: they cannot be; those before stay in force.
         """
+        check_length(words)
         overrides = merged(self.overrides, words)
+        overrides = [word for word in overrides if not _idle(word, overrides)]
         shown = [] if any(word.startswith("stream=") for word in overrides) else ["stream=true"]
         chosen = settings([*overrides, *shown])
         for name in _ELSEWHERE:
             if getattr(chosen.options, name) is not None:
                 raise UserError(f"{name}= is for a command line with prompts: start dllm-sample with it")
         check_target(chosen.options, overrides)
+        check_experiments(chosen, overrides)
         # The same model stays where it is: loading one may take minutes.
         same = self.chosen is not None and _weights(chosen) == _weights(self.chosen)
-        self.sampler = run.load(chosen, self.sampler if same else None)
-        self.overrides, self.chosen = overrides, chosen
+        sampler = run.load(chosen, self.sampler if same else None)
+        run.check(sampler, chosen.options)
+        self.sampler, self.overrides, self.chosen = sampler, overrides, chosen
 
     def answer(self, prompt: str) -> None:
         """Answer a prompt, under the settings in force.
@@ -125,29 +147,64 @@ class Session:
 
 def typed(line: str) -> list[str]:
     """The overrides of a line that has nothing else; empty: it is a prompt."""
-    text = _TEXT.match(line)
-    if text and not line[text.end() :].startswith(("'", '"')):
+    text = _TEXT.search(line)
+    if text and not text.start() and not line[text.end() :].startswith(("'", '"')):
+        for between in _BETWEEN.finditer(line, text.end()):
+            rest = typed(line[between.end() :])
+            if rest and all(map(_SETTING.match, rest)):
+                return [line[: between.start()], *rest]
         return [line]
     try:
         words = shlex.split(line)
     except ValueError:  # a quote that does not end
-        return []
-    return words if all(map(is_override, words)) else []
+        words = []
+    if words and all(map(is_override, words)):
+        return words
+    before = typed(line[: text.start()].strip()) if text and text.start() else []
+    return [*before, *typed(line[text.start() :])] if text and before else []
+
+
+def explain(line: str) -> None:
+    """Print the page that a line with a flag asks for; stdout is for answers.
+
+    Raises:
+        UserError: an unknown flag, or `--info` with a word that names nothing.
+    """
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quote that does not end
+        words = line.split()
+    arguments = split(words)
+    if arguments.action == "version":
+        print(f"dllm-sample {__version__}", file=sys.stderr)
+    else:
+        pages.show(arguments, Console(stderr=True))
 
 
 def merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
     """Overrides of which later ones count: a choice of a plug-in also takes the fields of the one before it away."""
-    kept = list(old)
-    for word in new:
-        name = word.lstrip("+~").partition("=")[0]
-        fields = f"{name}." if name in GROUPS and name not in SEVERAL else None
-        kept = [one for one in kept if not _replaced(one.lstrip("+~").partition("=")[0], name, fields)]
-        kept.append(word)
-    return kept
+    words = spelled_out([*old, *new], holders)
+    later = {_name(word): word for word in words[len(old) :]}
+    kept = [word for word in words[: len(old)] if not any(_replaced(_name(word), one) for one in later.values())]
+    return [*kept, *later.values()]
 
 
-def _replaced(old: str, new: str, fields: str | None) -> bool:
-    return old == new or (fields is not None and old.startswith(fields))
+def _name(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _replaced(old: str, new: str) -> bool:
+    """Whether the setting named `old` is none any more where the override `new` is typed."""
+    name = _name(new)
+    if name == "guide" and old.startswith("guide."):
+        return old.split(".")[1] not in guides([new])
+    return old == name or (name in GROUPS and name not in SEVERAL and old.startswith(f"{name}."))
+
+
+def _idle(word: str, overrides: Sequence[str]) -> bool:
+    """Whether an override takes a setting back that nothing else sets."""
+    others = [one for one in overrides if one != word]
+    return word.endswith("=null") and settings(others) == settings(overrides)
 
 
 def _weights(chosen: Settings) -> tuple[object, ...]:

@@ -113,10 +113,11 @@ class Totals:
 
     Args:
         fills: answers with gaps are texts that say themselves how long they are, so that none is cut.
+        all_fill: all answers are such texts, also those that are nothing but a gap.
     """
 
-    def __init__(self, fills: bool = False) -> None:
-        self.fills = fills
+    def __init__(self, fills: bool = False, all_fill: bool = False) -> None:
+        self.fills, self.all_fill = fills, all_fill
         self.samples = self.tokens = 0
         self.short: dict[str, list[int]] = {}  # why samples (from 1) did not come to their end
         self.forwards: list[int] = []
@@ -134,7 +135,7 @@ class Totals:
                 valid = None if result.valid is None else bool(result.valid[row])
                 unfit = {"end": "invalid", "length": "invalid", "stop_string": "stopped"}
                 why = unfit.get(reason, reason) if valid is False else reason
-                whole = self.fills and result.gaps is not None and result.gaps[row] is not None
+                whole = self.all_fill or (self.fills and result.gaps is not None and result.gaps[row] is not None)
                 if why in SHORT and not valid and not (whole and why == "length"):
                     self.short.setdefault(why, []).append(first + row + 1)
         else:

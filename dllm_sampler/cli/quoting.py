@@ -10,11 +10,11 @@ FILES = ("guide.json_schema.schema", "guide.grammar.grammar")
 TEXTS = ("guide.regex.pattern", "guide.json_schema.whitespace", *FILES)
 
 
-def quoted(value: str) -> str:
-    """`value` as a single-quoted string of Hydra's grammar, interpolation switched off."""
-    value = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
+def quoted(value: str, mark: str = "'") -> str:
+    """`value` as a string of Hydra's grammar in quotes, single ones or the `mark`; interpolation switched off."""
+    value = re.sub(rf"(\\*){mark}", lambda match: match[1] * 2 + "\\" + mark, value)
     value = re.sub(r"(\\+)\Z", lambda match: match[1] * 2, value).replace("${", r"\${")
-    return f"'{value}'"
+    return f"{mark}{value}{mark}"
 
 
 def as_text(key: str, value: str, readable: Callable[[str], bool]) -> str:
@@ -52,7 +52,15 @@ def unreadable(word: str) -> str:
     if value.startswith("["):
         way = f'quote each text of a list, as in {key}=\'["a b", "c"]\''
     elif re.search(r"['\"\\]|\$\{", value):
-        way = f"quote its value, as in {shlex.quote(f'{key}={quoted(value)}')}"
+        way = f"quote its value, as in {_for_shell(key, value)}"
     else:
         way = f"quote its value, as in {key}='\"{value}\"'"
     return f"cannot read the override {word}: {way}, or put -- before it if it is a prompt"
+
+
+def _for_shell(key: str, value: str) -> str:
+    """An override with its value in quotes, as typed in a shell, in the fewest signs."""
+    if "'" not in value:
+        return shlex.quote(key + "=" + quoted(value, '"'))
+    word = f"{key}={quoted(value)}"
+    return shlex.quote(word) if re.search(r'["$`!]|\\\\', word) else f'"{word}"'

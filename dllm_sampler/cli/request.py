@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from dllm_sampler.cli import inputs
 from dllm_sampler.cli.arguments import Arguments
-from dllm_sampler.cli.compose import Settings, settings
+from dllm_sampler.cli.compose import Settings, entry, own, settings
+from dllm_sampler.cli.help import choices_of
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
 from dllm_sampler.errors import UserError
@@ -34,6 +35,8 @@ def request(arguments: Arguments) -> Request:
     chosen = settings(arguments.overrides)
     options = chosen.options
     check_target(options, arguments.overrides)
+    check_length(arguments.overrides)
+    check_experiments(chosen, arguments.overrides)
     terminal = sys.stdin is None or sys.stdin.isatty()
     alone = not arguments.prompts and options.prompts_file is None
     if alone and terminal and options.infill is None and options.target is None and sys.stderr.isatty():
@@ -44,6 +47,43 @@ def request(arguments: Arguments) -> Request:
     if own is not None and options.forms is not None:
         raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
     return Request(chosen, given, own)
+
+
+def check_length(overrides: Sequence[str]) -> None:
+    """Refuse `max_new_tokens` for answers whose gaps say how long they are.
+
+    Raises:
+        UserError: both are given.
+    """
+    given = {name for name, _, value in (word.lstrip("+~").partition("=") for word in overrides) if value != "null"}
+    if {"infill", "max_new_tokens"} <= given:
+        raise UserError(
+            "max_new_tokens= and infill= both say how long an answer is: leave max_new_tokens out, a gap has its own"
+            " length, as in {gap:8}"
+        )
+
+
+def check_experiments(chosen: Settings, overrides: Sequence[str]) -> None:
+    """Refuse an experiment that sets a field which another choice of a plug-in does not have.
+
+    Raises:
+        UserError: it names the experiment, which set the field where the overrides do not.
+    """
+    named = [word for word in overrides if re.match(r"experiment=(?!null\Z)", word)]
+    typed = {word.lstrip("+~").partition("=")[0] for word in overrides}
+    for _, experiment in choices_of(named[-1]) if named else ():
+        for group, fields in entry("experiment", experiment).settings.items():
+            plugin = chosen.plugins.get(group)
+            # A user's own YAML need not list all fields.
+            if not isinstance(plugin, dict) or not isinstance(fields, dict) or plugin["name"] in own(group):
+                continue
+            known = entry(group, plugin["name"]).settings
+            for field in fields:
+                if field not in known and f"{group}.{field}" not in typed:
+                    raise UserError(
+                        f"experiment={experiment} sets {group}.{field}, and {group}={plugin['name']} has no such field:"
+                        " leave one of them out"
+                    )
 
 
 def check_target(options: Options, overrides: Sequence[str]) -> None:

@@ -76,6 +76,8 @@ def respond(
     asked = asks(given, options)
     if deer is None:
         spec, tokenizer = sampler.denoiser.spec, sampler.tokenizer
+        if options.infill is not None:  # said of infill=, and not of each prompt
+            infill.answer(options.infill, tokenizer, spec, "infill", alone=not given)
         fixed = Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
         tasks = infill.encode(asked, tokenizer, sampler.plugins, options.max_new_tokens, fixed)
     else:
@@ -85,7 +87,7 @@ def respond(
     else:
         forms = _forms(own, options, sampler, len(tasks))
         infill.check_forms(tasks, forms or [0] * len(tasks), sampler.plugins)
-    totals = Totals(options.prefix is None and options.suffix is None)
+    totals = Totals(options.prefix is None and options.suffix is None, options.infill is not None)
     # What a record says the prompt was: messages where there are some, a text with gaps as it was typed.
     typed = given or [options.infill or ""]
     given = [_said(one, text) for one, text in zip(asked, typed, strict=True)]
@@ -115,6 +117,26 @@ def respond(
             if records:
                 records.write(begin, given[batch], result, seconds)
     return totals
+
+
+def check(sampler: Sampler, options: Options) -> None:
+    """Refuse settings under which no prompt could be answered, before there is one.
+
+    Raises:
+        UserError: the first of them, and what to do instead.
+    """
+    spec, tokenizer = sampler.denoiser.spec, sampler.tokenizer
+    asks([], options)
+    Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
+    if options.infill is None:
+        prompts.check_new_tokens(options.max_new_tokens, spec)
+    else:
+        infill.answer(options.infill, tokenizer, spec, "infill")
+    if options.block_length is not None:
+        try:
+            sampler.plugins.of_length(options.block_length)
+        except UserError as error:
+            raise UserError(f"{error}, as block_length=null does") from error
 
 
 def asks(given: Sequence[Prompt], options: Options) -> list[Any]:

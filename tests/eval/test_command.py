@@ -1,5 +1,6 @@
 """`dllm-eval` as a command: its table, its refusals, its mistakes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -100,10 +101,11 @@ def test_mistakes_are_sentences_before_anything_runs(
 def test_a_missing_launcher_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
-    assert "the launchers come with pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
+    for name in ("not_there", "not_there.launcher"):  # `find_spec` returns None, or raises for a missing parent
+        monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda _, name=name: find_spec(name))
+        assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
+        assert "the launchers come with pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,3 +267,28 @@ def test_yaml_files_of_the_user(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="did you mean 'bold'"):
         settings(["scheduler=bald"])
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "-"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(
+    name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = "\ufeffcopy: Ada\n" if name != "p.jsonl" else '\ufeff{"prompt": "copy: Ada"}\n'
+    (tmp_path / "p.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "p.jsonl").write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert main([*words, f"prompts_file={name}", "output=o.jsonl"]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "o.jsonl").read_text(encoding="utf-8"))["prompt"] == "copy: Ada"
+
+
+def test_an_experiment_that_sets_what_another_choice_does_not_have(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [*words, "copy: Ada", "blocks=full", "experiment=fast-dllm"]
+    assert main(both) == 2
+    assert capsys.readouterr().err == (
+        "dllm-sample: experiment=fast-dllm sets blocks.length, and blocks=full has no such field: leave one of them"
+        " out\n"
+    )
+    assert main([*both, "blocks.length=2"]) == 2, "typed, it is a mistake of the user's own"
+    assert "unknown field of blocks=full 'length'" in capsys.readouterr().err

@@ -85,6 +85,8 @@ def test_flags(words: list[str], action: str) -> None:
 def test_an_unknown_flag() -> None:
     with pytest.raises(UserError, match="unknown flag '--inof', did you mean '--info'"):
         split(["--inof"])
+    with pytest.raises(UserError, match="--help and --info ask for different pages: leave one of them out"):
+        split(["--help", "scheduler=fixed", "--info"])
 
 
 INTEGER = '{"type": "integer"}'
@@ -114,13 +116,24 @@ def test_patterns_and_schemas_need_the_quotes_of_the_shell_only(word: str, value
     assert parse(read).value() == value
 
 
-@pytest.mark.parametrize("word", ["separator.x=it's", 'scheduler.reward={"a": 1}', "stop_strings=(a,b", "seed=a\\'"])
+@pytest.mark.parametrize(
+    "word", ["separator.x=it's", 'scheduler.reward={"a": 1}', "stop_strings=(a,b", "seed=a\\'", 'suffix="}']
+)
 def test_the_way_to_quote_that_an_error_names_is_right(word: str) -> None:
     with pytest.raises(UserError, match="quote its value, as in") as error:
         parse(word)
     example = str(error.value).partition("as in ")[2].rpartition(", or put")[0]
     (given,) = shlex.split(example)
     assert parse(given).value() == word.partition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("word", "way"), [('suffix="}', """'suffix="\\"}"'"""), ("separator.x=it's", r'''"separator.x='it\'s'"''')]
+)
+def test_the_way_to_quote_is_short(word: str, way: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse(word)
+    assert f"as in {way}, or put" in str(error.value)
 
 
 def test_the_way_to_quote_in_a_list() -> None:

@@ -32,6 +32,12 @@ def words(checkpoint: Path) -> list[str]:
     return [f"model={checkpoint}", "max_new_tokens=6", "device=cpu", "stop=none"]
 
 
+def fitting(words: list[str], said: Sequence[str]) -> list[str]:
+    """All words of a command line; the length of an answer is not given where its gaps say it."""
+    gaps = any(word.startswith("infill=") for word in said)
+    return [*(word for word in words if not (gaps and word.startswith("max_new_tokens="))), *said]
+
+
 def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for said, begins, ends in (
         (["copy: Ada", "prefix=Ben, Ada", "suffix=, Cal"], "Ben,Ada", ",Cal"),
@@ -40,7 +46,7 @@ def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFix
         (["infill='Ben, {gap:2}, Cal'"], "Ben,", ",Cal"),
         (["--", "Ben, {gap:2}, Cal"], "Ben,", ",Cal"),
     ):
-        assert main([*words, "output=o.jsonl", *said]) == 0
+        assert main(fitting([*words, "output=o.jsonl"], said)) == 0
         out, err = capsys.readouterr()
         record = json.loads((tmp_path / "o.jsonl").read_text())
         whole = begins + "".join(record["gaps"]) + ends  # the tokenizer puts spaces between tokens
@@ -49,6 +55,8 @@ def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFix
         assert sum(step >= 0 for step in record["step_map"]) == record["tokens_per_forward"] * record["nfe"]
         assert "cut at max_new_tokens" not in err
     assert main([*words, "Ben{gap:2}"]) == 0 and "cut" not in capsys.readouterr().err, "it is as long as it says"
+    said = ["copy: Ada", "infill={gap:3}"]
+    assert main(fitting(words, said)) == 0 and "cut" not in capsys.readouterr().err, "nor is an answer that is a gap"
     assert main([*words, "copy: Ada", "prefix=Ben"]) == 0 and "cut at max_new_tokens" in capsys.readouterr().err
 
 
@@ -72,7 +80,9 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
     ("given", "said"),
     [
         (["Ben{gap}"], "prompt 1 has {gap}, and a gap is written with its number of tokens"),
-        (["infill=Ben"], "prompt 1 has no gap, so there is nothing to generate"),
+        (["infill=Ben"], "dllm-sample: infill has no gap, so there is nothing to generate"),
+        (["copy: Ada", "infill={gap:0}Ada"], "dllm-sample: infill has {gap:0}, and a gap is written with its number"),
+        (["copy: Ada", "infill={gap:99999999}"], "infill has gaps of 99999999 tokens in all, more than the model's"),
         (["Ben{gap:2}", "prefix=Ada"], "prefix= would add to prompt 1, a text with gaps: write it there"),
         (["Ben", "infill=Ben{gap:2}", "suffix=Ada"], "suffix= and infill= both say what is given of an answer"),
         (["Ben{gap:2}", "infill=Ada{gap:1}"], "prompt 1 has a gap, and infill= takes it for something to be answered"),
@@ -85,9 +95,15 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
     ],
 )  # fmt: skip
 def test_what_is_refused(words: list[str], given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, *given]) == 2
+    assert main(fitting(words, given)) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("dllm-sample: ") and said in err and len(err.splitlines()) == 1
+
+
+def test_a_length_and_gaps_that_have_theirs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "copy: Ada", "infill={gap:9}"]) == 2
+    assert "max_new_tokens= and infill= both say how long an answer is" in capsys.readouterr().err
+    assert main([*words, "copy: Ada", "infill=null"]) == 0
 
 
 def lines(*given: str | type[BaseException]) -> Callable[[], str]:
@@ -134,6 +150,41 @@ def test_a_session(words: list[str], capsys: pytest.CaptureFixture[str], monkeyp
     assert capsys.readouterr().out.splitlines() == answers[-1:]
 
 
+def test_settings_that_no_prompt_could_have_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """When they are typed: those before stay in force."""
+    wrong = {
+        "infill={gap:0}Ada": "infill has {gap:0}, and a gap is written with its number",
+        "max_new_tokens=100000": "max_new_tokens=100000 leaves no room for a prompt",
+        "prefix=nobody": "prefix has 'nobody', which is not in this model's vocabulary",
+        "prefix=Ada infill=Ben{gap:2}": "prefix= and infill= both say what is given",
+        "blocks=full block_length=4": "leave one of them out, as block_length=null does",
+        "infill={gap:2} max_new_tokens=4": "both say how long an answer is",
+        "--inof": "unknown flag '--inof', did you mean '--info'",
+        "--info gide": "unknown group, option or plug-in 'gide', did you mean 'guide'",
+    }
+    assert interactive.session(words, lines(*wrong)) == 0
+    out, err = capsys.readouterr()
+    complaints = [line for line in err.splitlines() if line.startswith("dllm-sample: ")]
+    assert len(complaints) == len(wrong) and not out and "\nsettings: " not in err
+    for complaint, said in zip(complaints, wrong.values(), strict=True):
+        assert said in complaint
+
+
+def test_pages_and_endings_of_a_session(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for ending in ("quit", "exit"):
+        assert interactive.session(words, lines("--info stop", "help", "--version", ending, "copy: Ada")) == 0
+        out, err = capsys.readouterr()
+        assert not out and "Ctrl-D ends" in err and "dllm-sample 0." in err and "stop=NAME" in err
+
+
+def test_settings_that_are_taken_back(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = lines("prefix=Ben seed=3", "prefix=null", "temperature=1", "experiment=fast-dllm", "temperature=null")
+    assert interactive.session(words, said) == 0
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("settings: ")]
+    assert shown[0].endswith("stop=none prefix=Ben seed=3") and shown[1].endswith("stop=none seed=3")
+    assert shown[-1].endswith("seed=3 experiment=fast-dllm")
+
+
 def test_a_mistake_on_the_command_line_ends_it(words: list[str]) -> None:
     with pytest.raises(UserError, match="unknown scheduler 'fix'"):
         interactive.session([*words, "scheduler=fix"], lines())
@@ -168,6 +219,13 @@ def test_a_line_from_a_terminal_or_not(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("don't", []),
         ("infill=a b {gap:2} c", ["infill=a b {gap:2} c"]),
         ("suffix=', Ada' seed=1", ["suffix=, Ada", "seed=1"]),
+        ("infill=null prefix=null", ["infill=null", "prefix=null"]),
+        ("prefix=Dan, Cal scheduler=fixed seed=1", ["prefix=Dan, Cal", "scheduler=fixed", "seed=1"]),
+        ("prefix=a b  guide.regex.pattern='x y' suffix=c d", ["prefix=a b", "guide.regex.pattern=x y", "suffix=c d"]),
+        ("seed=1 suffix=, Ada", ["seed=1", "suffix=, Ada"]),
+        ("copy: Ada suffix=, Ada", []),
+        ("infill=f(a, seed=1, b={gap:1})", ["infill=f(a, seed=1, b={gap:1})"]),
+        ("infill=a other=1 {gap:1}", ["infill=a other=1 {gap:1}"]),
         ("x = 3", []),
         ("", []),
     ],
@@ -181,4 +239,8 @@ def test_later_settings_count() -> None:
     assert merged(old, ["scheduler=fixed", "seed=2"]) == [
         "guide=regex", "guide.regex.pattern=a", "scheduler=fixed", "seed=2",
     ]  # fmt: skip
+    assert merged(old, ["guide=none"]) == ["scheduler=threshold", "scheduler.threshold=0.5", "seed=1", "guide=none"]
+    assert merged(old, ["guide=[regex,top_k]"])[2:] == ["guide.regex.pattern=a", "seed=1", "guide=[regex,top_k]"]
+    assert merged(old, ["guide.pattern=b"])[3:] == ["seed=1", "guide.regex.pattern=b"]
+    assert merged([], ["scheduler.steps=3", "scheduler=fixed"]) == ["scheduler.steps=3", "scheduler=fixed"]
     assert merged(old, ["scheduler.threshold=0.7"])[-1] == "scheduler.threshold=0.7" and len(merged(old, ["a=1"])) == 6

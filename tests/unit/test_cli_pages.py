@@ -149,6 +149,8 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--info", "shceduler"], "unknown group, option or plug-in 'shceduler', did you mean 'scheduler'"),
+        (["--help", "nope=x"], "unknown group, option or plug-in 'nope'"),
+        (["--help", "schedular.steps=3"], "unknown group, option or plug-in 'schedular.steps', did you mean 'schedul"),
         (["--help", "scheduler=klas"], "unknown scheduler 'klas', did you mean 'klass'"),
     ],
 )

@@ -293,7 +293,7 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: Choices((1.5,)), "has 1.5, which is no text"),
         (lambda: Regex(""), "guide.regex.pattern must be a regular expression"),
         (lambda: JsonSchema().expressions(), "guide=json_schema needs a schema"),
-        (lambda: JsonSchema("nowhere.json"), "is no JSON, and no file that can be read"),
+        (lambda: JsonSchema("nowhere.json"), "no file that can be read: No such file or directory"),
         (lambda: JsonSchema("{"), "guide.json_schema.schema is not JSON"),
         (lambda: JsonSchema('{"type": "what"}').expressions(), "cannot be used as a form"),
         (lambda: JsonSchema({"type": "integer", "minimum": 3}).expressions(), "has 'minimum', which this guide"),

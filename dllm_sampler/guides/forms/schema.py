@@ -25,7 +25,8 @@ def schema_text(given: Any) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(
-                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read: {error}"
+                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read:"
+                f" {getattr(error, 'strerror', None) or error}"
             ) from None
     try:
         json.loads(text)
