@@ -17,7 +17,7 @@ from dllm_sampler.models.transformer import Transformer, TransformerConfig
 # Automata of forms stay in the checkout, not in a home folder.
 os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
 torch.set_num_threads(1)  # two workers share two cores, and the tests' tensors are small
-
+os.environ["OMP_NUM_THREADS"] = "1"  # so do the processes that tests start
 
 gc.disable()  # collecting tests imports half of Python: a quarter of that time went into looking for garbage
 
