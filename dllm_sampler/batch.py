@@ -161,9 +161,11 @@ class Reader:
         if engine.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
         # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
-        known = canvas.ids.masked_fill(noise, -1).gather(1, answer).tolist()
-        texts = [row[: row.index(-1)] if -1 in row else row for row in known]
-        heads = None if canvas.given is None else (canvas.given - canvas.first).tolist()  # what is given stays
+        known = canvas.ids.masked_fill(noise, -1).gather(1, answer)
+        head = torch.zeros_like(canvas.first) if canvas.given is None else canvas.given - canvas.first
+        rows = torch.cat([head[:, None], known], 1).tolist()
+        texts = [row[: row.index(-1)] if -1 in row else row for _, *row in rows]
+        heads = None if canvas.given is None else [row[0] for row in rows]  # what is given stays
         found = prompts.cut(texts, self.tokenizer, self.stop_strings, heads)
         hit = [not done and stopped for done, (_, stopped) in zip(state.done, found, strict=True)]
         if any(hit):

@@ -36,7 +36,7 @@ SCHEDULER = {
     "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
     "block_length": "It was made for blocks of one length.",
-    "horizon": "The model sees only so many columns from the first mask on.",
+    "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {
     "cache": {

@@ -57,10 +57,9 @@ class SlowFast(Threshold):
         """Masks of the block, or of the window in a fast phase."""
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
-        masks = canvas.masked & canvas.in_block() & (canvas.columns() < end)
-        query = Query.at(canvas, select.columns(masks, canvas.width))
-        limit = torch.where(fast > 0, given.shown(canvas, edge), canvas.end)
-        return replace(query, limit=limit) if self.truncate else query
+        masks = select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), canvas.width)
+        shown = torch.where(fast > 0, given.shown(canvas, edge), canvas.end) if self.truncate else None
+        return replace(Query.at(canvas, masks), limit=shown)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

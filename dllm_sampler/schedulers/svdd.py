@@ -38,8 +38,7 @@ class SoftValueGuided(Choosing):
         candidates: M, drafts of each step; 1 is the inner scheduler itself.
         alpha: temperature of the choice; 0 takes the highest value, the first one on a tie.
         value: of a candidate. `fill`: the reward of the answer so far, masks of its block filled with the model's best
-            tokens, later blocks left out. `masked`: the function judges the candidate itself, with the mask token at
-            its masks: a learned value, or the exact one.
+            tokens, later blocks left out. `masked`: of the candidate, masks included (a learned or an exact value).
     """
 
     inner: Scheduler = field(default_factory=FixedSteps)

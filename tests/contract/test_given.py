@@ -117,7 +117,7 @@ def test_in_flight(case: Case) -> None:
         assert (answer.nfe, answer.length) == (int(own.nfe[0]), int(own.lengths[0]))
 
 
-# What was an answer of a form need not be one of another length.
+# An answer that has a form may lose it when its length changes.
 ALONE = [case for case in CASES if case.toy != "causal" and case.guide["name"] not in (*FORMS, "grammar")]
 
 
