@@ -36,6 +36,7 @@ SCHEDULER = {
     "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
     "block_length": "It was made for blocks of one length.",
+    "scope": "It needs more than the logits of one block: see docs/engines.md.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {

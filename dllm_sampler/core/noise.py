@@ -53,13 +53,6 @@ def hashed(seeds: Tensor, steps: Tensor, positions: Tensor, stream: int) -> Tens
     return _mix64(_row_key(seeds, steps, stream)[:, None] + positions * -0x61C8864680B583EB)
 
 
-def answer_keys(canvas: Canvas, answers: Answers) -> Tensor:
-    """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
-    row = answers.row
-    keys = _row_key(canvas.row_seed[row], answers.step(canvas), TOKENS)
-    return _mix64(keys + answers.position * -0x61C8864680B583EB)
-
-
 def unit(keys: Tensor) -> Tensor:
     """`[...] float64` uniform in (0, 1) of `keys [...] int64`."""
     return ((keys & 0xFFFFFFFFFFFF).double() + 0.5) * 2.0**-48
@@ -85,27 +78,40 @@ def token_noise(keys: Tensor, vocab: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CounterNoise:
-    """Counter-based noise: the same numbers for a row whatever else is in the batch."""
+    """Counter-based noise: the same numbers for a row whatever else is in the batch.
+
+    Args:
+        begin: `[B]` where the canvas begins in its row, for a canvas that is one block of it; None: at its first
+            column.
+    """
+
+    begin: Tensor | None = field(default=None, kw_only=True)
+
+    def keys(self, canvas: Canvas, answers: Answers) -> Tensor:
+        """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
+        row, position = answers.row, answers.position
+        position = position if self.begin is None else position + self.begin[row]
+        keys = _row_key(canvas.row_seed[row], answers.step(canvas), TOKENS)
+        return _mix64(keys + position * -0x61C8864680B583EB)
 
     def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return token_noise(answer_keys(canvas, answers), vocab)
+        return token_noise(self.keys(canvas, answers), vocab)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
         """See `Noise.order`."""
-        return gumbel(self._unit(canvas, positions, ORDER))
+        return gumbel(unit(self._key(canvas, positions, ORDER)))
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
         """See `Noise.uniform`."""
-        return self._unit(canvas, positions, UNIFORM)
+        return unit(self._key(canvas, positions, UNIFORM))
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         """See `Noise.ids`."""
-        return ((key(canvas, positions, IDS) & 0x7FFFFFFF) * vocab) >> 31
+        return ((self._key(canvas, positions, IDS) & 0x7FFFFFFF) * vocab) >> 31
 
-    @staticmethod
-    def _unit(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
-        return unit(key(canvas, positions, stream))
+    def _key(self, canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
+        return key(canvas, positions if self.begin is None else positions + self.begin[:, None], stream)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,9 @@ class Traits:
     shared: bool = False  # it keeps something for the batch as a whole: no row can join one that runs
     ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
     block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
+    # What its rule rests on: the logits of one block; counts over the whole answer; or more of the model than logits of
+    # a block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
+    scope: Literal["block", "answer", "model"] = "block"
     horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
 
 

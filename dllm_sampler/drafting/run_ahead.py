@@ -63,7 +63,8 @@ class RunAhead(Around):
     @property
     def traits(self) -> Traits:
         """It drafts, and may commit more than the inner scheduler plans."""
-        return replace(super().traits, asks_block=False, plans=False, drafts=True, opens_ahead=self.eager)
+        own = replace(super().traits, asks_block=False, plans=False, drafts=True, opens_ahead=self.eager)
+        return replace(own, scope="model")
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`."""

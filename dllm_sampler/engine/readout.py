@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.draw import Draw
-from dllm_sampler.core.noise import CounterNoise, answer_keys
+from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Denoiser, Guide
+from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import measure
 from dllm_sampler.core.values import Canvas, Readout
@@ -21,6 +21,14 @@ from dllm_sampler.kernels.sampling import Sampling
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # the kernels measure these and confidence
 STORED = frozenset({"logits", "predictions"})  # the kernels can serve these only if logits are stored
 FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may list in `needs`
+
+
+class Head(Protocol):
+    """What makes logits of hidden states: a denoiser."""
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of `[..., D]`."""
+        ...
 
 
 class Rule(NamedTuple):
@@ -33,7 +41,7 @@ class Rule(NamedTuple):
 
 
 def predict(
-    denoiser: Denoiser,
+    denoiser: Head,
     hidden: Tensor,
     canvas: Canvas,
     answers: Answers,
@@ -78,7 +86,7 @@ def spread(found: Readout, answers: Answers) -> Readout:
     return replace(found, **tensors)
 
 
-def joined(denoiser: Denoiser, rows: Tensor) -> Tensor | None:
+def joined(denoiser: Head, rows: Tensor) -> Tensor | None:
     """The head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
     weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
@@ -103,7 +111,7 @@ def _sampling(
         return None
     if needs & STORED and guide.measures:  # tempered logits are stored nowhere
         return None
-    return Sampling(mask_id, guide.temperature, guide.measures, answer_keys(canvas, answers), current)
+    return Sampling(mask_id, guide.temperature, guide.measures, canvas.noise.keys(canvas, answers), current)
 
 
 def read(

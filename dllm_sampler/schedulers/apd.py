@@ -73,7 +73,7 @@ class ParallelDecoding(Leftmost):
     @property
     def traits(self) -> Traits:
         """The verifier keeps what it read in a cache of its own, and reads from left to right."""
-        return replace(super().traits, static=False, shared=True, own_tokens=True, reads_ahead=False)
+        return replace(super().traits, static=False, shared=True, own_tokens=True, reads_ahead=False, scope="model")
 
     def init(self, canvas: Canvas) -> Carry:
         """What the verifier has read: nothing."""

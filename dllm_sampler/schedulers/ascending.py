@@ -7,6 +7,7 @@ import torch
 from dllm_sampler.core import given
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -18,6 +19,11 @@ class AscendingSteps(Scheduler):
     later blocks start with large steps; `blocks=ascending` are the published blocks, which each such step fills. The
     last of the floor(log2 G) steps commits all that is left.
     """
+
+    @property
+    def traits(self) -> Traits:
+        """It counts the steps of the whole generation."""
+        return Traits(scope="answer")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

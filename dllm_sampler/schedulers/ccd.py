@@ -68,7 +68,8 @@ class Coherent(Scheduler):
         left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         share, plan = even_share(canvas, self.steps, carry[3], left)
         late = left <= self.late * (canvas.stop - canvas.start)
-        line = torch.minimum(carry[2].masked_fill(late, 1) + 1, share + (share * self.expand).long())
+        short = late | (canvas.age == 0)  # a line does not go on in the next block
+        line = torch.minimum(carry[2].masked_fill(short, 1) + 1, share + (share * self.expand).long())
         grows = canvas.age >= self.warmup - 1  # [B] nothing is expected before a first line stood behind
         line = line.where(grows, 1)
 

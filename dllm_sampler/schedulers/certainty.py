@@ -1,7 +1,7 @@
 """Certainty prior: positions among committed ones come first."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_positive
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -33,6 +34,11 @@ class CertaintyPrior(FixedSteps):
         check_positive("scheduler.sigma", self.sigma, "a number of positions")
         if self.score == "entropy":
             raise UserError("scheduler.score=entropy cannot be scaled by a density: use confidence or margin")
+
+    @property
+    def traits(self) -> Traits:
+        """The density looks over the whole generation."""
+        return replace(super().traits, scope="answer")
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `FixedSteps.rate`."""

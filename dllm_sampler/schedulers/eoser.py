@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.core import given
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
@@ -57,6 +57,11 @@ class Eoser(Around):
                 f"scheduler=eoser scales confidences, and {inner} with these settings does not look at them: use"
                 " another scheduler inside, fixed or threshold say"
             )
+
+    @property
+    def traits(self) -> Traits:
+        """Its factor depends on the progress of the whole generation."""
+        return replace(super().traits, scope="answer") if self.inner.traits.scope == "block" else super().traits
 
     def bind(self, context: Context) -> Self:
         """Take the end token."""

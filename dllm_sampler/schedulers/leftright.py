@@ -27,7 +27,9 @@ class Leftmost(Scheduler):
     @property
     def traits(self) -> Traits:
         """It goes by place: a mask that is passed over would break the order."""
-        return Traits(asks_block=False, exact=True, ranks_by_confidence=False, horizon=self.max_lookahead)
+        scope = "block" if self.max_lookahead is None else "model"
+        horizon = self.max_lookahead
+        return Traits(asks_block=False, exact=True, ranks_by_confidence=False, horizon=horizon, scope=scope)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, beyond which nothing is seen."""

@@ -69,7 +69,7 @@ class SoftValueGuided(Choosing):
         """It reads the device in each step, and with `value=fill` asks about drafts."""
         if self.candidates == 1:
             return super().traits
-        own = replace(super().traits, static=False, asks_block=False, uniform=False)
+        own = replace(super().traits, static=False, asks_block=False, uniform=False, scope="model")
         return replace(own, drafts=True, plans=False) if self.looks_ahead else own
 
     def bind(self, context: Context) -> Self:

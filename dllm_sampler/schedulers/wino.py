@@ -48,7 +48,7 @@ class Wino(Renoising):
     @property
     def traits(self) -> Traits:
         """Shadows see every column and take tokens back."""
-        return Traits(asks_block=False, whole=True, leave_one_out=True, revises=self.back > 0)
+        return Traits(asks_block=False, whole=True, leave_one_out=True, revises=self.back > 0, scope="model")
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block, committed positions without their token."""

@@ -58,6 +58,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
 }
 
 OWN: dict[type[Around], dict[str, object]] = {
+    Eoser: {"scope": "answer"},  # a factor by the progress of the answer, unless the scheduler inside needs even more
     ForcedFirst: {"exact": True},  # the block's first position must be predicted
     StorePass: {"asks_block": False},  # forwards that only store ask nothing
     RunAhead: {
@@ -65,11 +66,13 @@ OWN: dict[type[Around], dict[str, object]] = {
         "plans": False,  # a forward may commit more than the inner scheduler's next step
         "drafts": True,
         "opens_ahead": False,  # it asks about the next block if `eager`, and only then
+        "scope": "model",  # several states in one forward
     },
     Choosing: {
         "static": False,  # a reward reads the device
         "asks_block": False,  # steps that are only looked at would be judged
         "uniform": False,  # masks are told apart by their token
+        "scope": "model",  # a reward judges whole answers
     },
     SoftValueGuided: {"drafts": True, "plans": False},  # it asks about candidates, and commits them a forward later
     PublishedEager: {"asks_block": False, "plans": False},  # it decodes by a rule of its own
@@ -103,7 +106,7 @@ def other(field: Any) -> Any:
     """Another value than the default."""
     if isinstance(field.default, bool):
         return not field.default
-    return "window" if field.name == "asks" else 6
+    return {"asks": "window", "scope": "model"}.get(field.name, 6)
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ def test_every_trait_is_handed_on_unless_the_wrapper_has_its_own(wrapper: type[A
             WRAPPERS[wrapper](inner)
         return
     own = {name: value for entry in inherited(OWN, wrapper) for name, value in entry.items()}
+    if field.name == "scope":
+        own["scope"] = "model"
     assert WRAPPERS[wrapper](inner).traits == replace(inner.traits, **own)
 
 

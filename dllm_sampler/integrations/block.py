@@ -1,0 +1,271 @@
+"""A scheduler on bare tensors: one block per row and the logits that some engine computed for it.
+
+Our loop, the forward and the cache belong to the engine. Letters: B rows, W positions of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler.core import select
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Query, Readout, Sizes
+from dllm_sampler.engine import readout
+from dllm_sampler.engine.plugins import Plugins, assemble
+from dllm_sampler.errors import UserError
+from dllm_sampler.kernels.backend import TORCH, Backend
+from dllm_sampler.naming import named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """What rows carry through their blocks. Every tensor in it has one row per row of the batch."""
+
+    canvas: Canvas  # `[B, W+1]`: the block, and the empty slot
+    carry: Carry  # of the scheduler
+
+
+class Decision(NamedTuple):
+    """What a forward changes."""
+
+    ids: Tensor  # [B, W] the block after it; what stands at noise has no meaning, unless noise are random tokens
+    noise: Tensor  # [B, W] bool: still to be decoded
+    commit: Tensor  # [B, W] bool: written by this step
+    token: Tensor  # [B, W] what the model would write at each position, as far as the scheduler asked; else `ids`
+    confidence: Tensor  # [B, W] float64 probability of `token`; 0 where the scheduler did not ask
+    over: Tensor  # [B] bool: the block is decoded
+    settled: Tensor  # [B] bool: it is, and this step wrote nothing: the forward has seen the final tokens
+    failed: Tensor  # [B] bool: the model returned no finite statistics; nothing is written to such a row
+
+
+class BlockRule:
+    """Decides what each forward over a block commits, as `Sampler` with the same scheduler does.
+
+    It holds no state of a row. The scheduler sees the block as a whole answer: `scheduler.steps` are forwards per full
+    block, and rules that count over an answer (`Traits.scope`) count over the block, of which a warning tells.
+
+    Args:
+        scheduler: a name, a dict with `name` and settings, or a `Scheduler`.
+        spec: what the engine knows of the model, see `model`.
+        length: W, positions of a block.
+        guide, temperature, top_k, top_p: as `Sampler`'s.
+        compat: let the mask id be chosen, as published code does.
+        tokenizer: for guides that know text.
+        kernels: what reads out the logits.
+
+    Raises:
+        UserError: an unknown name, a wrong setting, or a scheduler that wants more than the logits of a block.
+    """
+
+    def __init__(
+        self,
+        scheduler: object,
+        spec: ModelSpec,
+        length: int,
+        *,
+        guide: object = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        compat: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        kernels: Backend = TORCH,
+    ):
+        self.plugins = assemble(
+            spec,
+            scheduler,
+            blocks={"name": "fixed", "length": length},
+            stop=None,
+            cache=None,
+            guide=guide,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            compat=compat,
+            tokenizer=tokenizer,
+        )
+        self.spec, self.length, self.kernels = spec, length, kernels
+        why = obstacle(self.plugins)
+        if why is not None:
+            raise UserError(why)
+        rule = self.plugins.scheduler
+        if rule.traits.scope == "answer":
+            warnings.warn(
+                f"scheduler={named(rule)} counts over an answer, and here over each block of {length} positions: its"
+                " tokens differ from those of Sampler",
+                stacklevel=2,
+            )
+        self.rule = readout.Rule(spec, self.plugins.guides, self.plugins.needs, compat)
+        self.asks = type(rule).ask is not Scheduler.ask  # it chooses what to ask; others judge the block as it lies
+
+    def open(self, ids: Tensor, noise: Tensor, frozen: Tensor) -> BlockState:
+        """The state of blocks before their first forward.
+
+        Args:
+            ids: `[B, W] int64` what stands there.
+            noise: `[B, W] bool` positions to be decoded.
+            frozen: `[B, W] bool` positions that may not be changed, a prompt's: the first ones of a block.
+        """
+        canvas = block(ids, noise, frozen, self.spec)
+        return BlockState(canvas, self.plugins.scheduler.init(canvas))
+
+    def decide(
+        self, state: BlockState, ids: Tensor, logits: Tensor, first: Tensor, step: Tensor, seed: Tensor
+    ) -> tuple[Decision, BlockState]:
+        """What one forward changes, and the state for the next. Nothing is read back from the device.
+
+        Args:
+            state: of rows whose blocks may differ in age.
+            ids: `[B, W] int64` what the forward saw.
+            logits: `[B, W, V]` of these positions, overwritten.
+            first: `[B] int64` column in its row, prompt included, at which each block begins.
+            step: `[B] int64` forwards that each row made before this one, those of earlier blocks included.
+            seed: `[B] int64` of each row. Noise depends on seed, step and column alone.
+        """
+        canvas, scheduler = self._seen(state.canvas, ids, first, step, seed), self.plugins.scheduler
+        query = scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
+        seen = self._read(canvas, query, logits)
+        edit, carry = scheduler.tell(canvas, query, seen, state.carry)
+        forbidden = self.spec.mask_id if self.plugins.compat else None
+        bad, edit = canvas.reject_nonfinite(
+            query.positions, edit, torch.zeros_like(canvas.step), seen.confidence, forbidden
+        )
+        after = canvas.apply(query.positions, edit)
+        over = after.block_over(edit) if edit.finish is None else after.block_over(edit) | edit.finish
+        over = over | canvas.done
+        ids = after.ids if self.spec.mask_id is None else after.ids.masked_fill(after.masked, self.spec.mask_id)
+        wrote = (ids != canvas.ids) | (after.masked != canvas.masked)  # [B, W+1]
+        decision = Decision(
+            ids=ids[:, :-1],
+            noise=after.masked[:, :-1],
+            commit=(wrote & ~after.masked)[:, :-1],
+            token=canvas.ids.scatter(1, query.positions, seen.token[:, 0])[:, :-1],
+            confidence=seen.confidence.new_zeros(ids.shape).scatter(1, query.positions, seen.confidence[:, 0])[:, :-1],
+            over=over,
+            settled=over & ~wrote.any(1),
+            failed=bad > 0,
+        )
+        after = replace(after, ids=ids, noise=CounterNoise())
+        return decision, BlockState(after.advance(torch.zeros_like(over), 0, over), carry)
+
+    def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
+        """`[B, W]` what the next forward is to see where noise are random tokens; arguments as `decide`'s."""
+        canvas = self._seen(state.canvas, state.canvas.ids[:, :-1], first, step, seed)
+        return canvas.renoised(self.spec.vocab_size).ids[:, :-1]
+
+    def _seen(self, canvas: Canvas, ids: Tensor, first: Tensor, step: Tensor, seed: Tensor) -> Canvas:
+        """The canvas as the forward saw it."""
+        ids = torch.cat([ids, canvas.ids[:, -1:]], 1)
+        masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.frozen
+        return replace(canvas, ids=ids, masked=masked, step=step, row_seed=seed, noise=CounterNoise(begin=first))
+
+    def _read(self, canvas: Canvas, query: Query, logits: Tensor) -> Readout:
+        """What the logits `[B, W, V]` say of the queried positions."""
+        if self.asks:
+            at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
+            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2]))
+        return readout.predict(_Given(), logits.flatten(0, 1), canvas, Answers.every(query), self.rule, self.kernels)
+
+
+class _Given:
+    """In place of a model: its logits are there already."""
+
+    @staticmethod
+    def head(hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` as they are."""
+        return hidden
+
+
+def _columns(canvas: Canvas) -> Tensor:
+    """`[B, W]` all columns of the block."""
+    return select.numbers(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
+
+
+def block(ids: Tensor, noise: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas:
+    """A canvas that is one block; arguments as `BlockRule.open`'s."""
+    batch, length = ids.shape
+
+    def slot(values: Tensor, empty: int | bool) -> Tensor:
+        return pad(values, (0, 1), value=empty)
+
+    zero = torch.zeros(batch, dtype=torch.long, device=ids.device)
+    start, end = frozen.long().cumprod(1).sum(1), zero + length
+    return Canvas(
+        ids=slot(ids, spec.pad_id),
+        masked=slot(noise, False),
+        frozen=slot(frozen, True),
+        first=start,
+        end=end,
+        start=start,
+        stop=end,
+        age=zero,
+        step=zero,
+        done=zero > 0,
+        nfe=zero,
+        computed=zero,
+        row_seed=zero,
+        new_tokens=end,
+        shortest=length,
+        longest=length,
+        padded=False,
+        sizes=Sizes(length, length, batch * length, batch * length, length, whole=True),
+        noise=CounterNoise(),
+        lookahead=end,
+        width=length,
+        grid=length,
+    )
+
+
+def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device: torch.device) -> ModelSpec:
+    """What a scheduler must know of a block-causal model that another engine runs."""
+    return ModelSpec(
+        vocab_size=vocab_size,
+        mask_id=mask_id,
+        eos_id=eos_id,
+        pad_id=eos_id,
+        max_positions=2**31 - 1,
+        num_layers=0,
+        num_kv_heads=0,
+        head_dim=0,
+        dtype=torch.float32,
+        device=device,
+        attention="block_causal",
+        block_length=length,
+    )
+
+
+def obstacle(plugins: Plugins) -> str | None:
+    """Why the logits of one block are not all that the plug-ins want; None: they are."""
+    rule, traits = plugins.scheduler, plugins.scheduler.traits
+    whole = [guide for guide in plugins.guides if guide.joint or guide.vetoes]
+    if whole:
+        return f"guide={named(whole[0])} says what form a whole answer has, and an engine shows one block of it"
+    if "hidden" in plugins.needs:
+        return f"scheduler={named(rule)} needs hidden states, and engines hand over logits only"
+    if traits.scope != "model":
+        return None
+    why = "it hides positions from the model"
+    if traits.leave_one_out:
+        why = "it adds shadow rows to the forward"
+    elif traits.drafts:
+        why = "it asks about several states in one forward"
+    elif traits.shared:
+        why = "it asks a second model"
+    elif not traits.static:
+        why = "it judges whole answers"
+    return (
+        f"scheduler={named(rule)} needs more than the logits of a block, which are all that an engine hands over:"
+        f" {why}; use another scheduler, threshold say"
+    )

@@ -1,0 +1,94 @@
+"""A scheduler in an engine of another decides what `Sampler` decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import UserError
+from dllm_sampler.integrations.block import BlockRule
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from tests import toys
+from tests.contract.cases import Settings, one_each
+from tests.integrations.engine import Request, serve
+
+LENGTH = toys.FILTER_BLOCK
+# Answers end on the grid, where an engine ends them; prompts end on it and inside a block.
+PROMPTS = [([5, 11, 3], 15), ([7, 1, 30, 22, 9, 14], 12), ([16, 2, 8], 9), ([4, 28, 13, 33, 2, 8, 1, 19, 5], 9)]
+PER_BLOCK = 4  # forwards, where a setting fixes their number
+
+
+def causal() -> TransformerDenoiser:
+    model = toys.denoiser("causal")
+    assert isinstance(model, TransformerDenoiser)
+    return model
+
+
+def rule(scheduler: object, **options: Any) -> BlockRule:
+    return BlockRule(scheduler, causal().spec, LENGTH, **options)
+
+
+def served(rule: BlockRule, arrivals: list[int] | None = None) -> list[Request]:
+    requests = [Request(prompt, tokens, seed) for seed, (prompt, tokens) in enumerate(PROMPTS)]
+    serve(rule, causal(), requests, arrivals or [0] * len(PROMPTS))
+    return requests
+
+
+def in_blocks(scheduler: Settings, tokens: int) -> Settings:
+    """The settings under which `Sampler` makes as many forwards as an engine with `PER_BLOCK` in a whole block."""
+    if "steps" not in scheduler:
+        return scheduler
+    published_by_block = scheduler["name"] in {"block_refine", "dynamic"}
+    return {**scheduler, "steps": PER_BLOCK if published_by_block else PER_BLOCK * tokens // LENGTH}
+
+
+@pytest.mark.parametrize("scheduler", one_each("scheduler"))
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_engine_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
+    traits = toys.sampler("causal", scheduler=scheduler, cache="none").plugins.scheduler.traits
+    if traits.scope == "model":
+        with pytest.raises(UserError, match=f"scheduler={scheduler['name']} needs more than the logits of a block"):
+            rule(scheduler)
+        return
+    mine = {**scheduler, "steps": PER_BLOCK} if "steps" in scheduler else scheduler
+    if traits.scope == "answer":
+        with pytest.warns(UserWarning, match=f"scheduler={scheduler['name']} counts over an answer"):
+            rule(mine)
+        return
+    answers = served(rule(mine, temperature=temperature), arrivals=[0, 2, 3, 0])
+    for seed, ((prompt, tokens), one) in enumerate(zip(PROMPTS, answers, strict=True)):
+        sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens), temperature=temperature)
+        alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[seed])
+        assert (one.answer, one.forwards) == (alone.tokens[0, -tokens:].tolist(), int(alone.nfe[0]))
+
+
+def test_only_rows_without_finite_logits_fail() -> None:
+    mine = rule("threshold")
+    ids = torch.full((3, LENGTH), toys.MASK)
+    frozen = torch.zeros_like(ids, dtype=torch.bool)
+    logits = torch.randn(3, LENGTH, toys.VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[1, 2] = torch.nan
+    zero = torch.zeros(3, dtype=torch.long)
+    decision, _ = mine.decide(mine.open(ids, ~frozen, frozen), ids, logits, zero, zero, zero)
+    assert decision.failed.tolist() == [False, True, False]
+    assert decision.commit.any(1).tolist() == [True, False, True]
+    assert torch.equal(decision.ids[1], ids[1])
+
+
+def test_a_decided_block_stays_as_it_is() -> None:
+    mine = rule({"name": "threshold", "threshold": 0.0})  # all in one forward
+    ids, frozen = torch.tensor([[5, *[toys.MASK] * 5]]), torch.tensor([[True, *[False] * 5]])
+    zero, logits = torch.zeros(1, dtype=torch.long), torch.randn(1, LENGTH, toys.VOCAB)
+    one, state = mine.decide(mine.open(ids, ~frozen, frozen), ids, logits, zero, zero, zero)
+    assert one.over.tolist() == [True] and one.settled.tolist() == [False]
+    assert one.commit.tolist() == [[False, *[True] * 5]] and int(one.ids[0, 0]) == 5
+    two, _ = mine.decide(state, one.ids, torch.randn_like(logits), zero, zero + 1, zero)
+    assert two.settled.tolist() == [True] and torch.equal(two.ids, one.ids) and not two.commit.any()
+
+
+@pytest.mark.parametrize("guide", [{"name": "choices", "choices": ["ab"]}, {"name": "grammar", "grammar": "json"}])
+def test_forms_of_whole_answers_are_refused(guide: Settings) -> None:
+    with pytest.raises(UserError, match=f"guide={guide['name']} says what form a whole answer has"):
+        rule("threshold", guide=guide, tokenizer=toys.tokenizer())
