@@ -31,9 +31,11 @@ def stacked(states: Sequence[State]) -> State:
         walk(state, leaves.__setitem__, "")
 
     def visit(path: str, leaf: Any) -> Any:
-        leaves = [one.get(path) for one in found]
-        if not isinstance(leaf, Tensor) or not all(isinstance(one, Tensor) for one in leaves):
-            return None if isinstance(leaf, Tensor) else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaves = [own for one in found if isinstance(own := one.get(path), Tensor)]
+        if len(leaves) < len(found):
+            return None
         shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in leaves), strict=True)]
         return torch.cat([one.expand(-1, *shape) for one in leaves])
 
