@@ -6,6 +6,7 @@ Our loop, the forward and the cache belong to the engine. Letters: B rows, W pos
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dllm_sampler.core import select
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -22,6 +24,7 @@ from dllm_sampler.core.values import Canvas, Query, Readout, Sizes
 from dllm_sampler.engine import readout
 from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
+from dllm_sampler.integrations.forms import OfAnswer
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.naming import named
 
@@ -35,6 +38,8 @@ class BlockState:
 
     canvas: Canvas  # `[B, W+1]`: the block, and the empty slot
     carry: Carry  # of the scheduler
+    before: Tensor | None = None  # [B, N] the answer in earlier blocks, for a guide on its form
+    count: Tensor | None = None  # [B] how many tokens that is
 
 
 class Decision(NamedTuple):
@@ -63,6 +68,7 @@ class BlockRule:
         guide, temperature, top_k, top_p: as `Sampler`'s.
         compat: let the mask id be chosen, as published code does.
         tokenizer: for guides that know text.
+        max_new_tokens: N, the length of an answer, which a guide on its form must know.
         kernels: what reads out the logits.
 
     Raises:
@@ -81,6 +87,7 @@ class BlockRule:
         top_p: float | None = None,
         compat: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        max_new_tokens: int | None = None,
         kernels: Backend = TORCH,
     ):
         self.plugins = assemble(
@@ -96,10 +103,18 @@ class BlockRule:
             compat=compat,
             tokenizer=tokenizer,
         )
-        self.spec, self.length, self.kernels = spec, length, kernels
+        self.spec, self.length, self.kernels, self.max_new_tokens = spec, length, kernels, max_new_tokens
         why = obstacle(self.plugins)
         if why is not None:
             raise UserError(why)
+        self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
+        if self.form is not None:
+            if max_new_tokens is None:
+                raise UserError(
+                    f"guide={named(self.form)} says what form a whole answer has, and must know how long that is: add"
+                    " max_new_tokens"
+                )
+            self.form.check_answer([FREE] * max_new_tokens)
         rule = self.plugins.scheduler
         if rule.traits.scope == "answer":
             warnings.warn(
@@ -110,16 +125,26 @@ class BlockRule:
         self.rule = readout.Rule(spec, self.plugins.guides, self.plugins.needs, compat)
         self.asks = type(rule).ask is not Scheduler.ask  # it chooses what to ask; others judge the block as it lies
 
-    def open(self, ids: Tensor, noise: Tensor, frozen: Tensor) -> BlockState:
+    def open(
+        self, ids: Tensor, noise: Tensor, frozen: Tensor, before: Sequence[Sequence[int]] | None = None
+    ) -> BlockState:
         """The state of blocks before their first forward.
 
         Args:
             ids: `[B, W] int64` what stands there.
             noise: `[B, W] bool` positions to be decoded.
             frozen: `[B, W] bool` positions that may not be changed, a prompt's: the first ones of a block.
+            before: tokens of each answer in earlier blocks, for a guide on its form; None: these are first blocks.
         """
         canvas = block(ids, noise, frozen, self.spec)
-        return BlockState(canvas, self.plugins.scheduler.init(canvas))
+        carry = self.plugins.scheduler.init(canvas)
+        if self.max_new_tokens is None:
+            return BlockState(canvas, carry)
+        known = [list(row)[: self.max_new_tokens] for row in before or [[]] * len(ids)]
+        filled = [row + [0] * (self.max_new_tokens - len(row)) for row in known]
+        return BlockState(
+            canvas, carry, *(torch.tensor(one, device=ids.device) for one in (filled, [len(row) for row in known]))
+        )
 
     def decide(
         self, state: BlockState, ids: Tensor, logits: Tensor, first: Tensor, step: Tensor, seed: Tensor
@@ -136,7 +161,7 @@ class BlockRule:
         """
         canvas, scheduler = self._seen(state.canvas, ids, first, step, seed), self.plugins.scheduler
         query = scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
-        seen = self._read(canvas, query, logits)
+        seen = self._read(canvas, query, logits, state)
         edit, carry = scheduler.tell(canvas, query, seen, state.carry)
         forbidden = self.spec.mask_id if self.plugins.compat else None
         bad, edit = canvas.reject_nonfinite(
@@ -158,7 +183,7 @@ class BlockRule:
             failed=bad > 0,
         )
         after = replace(after, ids=ids, noise=CounterNoise())
-        return decision, BlockState(after.advance(torch.zeros_like(over), 0, over), carry)
+        return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)
 
     def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
         """`[B, W]` what the next forward is to see where noise are random tokens; arguments as `decide`'s."""
@@ -171,12 +196,16 @@ class BlockRule:
         masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.frozen
         return replace(canvas, ids=ids, masked=masked, step=step, row_seed=seed, noise=CounterNoise(begin=first))
 
-    def _read(self, canvas: Canvas, query: Query, logits: Tensor) -> Readout:
+    def _read(self, canvas: Canvas, query: Query, logits: Tensor, state: BlockState) -> Readout:
         """What the logits `[B, W, V]` say of the queried positions."""
         if self.asks:
             at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
             logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2]))
-        return readout.predict(_Given(), logits.flatten(0, 1), canvas, Answers.every(query), self.rule, self.kernels)
+        rule = self.rule
+        if state.before is not None and state.count is not None and self.spec.mask_id is not None:
+            about = state.before, state.count, self.spec.mask_id
+            rule = rule._replace(guides=tuple(OfAnswer(one, *about) if one.joint else one for one in rule.guides))
+        return readout.predict(_Given(), logits.flatten(0, 1), canvas, Answers.every(query), rule, self.kernels)
 
 
 class _Given:
@@ -249,9 +278,11 @@ def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device
 def obstacle(plugins: Plugins) -> str | None:
     """Why the logits of one block are not all that the plug-ins want; None: they are."""
     rule, traits = plugins.scheduler, plugins.scheduler.traits
-    whole = [guide for guide in plugins.guides if guide.joint or guide.vetoes]
-    if whole:
-        return f"guide={named(whole[0])} says what form a whole answer has, and an engine shows one block of it"
+    for guide in plugins.guides:
+        if guide.vetoes:
+            return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
+        if guide.forms:
+            return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
     if "hidden" in plugins.needs:
         return f"scheduler={named(rule)} needs hidden states, and engines hand over logits only"
     if traits.scope != "model":
