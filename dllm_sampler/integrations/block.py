@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dllm_sampler.core import select
 from dllm_sampler.core.given import FREE
@@ -20,11 +19,13 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Readout, Sizes
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.engine import readout
-from dllm_sampler.engine.plugins import Plugins, assemble
+from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UserError
+from dllm_sampler.integrations.canvas import block
 from dllm_sampler.integrations.forms import OfAnswer
+from dllm_sampler.integrations.scope import obstacle
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.naming import named
 
@@ -222,41 +223,6 @@ def _columns(canvas: Canvas) -> Tensor:
     return select.numbers(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
 
 
-def block(ids: Tensor, noise: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas:
-    """A canvas that is one block; arguments as `BlockRule.open`'s."""
-    batch, length = ids.shape
-
-    def slot(values: Tensor, empty: int | bool) -> Tensor:
-        return pad(values, (0, 1), value=empty)
-
-    zero = torch.zeros(batch, dtype=torch.long, device=ids.device)
-    start, end = frozen.long().cumprod(1).sum(1), zero + length
-    return Canvas(
-        ids=slot(ids, spec.pad_id),
-        masked=slot(noise, False),
-        frozen=slot(frozen, True),
-        first=start,
-        end=end,
-        start=start,
-        stop=end,
-        age=zero,
-        step=zero,
-        done=zero > 0,
-        nfe=zero,
-        computed=zero,
-        row_seed=zero,
-        new_tokens=end,
-        shortest=length,
-        longest=length,
-        padded=False,
-        sizes=Sizes(length, length, batch * length, batch * length, length, whole=True),
-        noise=CounterNoise(),
-        lookahead=end,
-        width=length,
-        grid=length,
-    )
-
-
 def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device: torch.device) -> ModelSpec:
     """What a scheduler must know of a block-causal model that another engine runs."""
     return ModelSpec(
@@ -272,31 +238,4 @@ def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device
         device=device,
         attention="block_causal",
         block_length=length,
-    )
-
-
-def obstacle(plugins: Plugins) -> str | None:
-    """Why the logits of one block are not all that the plug-ins want; None: they are."""
-    rule, traits = plugins.scheduler, plugins.scheduler.traits
-    for guide in plugins.guides:
-        if guide.vetoes:
-            return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
-        if guide.forms:
-            return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
-    if "hidden" in plugins.needs:
-        return f"scheduler={named(rule)} needs hidden states, and engines hand over logits only"
-    if traits.scope != "model":
-        return None
-    why = "it hides positions from the model"
-    if traits.leave_one_out:
-        why = "it adds shadow rows to the forward"
-    elif traits.drafts:
-        why = "it asks about several states in one forward"
-    elif traits.shared:
-        why = "it asks a second model"
-    elif not traits.static:
-        why = "it judges whole answers"
-    return (
-        f"scheduler={named(rule)} needs more than the logits of a block, which are all that an engine hands over:"
-        f" {why}; use another scheduler, threshold say"
     )
