@@ -120,7 +120,8 @@ def read(
         hidden: `[R, D]`, passed on where it is needed.
 
     Returns:
-        `[B, K, Q]` statistics; 0 where nothing is answered.
+        `[B, K, Q]` statistics; 0 where nothing is answered. Confidence is NaN where the model or a guide left NaN, +inf
+        or no finite logit.
     """
     spec, guides, needs, allow_mask = rule
     if spec.mask_id is not None and not allow_mask:
@@ -135,7 +136,10 @@ def read(
     draw = Draw.of(guides, canvas, answers, spec.vocab_size)
     law = any(guide.joint and guide.measures for guide in guides)
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
-    seen = measure(measured, draw.chosen(logits), answers.pick(answers.query.ids), needs, hidden)
+    token, sound = draw.chosen(logits)
+    seen = measure(measured, token, answers.pick(answers.query.ids), needs, hidden)
+    if guides:  # without, what is measured is what is chosen from, and tells it already
+        seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
     seen = seen if bound is None else _tied(seen, bound, logits.dtype)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
     return replace(seen, draw=draw) if "draw" in needs else seen
