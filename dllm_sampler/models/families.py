@@ -14,13 +14,14 @@ from torch import Tensor
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, shown
+from dllm_sampler.models.fields import Fields
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
 
 def _read_llada(fields: Fields) -> TransformerConfig:
     width, heads = fields.size("d_model"), fields.size("n_heads")
+    fields.size("vocab_size", default=1)  # looked at also where embedding_size, which is padded, decides
     everyone = 1 if fields.flag("multi_query_attention", False) else heads  # the older way to say one key head
     return TransformerConfig(
         vocab_size=fields.size("embedding_size", "vocab_size"),
@@ -31,7 +32,7 @@ def _read_llada(fields: Fields) -> TransformerConfig:
         num_kv_heads=fields.size("n_kv_heads", default=everyone),
         head_dim=fields.head_dim(width, heads),
         rope_theta=_whole_rope(fields),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        norm_eps=fields.eps(1e-5),
         max_positions=fields.length("max_sequence_length", default=1024),
         qkv_bias=fields.flag("include_qkv_bias", False),
         tie_embeddings=fields.flag("weight_tying", True),
@@ -47,7 +48,7 @@ def _read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
         "num_layers": fields.depth("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": fields.size("num_key_value_heads", default=heads),
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "norm_eps": fields.eps(1e-6),
         "max_positions": fields.length("max_position_embeddings", default=32_768),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }
@@ -82,7 +83,7 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
         rope_theta=theta,
         rotary_dim=rotary_dim,
         intermediate_size=fields.size("dense_intermediate_size", default=expert),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
+        norm_eps=fields.eps(1e-5),
         max_positions=fields.length("max_position_embeddings", default=4096),
         qkv_bias=fields.flag("attention_bias", False),
         o_bias=fields.flag("attention_bias", False),
@@ -122,7 +123,7 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
             groups=fields.size("n_group", default=1),
             top_groups=fields.size("topk_group", default=1),
             normalise=True,
-            scale=fields.number("routed_scaling_factor", 1.0),
+            scale=fields.number("routed_scaling_factor", 1.0, most=1e4),
             bias=True,
         ),
     )
@@ -157,10 +158,11 @@ def _own_head_dim(fields: Fields) -> int:
 def _rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | None]:
     """The base of rotary positions, and how many dimensions of a head they turn (None: all)."""
     theta, part = fields.rope(partial=default)
-    size = int(head_dim * part)
-    if size % 2 or not 0 < size <= head_dim:
-        dimensions = shown(size)
-        raise UserError(f"{fields.source}: partial_rotary_factor leaves {dimensions} of {head_dim} dimensions to turn")
+    size = int(head_dim * part) if part <= 1 else 0
+    if size % 2 or not size:
+        raise UserError(
+            f"{fields.source}: partial_rotary_factor = {part:g} leaves no even number of a head's {head_dim} dimensions"
+        )
     return theta, None if size == head_dim else size
 
 

@@ -72,7 +72,7 @@ class Family:
         if self.block_length is not None:
             length = self.block_length(fields)
             if length > config.max_positions:
-                raise UserError(f"{source}: blocks of {length} tokens are longer than {config.max_positions} positions")
+                raise UserError(f"{source}: blocks of {length} tokens do not fit a context of {config.max_positions}")
         fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
             raise UserError(f"{source}: {config.num_heads} heads do not share {config.num_kv_heads} key heads evenly")

@@ -31,6 +31,8 @@ COMPUTES = re.compile(
     r"|recur|loop|gate|memory|sparse|factor|latent|ssm|mixer"
 )
 ROPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})  # what a field of rotary positions says
+LONGEST = 2**30  # tokens of a context
+HIGHEST_BASE = 1e15  # of rotary positions; published ones end at 1e8
 SHARED = 1000  # layers that may share their tensors
 BOTH = ("rope_parameters", "rope_scaling")  # transformers 5 and 4
 
@@ -73,8 +75,11 @@ class Fields:
         return value
 
     def length(self, *keys: str, default: int) -> int:
-        """The first of `keys` that is set, a positive whole number of tokens: no tensor bounds it."""
-        return Fields(self.raw, self.source, read=self.read).size(*keys, default=default)
+        """The first of `keys` that is set, a positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
+        value = Fields(self.raw, self.source, read=self.read).size(*keys, default=default)
+        if value > LONGEST:
+            raise UserError(f"{self.source}: {keys[0]} should be at most {LONGEST}, not {shown(value)}")
+        return value
 
     def head_dim(self, width: int, heads: int) -> int:
         """Width of a head where the stream is cut into heads evenly: an even number, since rotary turns pairs."""
@@ -82,9 +87,13 @@ class Fields:
             raise UserError(f"{self.source}: a width of {width} cannot be cut into {heads} heads of even width")
         return width // heads
 
-    def number(self, key: str, default: float) -> float:
-        """A positive finite number."""
-        return self._number(key, self.get(key, default))
+    def number(self, key: str, default: float, most: float = float_info.max) -> float:
+        """A positive finite number, at most `most`."""
+        return self._number(key, self.get(key, default), most)
+
+    def eps(self, default: float) -> float:
+        """What the norms add to a mean square: more than 1 would be most of it."""
+        return self.number("rms_norm_eps", default, most=1)
 
     def count(self, *keys: str, default: int = 0) -> int:
         """The first of `keys` that is set, a whole number from 0 on that the checkpoint's tensors have room for."""
@@ -116,7 +125,10 @@ class Fields:
             inside = self.get(where, {})
             kind = inside.get("rope_type", inside.get("type")) if isinstance(inside, dict) else inside
             if kind not in (None, "default"):
-                raise UserError(f"{self.source}: scaled rotary positions are not implemented, {where} should be null")
+                raise UserError(
+                    f"{self.source}: {where} asks for scaled rotary positions, which are not implemented: it should be"
+                    " null"
+                )
             for key, value in inside.items():
                 if key not in ROPE and not neutral(key, value):
                     raise UserError(
@@ -131,6 +143,8 @@ class Fields:
         theta, partial = (
             next(iter(said[name].values()), default) for name, default in zip(said, (theta, partial), strict=True)
         )
+        if not 1 < theta <= HIGHEST_BASE:
+            raise UserError(f"{self.source}: rope_theta should be above 1, at most {HIGHEST_BASE:g}, not {theta:g}")
         return theta, partial
 
     def refuse_rest(self, family: str, ignored: Iterable[str]) -> None:
@@ -174,10 +188,11 @@ class Fields:
             )
         return value
 
-    def _number(self, key: str, value: Any) -> float:
+    def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
         real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not 0 < value <= float_info.max:
-            raise UserError(f"{self.source}: {key} should be a positive number, not {shown(value)}")
+        if not real or not 0 < value <= most:
+            limit = "" if most == float_info.max else f" of at most {most:g}"
+            raise UserError(f"{self.source}: {key} should be a positive number{limit}, not {shown(value)}")
         return float(value)
 
 

@@ -107,7 +107,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise UserError(f"transformers cannot load {folder} as {what} ({reason})") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])

@@ -22,7 +22,7 @@ from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, check_numbers
+from dllm_sampler.models.fields import Fields, check_numbers, shown
 from dllm_sampler.models.transformer import Transformer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -156,7 +156,7 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     if kind == diffusion_gemma.MODEL_TYPE or huggingface.knows(kind):
         return None
     raise UserError(
-        f"{folder / 'config.json'}: unknown architecture {kind!r}; known are {_known()}, and every masked language"
+        f"{folder / 'config.json'}: unknown architecture {shown(kind)}; known are {_known()}, and every masked language"
         " model of transformers"
     )
 
@@ -234,6 +234,8 @@ def _denoiser(
         sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
             value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, bool):
+                raise UserError(f"{folder}: {name} should be a token's number, not {shown(value)}")
             if isinstance(value, int):
                 return value
         return None

@@ -52,10 +52,9 @@ def test_logits(name: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_row_in_a_batch_is_the_row_alone_in_float64(name: str):
-    wanted = {"max_new_tokens": 24, "seed": 0}
-    batch = sampler(name, torch.float64).generate(PROMPTS, **wanted)
+    batch = sampler(name, torch.float64).generate(PROMPTS, max_new_tokens=24, seed=0)
     for row, prompt in enumerate(PROMPTS):
-        alone = sampler(name, torch.float64).generate([prompt], **wanted | {"seed": row})
+        alone = sampler(name, torch.float64).generate([prompt], max_new_tokens=24, seed=row)
         assert torch.equal(alone.tokens[0], batch.tokens[row])
         assert torch.equal(alone.trace.generated[0], batch.trace.generated[row])
 
