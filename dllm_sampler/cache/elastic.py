@@ -51,7 +51,8 @@ class ElasticCache(BaseCache):
     a row refreshes: the one cache that reads inside a step.
 
     Args:
-        gamma: similarity below which deeper layers are refreshed; -1: never, above 1: always.
+        gamma: similarity below which deeper layers are refreshed; -1: never, 1: wherever attention has moved, above 1:
+            always.
         window: leftmost masks that are predicted.
         track: tokens tracked per layer.
         block_caching: leave the masks behind the window as they were last computed.
@@ -203,10 +204,11 @@ class ElasticCache(BaseCache):
         return self.queries[index].gather(1, at).transpose(1, 2)
 
     def similarity(self, before: Tensor, now: Tensor, plan: ElasticPlan) -> Tensor:
-        """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are."""
+        """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are: the mean cosine."""
         real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
-        before, now = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (before, now))
-        alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
+        before, now = (F.normalize(a.to(torch.promote_types(a.dtype, torch.float32)), dim=-1) for a in (before, now))
+        # The cosine without its cancellation: that of maps which did not move is 1, whatever else is in the batch.
+        alike = (1 - (before - now).square().sum(-1) / 2).mean(1).double()  # [B, T]
         return (alike * real).sum(1) / real.sum(1)
 
     def most_attended(self, weights: Tensor, plan: ElasticPlan) -> Tensor:

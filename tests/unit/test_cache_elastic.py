@@ -301,3 +301,19 @@ def test_who_must_hear_of_every_mask_is_refused(scheduler: str, cache: str) -> N
     sentence = rf"needs a prediction at every position .*cache={cache} chooses.*: use cache=dual"
     with pytest.raises(UserError, match=sentence):
         run(cache, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(("shift", "window", "seed"), [(False, 2, 9), (True, 4, 6), (True, 2, 1)])
+def test_unmoved_attention_is_no_reason_whatever_else_is_in_the_batch(shift: bool, window: int, seed: int) -> None:
+    """The cosine of a map with itself is 1 or the number before it: at gamma 1 that decided which layers to refresh."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(34, (size,), generator=generator).tolist() for size in (19, 3, 11)]
+    cache = {"name": "elastic", "gamma": 1.0, "window": window, "block_caching": False}
+    made = Sampler(network(2, shift), cache=cache, scheduler="fixed", blocks="full", stop="none")
+    batch = made.generate(prompts, max_new_tokens=12)
+    for row, prompt in enumerate(prompts):
+        alone = made.generate([prompt], max_new_tokens=12, seed=row)
+        assert torch.equal(alone.trace.rows[0], batch.trace.rows[row])
+        torch.testing.assert_close(
+            alone.trace.logprob[0][alone.trace.origin :], batch.trace.logprob[row][batch.trace.origin :]
+        )
