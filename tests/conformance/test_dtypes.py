@@ -14,6 +14,7 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.engine import layout
 from dllm_sampler.models.loading import load
 from tests import toys
+from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
@@ -42,8 +43,7 @@ def logits(name: str, dtype: torch.dtype) -> Tensor:
     return plan.answers.spread(denoiser.head(hidden))[:, 0]
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), crossed(FAMILIES, list(CLOSE)))
 def test_logits(name: str, dtype: torch.dtype):
     found, plain = logits(name, dtype), logits(name, torch.float32)
     assert found.isfinite().all()
@@ -59,7 +59,6 @@ def test_a_row_in_a_batch_is_the_row_alone_in_float64(name: str):
         assert torch.equal(alone.trace.generated[0], batch.trace.generated[row])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), crossed(FAMILIES, [torch.float16, torch.bfloat16], together=0))
 def test_half_precision_generates(name: str, dtype: torch.dtype):
     assert sampler(name, dtype).generate(PROMPTS, max_new_tokens=16).complete.all()
