@@ -17,6 +17,7 @@ from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.statistics import significant
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -215,6 +216,8 @@ class ElasticCache(BaseCache):
         """`[B, L+1] bool` the decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
         real = (plan.watched < plan.chosen.shape[1] - 1).to(weights.dtype)[:, None, :, None]
         mass = (weights * real).sum((1, 2)).double()  # [B, S]
+        # Where an end token's embedding is 0, as padding's is, the first layer looks at all end tokens alike.
+        mass = significant(mass, weights.dtype)
         mass = F.pad(mass, (0, plan.known.shape[1] - mass.shape[1]))
         return select.top(mass, plan.known, torch.full_like(self.refresh_from, self.track))
 

@@ -162,6 +162,20 @@ def argmax(logits: Tensor) -> Tensor:
     return tile * TILE + inside.argmax(-1)
 
 
+def digits(dtype: torch.dtype) -> int:
+    """Decimal digits that sums of numbers of `dtype` agree on, in whatever order they are summed."""
+    return 9 if dtype == torch.float64 else 5
+
+
+def significant(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values`, sums in `dtype`, rounded to the `digits` that mean something, so that equal ones tie.
+
+    The others must not rank them, since they differ between a batch and a row alone.
+    """
+    mantissa, exponent = values.frexp()  # not by a number of decimals: the smallest must not become 0
+    return torch.ldexp(mantissa.round(decimals=digits(dtype)), exponent)
+
+
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """`logits / temperature` in float32 or float64: half precision has no room for quotients by a small temperature.
 

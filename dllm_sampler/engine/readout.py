@@ -13,7 +13,7 @@ from dllm_sampler.core.noise import CounterNoise, answer_keys
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Denoiser, Guide
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.statistics import measure
+from dllm_sampler.core.statistics import digits, measure, significant
 from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.kernels.sampling import Sampling
@@ -151,9 +151,7 @@ def _tied(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
     Tokens of which each makes the other certain have equal probabilities, but for rounding errors. These must not rank
     them, since they differ between a batch and a row alone.
     """
-    digits = 9 if dtype == torch.float64 else 5
     parts = {name: getattr(seen, name) for name in ("margin", "gap", "entropy", "current")}
-    parts = {name: (one, one.round(decimals=digits)) for name, one in parts.items() if one is not None}
-    mantissa, exponent = seen.confidence.frexp()  # rounded by its first digits: the smallest must not become 0
-    parts["confidence"] = seen.confidence, torch.ldexp(mantissa.round(decimals=digits), exponent)
+    parts = {name: (one, one.round(decimals=digits(dtype))) for name, one in parts.items() if one is not None}
+    parts["confidence"] = seen.confidence, significant(seen.confidence, dtype)
     return replace(seen, **{name: torch.where(bound, rounded, one) for name, (one, rounded) in parts.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache as once
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,3 +318,23 @@ def test_unmoved_attention_is_no_reason_whatever_else_is_in_the_batch(shift: boo
         torch.testing.assert_close(
             alone.trace.logprob[0][alone.trace.origin :], batch.trace.logprob[row][batch.trace.origin :]
         )
+
+
+@pytest.mark.parametrize("columns", [21, 42, 61])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_columns_that_are_looked_at_alike_are_tracked_in_their_order(columns: int, dtype: torch.dtype) -> None:
+    """torch sums the last columns in another order, and how many those are depends on the batch.
+
+    End tokens are looked at alike in the first layer where their embedding is 0, as that of padding is.
+    """
+    cache, rows = ElasticCache(track=2), 7
+    cache.refresh_from = torch.zeros(1, dtype=torch.long)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.rand(1, 4, rows, 1, generator=generator, dtype=dtype).repeat(1, 1, 1, columns)
+        plan: Any = SimpleNamespace(
+            chosen=torch.ones(1, columns + 1, dtype=torch.bool),
+            known=torch.ones(1, columns + 1, dtype=torch.bool).index_fill(1, torch.tensor([0, 3, columns]), False),
+            watched=torch.arange(rows)[None],
+        )
+        assert cache.most_attended(weights, plan).nonzero()[:, 1].tolist() == [1, 2]
