@@ -1,8 +1,8 @@
 """Numbers that leave a model or a guide: extreme temperatures stay finite, and a guide's NaN or infinity is told."""
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -58,6 +58,8 @@ def test_a_falling_temperature_is_applied_in_float32():
     cold = LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, canvas, answers)
     assert cold.dtype == torch.float32
     torch.testing.assert_close(cold, torch.full_like(cold, 3e5))
+    over = replace(canvas, age=canvas.age + 9)  # the temperature has come down to 0
+    assert LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, over, answers).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -112,9 +114,15 @@ def test_a_guide_that_is_not_finite_is_told(value: float, how: dict[str, bool], 
     assert all(torch.equal(one.tokens, full.tokens[one.index]) for one in answers if one.index != 1)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_guide_before_a_form_that_is_not_finite_is_told(value: float):
-    guides = [Spoils(value), Regex("(?s).*")]
+class Cuts(Spoils):
+    """The same as a guide that keeps the likeliest tokens: a form may do without it where it leaves nothing."""
+
+    truncates: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize("spoils", [*map(Spoils, (math.nan, math.inf, -math.inf)), *map(Cuts, (math.nan, math.inf))])
+def test_a_guide_before_a_form_that_is_not_finite_is_told(spoils: Guide):
+    guides = [Temperature(1.0), spoils, Regex("(?s).*")]
     sampler = Sampler(toys.denoiser(), tokenizer=toys.tokenizer(), scheduler="fixed", stop="none", guide=guides)
     with pytest.raises(NotFiniteError, match="at step 3 for prompt 2"):
         sampler.generate(toys.PROMPTS[:3], max_new_tokens=6)
