@@ -234,8 +234,6 @@ def _denoiser(
         sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
             value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, bool):
-                raise UserError(f"{folder}: {name} should be a token's number, not {shown(value)}")
             if isinstance(value, int):
                 return value
         return None
