@@ -50,7 +50,7 @@ class RowError(UserError):
 
 
 class NotFiniteError(UserError):
-    """The model returned NaN or infinite logits.
+    """The model, or a guide that rewrote its logits, returned NaN, an infinite logit or no finite one.
 
     Attributes:
         step: the step (from 1) at which it happened.
@@ -65,7 +65,8 @@ class NotFiniteError(UserError):
     def __init__(self, step: int, rows: list[int]):
         which = ", ".join(map(str, rows))
         super().__init__(
-            f"the model returned NaN or infinite logits at step {step} for prompt {which}: generation stopped there;"
-            " check the weights and the dtype (float16 overflows where bfloat16 does not)"
+            f"the model or a guide returned NaN or infinite logits at step {step} for prompt {which}: generation"
+            " stopped there; check the weights, the dtype (float16 overflows where bfloat16 does not) and guides of"
+            " your own"
         )
         self.step, self.rows = step, rows

@@ -17,6 +17,7 @@ from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.statistics import significant
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -51,7 +52,8 @@ class ElasticCache(BaseCache):
     a row refreshes: the one cache that reads inside a step.
 
     Args:
-        gamma: similarity below which deeper layers are refreshed; -1: never, above 1: always.
+        gamma: similarity below which deeper layers are refreshed; -1: never, 1: wherever attention has moved, above 1:
+            always.
         window: leftmost masks that are predicted.
         track: tokens tracked per layer.
         block_caching: leave the masks behind the window as they were last computed.
@@ -203,16 +205,19 @@ class ElasticCache(BaseCache):
         return self.queries[index].gather(1, at).transpose(1, 2)
 
     def similarity(self, before: Tensor, now: Tensor, plan: ElasticPlan) -> Tensor:
-        """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are."""
+        """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are: the mean cosine."""
         real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
-        before, now = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (before, now))
-        alike = F.cosine_similarity(before, now, dim=-1).mean(1).double()  # [B, T]
+        before, now = (F.normalize(a.to(torch.promote_types(a.dtype, torch.float32)), dim=-1) for a in (before, now))
+        # The cosine without its cancellation: that of maps which did not move is 1, whatever else is in the batch.
+        alike = (1 - (before - now).square().sum(-1) / 2).mean(1).double()  # [B, T]
         return (alike * real).sum(1) / real.sum(1)
 
     def most_attended(self, weights: Tensor, plan: ElasticPlan) -> Tensor:
         """`[B, L+1] bool` the decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
         real = (plan.watched < plan.chosen.shape[1] - 1).to(weights.dtype)[:, None, :, None]
         mass = (weights * real).sum((1, 2)).double()  # [B, S]
+        # Where an end token's embedding is 0, as padding's is, the first layer looks at all end tokens alike.
+        mass = significant(mass, weights.dtype)
         mass = F.pad(mass, (0, plan.known.shape[1] - mass.shape[1]))
         return select.top(mass, plan.known, torch.full_like(self.refresh_from, self.track))
 

@@ -39,16 +39,24 @@ class Draw:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
-        return self.answers.spread(self.chosen(self.answers.pick(logits)))
+        return self.answers.spread(self.chosen(self.answers.pick(logits))[0])
 
-    def chosen(self, choice: Tensor) -> Tensor:
-        """`[R]` tokens chosen from `[R, V]`."""
+    def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """`[R]` tokens chosen from `[R, V]`, and `[R] bool` whether they could be.
+
+        No token can be chosen where the guides left a NaN, a +inf or no finite logit.
+        """
         joint, noise = next((guide for guide in self.guides if guide.joint), None), self._noise()
         choice, whole = self._rewritten(choice)
+        noised = _noised(choice, noise)
         if joint is None:
-            return argmax(_noised(choice, noise)[1])
+            token = argmax(noised[1])
+            # NaN and +inf are each the highest: the score of the choice alone tells whether the whole row is sound.
+            return token, noised[1].gather(-1, token[..., None])[..., 0].isfinite()
         rest = None if whole is choice else _noised(whole, noise)
-        return joint.choose(*_noised(choice, noise), rest, self.canvas, self.answers)
+        token = joint.choose(*noised, rest, self.canvas, self.answers)
+        # Where nothing is left of `choice`, the joint guide chooses by `whole`.
+        return token, (choice.amax(-1) < torch.inf) & whole.amax(-1).isfinite()
 
     def scores(self, logits: Tensor) -> Tensor:
         """`[B, K, Q, V]` of which a choice from `[B, K, Q, V]` is the best, without what a joint guide demands."""

@@ -12,6 +12,8 @@ from dllm_sampler.core.values import Readout
 TILE = 64  # divides the padded vocabularies of published checkpoints
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
+# Temperatures outside are brought to the nearer end: the quotients stay finite, and the law is the limit's already.
+COLDEST, HOTTEST = 1e-20, 1e20
 
 
 class Predictions(NamedTuple):
@@ -160,10 +162,37 @@ def argmax(logits: Tensor) -> Tensor:
     return tile * TILE + inside.argmax(-1)
 
 
-def tempered(logits: Tensor, temperature: float) -> Tensor:
-    """`logits / temperature`, the same on every device: a GPU's division by a number multiplies with its inverse."""
-    if logits.device.type == "cpu":
-        return logits / temperature
+def digits(dtype: torch.dtype) -> int:
+    """Decimal digits that sums of numbers of `dtype` agree on, in whatever order they are summed."""
+    return 9 if dtype == torch.float64 else 5
+
+
+def significant(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values`, sums in `dtype`, rounded to the `digits` that mean something, so that equal ones tie.
+
+    The others must not rank them, since they differ between a batch and a row alone.
+    """
+    mantissa, exponent = values.frexp()  # not by a number of decimals: the smallest must not become 0
+    return torch.ldexp(mantissa.round(decimals=digits(dtype)), exponent)
+
+
+def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """`logits / temperature` in float32 or float64: half precision has no room for quotients by a small temperature.
+
+    The same on every device: a GPU's division by a number multiplies with its inverse.
+
+    Args:
+        temperature: above 0; of all logits, or a tensor that broadcasts. Taken from `COLDEST` to `HOTTEST`.
+    """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    divisor = torch.full((), temperature, dtype=precise, device=logits.device)
-    return (logits.to(precise) / divisor).to(logits.dtype)
+    if isinstance(temperature, Tensor):
+        return logits.to(precise) / temperature.to(precise).clamp(COLDEST, HOTTEST)
+    divisor = bounded(temperature)
+    if logits.device.type == "cpu":
+        return logits.to(precise) / divisor
+    return logits.to(precise) / torch.full((), divisor, dtype=precise, device=logits.device)
+
+
+def bounded(temperature: float) -> float:
+    """A temperature above 0 as `tempered` takes it: from `COLDEST` to `HOTTEST`."""
+    return min(max(float(temperature), COLDEST), HOTTEST)

@@ -13,7 +13,7 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.statistics import measure
+from dllm_sampler.core.statistics import digits, measure, significant
 from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.kernels.sampling import Sampling
@@ -128,7 +128,8 @@ def read(
         hidden: `[R, D]`, passed on where it is needed.
 
     Returns:
-        `[B, K, Q]` statistics; 0 where nothing is answered.
+        `[B, K, Q]` statistics; 0 where nothing is answered. Confidence is NaN where the model or a guide left NaN, +inf
+        or no finite logit.
     """
     spec, guides, needs, allow_mask = rule
     if spec.mask_id is not None and not allow_mask:
@@ -143,7 +144,10 @@ def read(
     draw = Draw.of(guides, canvas, answers, spec.vocab_size)
     law = any(guide.joint and guide.measures for guide in guides)
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
-    seen = measure(measured, draw.chosen(logits), answers.pick(answers.query.ids), needs, hidden)
+    token, sound = draw.chosen(logits)
+    seen = measure(measured, token, answers.pick(answers.query.ids), needs, hidden)
+    if guides:  # without, what is measured is what is chosen from, and tells it already
+        seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
     seen = seen if bound is None else _tied(seen, bound, logits.dtype)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
     return replace(seen, draw=draw) if "draw" in needs else seen
@@ -155,9 +159,7 @@ def _tied(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
     Tokens of which each makes the other certain have equal probabilities, but for rounding errors. These must not rank
     them, since they differ between a batch and a row alone.
     """
-    digits = 9 if dtype == torch.float64 else 5
     parts = {name: getattr(seen, name) for name in ("margin", "gap", "entropy", "current")}
-    parts = {name: (one, one.round(decimals=digits)) for name, one in parts.items() if one is not None}
-    mantissa, exponent = seen.confidence.frexp()  # rounded by its first digits: the smallest must not become 0
-    parts["confidence"] = seen.confidence, torch.ldexp(mantissa.round(decimals=digits), exponent)
+    parts = {name: (one, one.round(decimals=digits(dtype))) for name, one in parts.items() if one is not None}
+    parts["confidence"] = seen.confidence, significant(seen.confidence, dtype)
     return replace(seen, **{name: torch.where(bound, rounded, one) for name, (one, rounded) in parts.items()})

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.statistics import tempered
 from dllm_sampler.core.values import Canvas
 
 
@@ -35,5 +37,6 @@ class LinearTemperature(Guide):
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
-        left = (self.steps - canvas.age.to(logits.dtype)).clamp(min=0) / self.steps  # [B]
-        return logits / (self.low + (self.high - self.low) * left)[answers.row, None]
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        left = (self.steps - canvas.age.to(precise)).clamp(min=0) / self.steps  # [B]
+        return tempered(logits, (self.low + (self.high - self.low) * left)[answers.row, None])

@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
-from dllm_sampler.core.statistics import tempered
+from dllm_sampler.core.statistics import bounded, tempered
 from dllm_sampler.core.values import Canvas
 
 
@@ -45,7 +45,7 @@ class Temperature(_Rewrite):
     @property
     def temperature(self) -> float:
         """See `Guide.temperature`."""
-        return float(self.value)
+        return bounded(self.value) if self.value > 0 else 0.0
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
@@ -95,6 +95,7 @@ class TopP(_Rewrite):
         if self.p == 1:  # rounding lets the sum pass 1 before the last token
             return logits
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-        mass = ranked.softmax(-1).cumsum(-1)
+        # Close to 1, half precision tells sums apart by 0.004 only.
+        mass = ranked.softmax(-1, dtype=torch.promote_types(ranked.dtype, torch.float32)).cumsum(-1)
         crossed = torch.cat([torch.zeros_like(mass[..., :1], dtype=torch.bool), (mass > self.p)[..., :-1]], -1)
         return logits.masked_fill(torch.empty_like(crossed).scatter_(-1, order, crossed), -torch.inf)

@@ -80,7 +80,7 @@ def head_kernel(
     if named is not None:
         asked = tl.load(named + row, mask=inside, other=-1).to(tl.int32)  # int64 would take registers
     if BLOCK_R <= 64:
-        found, present = _part(logits, name, temperature, low, high, asked, dtype, V, MASK, MEASURED)
+        found, present = _part(logits, name, temperature, low, high, asked, V, MASK, MEASURED)
     else:  # piece by piece in a loop, which takes fewer registers
         size: tl.constexpr = 32 if DRAW else BLOCK_V // 2  # noise takes more of them
         held, first = _packed(logits), part * BLOCK_V + 2 * tl.arange(0, size)[None]
@@ -90,7 +90,7 @@ def head_kernel(
         chosen_id = best_id
         for turn in tl.range(0, BLOCK_V // size, loop_unroll_factor=1 if DRAW else 2):
             piece, its = _piece(held, turn, size, dtype), first + turn // 2 * (2 * size) + turn % 2
-            one, also = _part(piece, its, temperature, low, high, asked, dtype, V, MASK, MEASURED)
+            one, also = _part(piece, its, temperature, low, high, asked, V, MASK, MEASURED)
             if named is not None:
                 present = tl.maximum(present, also)
             best, best_id, rest, spread, second, score, chosen_id, chosen = reduce(
@@ -105,10 +105,10 @@ def head_kernel(
 @triton.jit
 def _part(
     logits, name, temperature, low, high, asked,
-    DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
+    V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
 ):  # fmt: skip
     """Reduce logits `[R, n]` of tokens `name [1, n]` to a part like `reduce`; and the logits of the named tokens."""
-    x = refine(logits, name, temperature, DTYPE, V, MASK, MEASURED)
+    x = refine(logits, name, temperature, V, MASK, MEASURED)
     names = name + tl.zeros(x.shape, tl.int32)
     highest = tl.max(x, 1, keep_dims=True)
     best_id = tl.min(tl.where(x == highest, names, BEYOND), 1, keep_dims=True)
@@ -119,7 +119,7 @@ def _part(
     rest, spread = tl.sum(weight, 1, keep_dims=True), tl.sum(weight * far, 1, keep_dims=True)
     score, chosen_id, chosen = best, best_id, best
     if low is not None:
-        noisy = refine(logits, name, temperature, DTYPE, V, MASK, True) + noises(low, high, names)
+        noisy = refine(logits, name, temperature, V, MASK, True) + noises(low, high, names)
         score, chosen_id, chosen = drawn(tl.where(x > LOW, noisy, -float("inf")), names, x)
     present = highest
     if asked is not None:

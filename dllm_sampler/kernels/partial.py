@@ -83,19 +83,11 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def tempered(x, temperature, DTYPE: tl.constexpr):
-    """float32 logits divided by the temperature and rounded to DTYPE, as torch does."""
-    return rounded(tl.math.div_rn(x, temperature), DTYPE)
-
-
-@triton.jit
-def refine(
-    raw, ids, temperature, DTYPE: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
+def refine(raw, ids, temperature, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr):
     """Logits in float32 with -inf for the mask token and beyond the vocabulary; SCALED: divided by the temperature."""
     x = raw.to(tl.float32)
     if SCALED:
-        x = tempered(x, temperature, DTYPE)
+        x = tl.math.div_rn(x, temperature)  # as torch does: no product with the inverse
     return tl.where((ids >= V) | (ids == MASK), -float("inf"), x)
 
 

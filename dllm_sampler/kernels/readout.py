@@ -30,7 +30,6 @@ from dllm_sampler.kernels.partial import (
     put,
     refine,
     room,
-    tempered,
     weigh,
     words,
 )
@@ -59,7 +58,6 @@ def readout_kernel(
     logits += row * stride
     begin = part * PART
     end = tl.minimum(begin + PART, V)
-    dtype: tl.constexpr = logits.dtype.element_ty
     zero = tl.zeros([1, 1], tl.float32)
     nothing = zero.to(tl.int32)
 
@@ -69,7 +67,7 @@ def readout_kernel(
     name = first + tl.arange(0, PACK)[None, None, :]
     x = tl.load(logits + name, mask=name < V, other=-float("inf")).to(tl.float32)
     if MEASURED:
-        x = tempered(x, temperature, dtype)
+        x = tl.math.div_rn(x, temperature)
     if part == MASK // PART:
         x = tl.where(name == MASK, -float("inf"), x)
     # The best one: its value, the vector it lies in, its place there.
@@ -79,7 +77,7 @@ def readout_kernel(
     origin = _over(tl.where(most == top, first, BEYOND), tl.min)
     few = origin + tl.arange(0, PACK)[None]  # no token, if the whole part is NaN
     raw = tl.load(logits + few, mask=(few >= begin) & (few < end), other=-float("inf"))
-    near = refine(raw, few, temperature, dtype, V, MASK, MEASURED)  # [1, PACK]
+    near = refine(raw, few, temperature, V, MASK, MEASURED)  # [1, PACK]
     best_id = tl.min(tl.where(near == top, few, BEYOND), 1, keep_dims=True)
     near = tl.where(few == best_id, -float("inf"), near)
     # All others. Those in the best one's vector are summed apart: added to its 1, they would be rounded away.
@@ -101,8 +99,8 @@ def readout_kernel(
         for start in range(begin, end, BLOCK):
             ids = start + tl.arange(0, BLOCK)[None]
             given = tl.load(logits + ids, mask=ids < V, other=-float("inf"))
-            seen = refine(given, ids, temperature, dtype, V, MASK, MEASURED)
-            new = refine(given, ids, temperature, dtype, V, MASK, True) + gumbel(low, high, ids)
+            seen = refine(given, ids, temperature, V, MASK, MEASURED)
+            new = refine(given, ids, temperature, V, MASK, True) + gumbel(low, high, ids)
             wins = (new > score) & (seen > LOW)
             score = tl.where(wins, new, score)
             score_id = tl.where(wins, ids, score_id)
@@ -113,7 +111,7 @@ def readout_kernel(
         asked = tl.load(named + row + nothing)
         here = (asked >= begin) & (asked < end)
         wanted = tl.load(logits + asked, mask=here, other=-float("inf"))
-        present = refine(wanted, asked, temperature, dtype, V, MASK, MEASURED)
+        present = refine(wanted, asked, temperature, V, MASK, MEASURED)
     at = row * PARTS + part + nothing
     found = best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit
     put(reals, names, at, nothing == 0, size, found, present)

@@ -20,6 +20,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts
+from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
 from dllm_sampler.naming import named
@@ -65,7 +66,7 @@ class TransformerDenoiser:
         for name in ("mask_id", "eos_id", "pad_id", "eot_id"):
             token = getattr(self, name)
             if token is not None and not 0 <= token < size:
-                raise UserError(f"{name} {token} lies outside the model's vocabulary of {size} tokens")
+                raise UserError(f"{name} {shown(token)} lies outside the model's vocabulary of {size} tokens")
 
     @property
     def transformer(self) -> Transformer:

@@ -246,6 +246,7 @@ def wrap(
     turn = None if tokenizer is None else tokenizer.get_vocab().get(END_OF_TURN)
     eos_id = turn if turn in listed else listed[0]
     pad_id = next(iter(_ids(text.pad_token_id)), eos_id)
+    huggingface.multiply_experts(model)
     return DiffusionGemmaDenoiser(model, eos_id, pad_id)
 
 

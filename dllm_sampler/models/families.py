@@ -12,25 +12,28 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.family import Family, Fields
+from dllm_sampler.models import names
+from dllm_sampler.models.family import Family
+from dllm_sampler.models.fields import Fields
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
 
 def _read_llada(fields: Fields) -> TransformerConfig:
     width, heads = fields.size("d_model"), fields.size("n_heads")
+    fields.size("vocab_size", default=1)  # looked at also where embedding_size, which is padded, decides
     everyone = 1 if fields.flag("multi_query_attention", False) else heads  # the older way to say one key head
     return TransformerConfig(
         vocab_size=fields.size("embedding_size", "vocab_size"),
         hidden_size=width,
         intermediate_size=fields.size("mlp_hidden_size", default=fields.size("mlp_ratio", default=4) * width),
-        num_layers=fields.size("n_layers"),
+        num_layers=fields.depth("n_layers"),
         num_heads=heads,
         num_kv_heads=fields.size("n_kv_heads", default=everyone),
         head_dim=fields.head_dim(width, heads),
-        rope_theta=fields.number("rope_theta", 10_000.0),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        max_positions=fields.size("max_sequence_length", default=1024),
+        rope_theta=_whole_rope(fields),
+        norm_eps=fields.eps(1e-5),
+        max_positions=fields.length("max_sequence_length", default=1024),
         qkv_bias=fields.flag("include_qkv_bias", False),
         tie_embeddings=fields.flag("weight_tying", True),
     )
@@ -39,21 +42,18 @@ def _read_llada(fields: Fields) -> TransformerConfig:
 def _read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
     """The fields that every family has which follows Qwen's config."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    # transformers 5 writes rope_parameters for what was rope_theta and rope_scaling.
-    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{fields.source}: scaled rotary positions are not implemented, rope_scaling should be null")
     read = {
         "vocab_size": fields.size("vocab_size"),
         "hidden_size": width,
-        "num_layers": fields.size("num_hidden_layers"),
+        "num_layers": fields.depth("num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": fields.size("num_key_value_heads", default=heads),
-        "rope_theta": fields.number("rope_theta", rope.get("rope_theta", 10_000.0)),
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "max_positions": fields.size("max_position_embeddings", default=32_768),
+        "norm_eps": fields.eps(1e-6),
+        "max_positions": fields.length("max_position_embeddings", default=32_768),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }
+    if "rope_theta" not in changes:
+        changes["rope_theta"] = _whole_rope(fields)
     if "head_dim" not in changes:
         changes["head_dim"] = fields.head_dim(width, heads)
     if "intermediate_size" not in changes:
@@ -71,18 +71,20 @@ def _read_sdar(fields: Fields) -> TransformerConfig:
 
 
 def _read_llada_moe(fields: Fields) -> TransformerConfig:
-    layers, head_dim = fields.size("num_hidden_layers"), _own_head_dim(fields)
-    frequency = fields.raw.get("moe_layer_freq", [1] * layers)
+    layers, head_dim = fields.depth("num_hidden_layers"), _own_head_dim(fields)
+    theta, rotary_dim = _rotary(fields, head_dim, 1.0)
+    frequency = fields.get("moe_layer_freq", [1] * layers)
     if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
         raise UserError(f"{fields.source}: moe_layer_freq should have a 0 or a 1 for each of the {layers} layers")
     expert = fields.size("expert_intermediate_size")
     return _read_qwen(
         fields,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(fields, head_dim, 1.0),
+        rope_theta=theta,
+        rotary_dim=rotary_dim,
         intermediate_size=fields.size("dense_intermediate_size", default=expert),
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        max_positions=fields.size("max_position_embeddings", default=4096),
+        norm_eps=fields.eps(1e-5),
+        max_positions=fields.length("max_position_embeddings", default=4096),
         qkv_bias=fields.flag("attention_bias", False),
         o_bias=fields.flag("attention_bias", False),
         qk_norm=fields.flag("qk_layernorm", False),
@@ -97,12 +99,16 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
 
 
 def _read_llada2(fields: Fields) -> TransformerConfig:
-    layers, head_dim = fields.size("num_hidden_layers"), _own_head_dim(fields)
+    layers, head_dim = fields.depth("num_hidden_layers"), _own_head_dim(fields)
+    theta, rotary_dim = _rotary(fields, head_dim, 0.5)
+    if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
+        raise UserError(f"{fields.source}: rotary_dim and partial_rotary_factor contradict each other")
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
     return _read_qwen(
         fields,
         head_dim=head_dim,
-        rotary_dim=_rotary_dim(fields, head_dim, 0.5),
+        rope_theta=theta,
+        rotary_dim=rotary_dim,
         intermediate_size=fields.size("intermediate_size", default=expert),
         qkv_bias=fields.flag("use_qkv_bias", False),
         o_bias=fields.flag("use_bias", True),
@@ -111,12 +117,13 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
             fields,
             expert_size=expert,
             layers=frozenset(range(dense, layers)),
-            shared_size=expert * fields.count("num_shared_experts"),
+            shared_size=fields.size("moe_shared_expert_intermediate_size", default=expert)
+            * fields.count("num_shared_experts"),
             score="sigmoid",
             groups=fields.size("n_group", default=1),
             top_groups=fields.size("topk_group", default=1),
             normalise=True,
-            scale=fields.number("routed_scaling_factor", 1.0),
+            scale=fields.number("routed_scaling_factor", 1.0, most=1e4),
             bias=True,
         ),
     )
@@ -140,7 +147,7 @@ def _experts(fields: Fields, **settings: Any) -> MoeConfig:
 
 
 def _own_head_dim(fields: Fields) -> int:
-    if fields.raw.get("head_dim") is None:
+    if fields.get("head_dim") is None:
         return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
     size = fields.size("head_dim")
     if size % 2:
@@ -148,72 +155,26 @@ def _own_head_dim(fields: Fields) -> int:
     return size
 
 
-def _rotary_dim(fields: Fields, head_dim: int, default: float) -> int | None:
-    size = int(head_dim * fields.number("partial_rotary_factor", default))
-    if size % 2 or not 0 < size <= head_dim:
-        raise UserError(f"{fields.source}: partial_rotary_factor leaves {size} of {head_dim} dimensions to turn")
-    return None if size == head_dim else size
+def _rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | None]:
+    """The base of rotary positions, and how many dimensions of a head they turn (None: all)."""
+    theta, part = fields.rope(partial=default)
+    size = int(head_dim * part) if part <= 1 else 0
+    if size % 2 or not size:
+        raise UserError(
+            f"{fields.source}: partial_rotary_factor = {part:g} leaves no even number of a head's {head_dim} dimensions"
+        )
+    return theta, None if size == head_dim else size
 
 
-_LLADA_NAMES = {
-    "embed": "model.transformer.wte",
-    "norm": "model.transformer.ln_f",
-    "lm_head": "model.transformer.ff_out",
-    "layers.*.attn_norm": "model.transformer.blocks.*.attn_norm",
-    "layers.*.q_proj": "model.transformer.blocks.*.q_proj",
-    "layers.*.k_proj": "model.transformer.blocks.*.k_proj",
-    "layers.*.v_proj": "model.transformer.blocks.*.v_proj",
-    "layers.*.o_proj": "model.transformer.blocks.*.attn_out",
-    "layers.*.mlp_norm": "model.transformer.blocks.*.ff_norm",
-    "layers.*.ffn.gate_proj": "model.transformer.blocks.*.ff_proj",
-    "layers.*.ffn.up_proj": "model.transformer.blocks.*.up_proj",
-    "layers.*.ffn.down_proj": "model.transformer.blocks.*.ff_out",
-}
+def _whole_rope(fields: Fields) -> float:
+    """The base of rotary positions that turn whole heads."""
+    theta, part = fields.rope()
+    if part != 1:
+        raise UserError(f"{fields.source}: partial_rotary_factor = {part:g} is not implemented, only 1")
+    return theta
 
-_QWEN_NAMES = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "lm_head": "lm_head",
-    "layers.*.attn_norm": "model.layers.*.input_layernorm",
-    "layers.*.q_proj": "model.layers.*.self_attn.q_proj",
-    "layers.*.k_proj": "model.layers.*.self_attn.k_proj",
-    "layers.*.v_proj": "model.layers.*.self_attn.v_proj",
-    "layers.*.o_proj": "model.layers.*.self_attn.o_proj",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.ffn.gate_proj": "model.layers.*.mlp.gate_proj",
-    "layers.*.ffn.up_proj": "model.layers.*.mlp.up_proj",
-    "layers.*.ffn.down_proj": "model.layers.*.mlp.down_proj",
-}
 
-_SDAR_NAMES = _QWEN_NAMES | {
-    "layers.*.q_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.k_norm": "model.layers.*.self_attn.k_norm",
-}
-
-_LLADA_MOE_NAMES = _SDAR_NAMES | {
-    "layers.*.ffn.router": "model.layers.*.mlp.gate",
-    "layers.*.ffn.router.bias": "model.layers.*.mlp.expert_bias",
-    "layers.*.ffn.experts.gate_proj": "model.layers.*.mlp.experts.#.gate_proj.weight",
-    "layers.*.ffn.experts.up_proj": "model.layers.*.mlp.experts.#.up_proj.weight",
-    "layers.*.ffn.experts.down_proj": "model.layers.*.mlp.experts.#.down_proj.weight",
-    "layers.*.ffn.shared.gate_proj": "model.layers.*.mlp.shared_expert.gate_proj",
-    "layers.*.ffn.shared.up_proj": "model.layers.*.mlp.shared_expert.up_proj",
-    "layers.*.ffn.shared.down_proj": "model.layers.*.mlp.shared_expert.down_proj",
-}
-
-_LLADA2_NAMES = _LLADA_MOE_NAMES | {
-    "embed": "model.word_embeddings",
-    "layers.*.q_proj": "model.layers.*.attention.query_key_value[q]",
-    "layers.*.k_proj": "model.layers.*.attention.query_key_value[k]",
-    "layers.*.v_proj": "model.layers.*.attention.query_key_value[v]",
-    "layers.*.q_norm": "model.layers.*.attention.query_layernorm",
-    "layers.*.k_norm": "model.layers.*.attention.key_layernorm",
-    "layers.*.o_proj": "model.layers.*.attention.dense",
-    "layers.*.ffn.router.bias": "model.layers.*.mlp.gate.expert_bias",
-    "layers.*.ffn.shared.gate_proj": "model.layers.*.mlp.shared_experts.gate_proj",
-    "layers.*.ffn.shared.up_proj": "model.layers.*.mlp.shared_experts.up_proj",
-    "layers.*.ffn.shared.down_proj": "model.layers.*.mlp.shared_experts.down_proj",
-}
+_QWEN_IGNORED = ("sliding_window", "max_window_layers")  # of no effect without use_sliding_window
 
 LLADA = Family(
     name="LLaDA",
@@ -233,7 +194,14 @@ LLADA = Family(
         "input_emb_norm": False,
         "scale_logits": False,
     },
-    names=_LLADA_NAMES,
+    ignored=(
+        *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "rope_full_precision", "precision"),
+        *("train_max_sequence_length", "tie_word_embeddings", "effective_n_kv_heads"),
+        # What transformers calls the same: published code does not read it.
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        "max_position_embeddings",
+    ),
+    names=names.LLADA,
     end_of_turn="<|eot_id|>",
 )
 
@@ -241,8 +209,9 @@ DREAM = Family(
     name="Dream",
     model_type="dream",
     read=_read_dream,
-    supported={"hidden_act": "silu", "use_sliding_window": False},
-    names=_QWEN_NAMES,
+    supported={"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False},
+    ignored=(*_QWEN_IGNORED, "attention_bias"),  # its attention has biases whatever that says
+    names=names.QWEN,
     shift=True,
     end_of_turn="<|im_end|>",
 )
@@ -252,9 +221,18 @@ SDAR = Family(  # also TraDo, arXiv 2509.06949
     model_type="sdar",
     read=_read_sdar,
     supported={"hidden_act": "silu", "use_sliding_window": False},
-    names=_SDAR_NAMES,
+    ignored=(
+        *_QWEN_IGNORED,
+        "debug",
+        "ep_size",
+        "fuse_cross_entropy",
+        "micro_forward",
+        "skip_checkpoint",
+        "use_deepep",
+    ),
+    names=names.SDAR,
     attention="block_causal",
-    block_length=lambda fields: fields.size("block_size", default=4),
+    block_length=lambda fields: fields.length("block_size", default=4),
     end_of_turn="<|im_end|>",
     mask_token="<|MASK|>",
 )
@@ -271,8 +249,9 @@ LLADA_MOE = Family(
         "router_num_group": None,
         "router_topk_group": None,
         "routed_scaling_factor": 1,
+        "norm_topk_prob": False,
     },
-    names=_LLADA_MOE_NAMES,
+    names=names.LLADA_MOE,
     end_of_turn="<|role_end|>",
     mask_token="<|mask|>",
 )
@@ -287,10 +266,15 @@ LLADA2 = Family(
         "norm_head": False,
         "score_function": "sigmoid",
         "norm_topk_prob": True,
+        "use_rmsnorm": True,
+        "router_dtype": "fp32",
+        "expert_capacity": None,  # routes by block (LLaDA2.2): a token's experts then depend on its neighbours
     },
-    names=_LLADA2_NAMES,
+    ignored=(*_QWEN_IGNORED, "num_nextn_predict_layers", "mtp_loss_scaling_factor"),
+    names=names.LLADA2,
     attention="block_causal",
-    block_length=lambda fields: 32,  # its config does not say; the model card and the papers (arXiv 2512.15745) do
+    # LLaDA2.0 and 2.1 do not say; the model card and the papers (arXiv 2512.15745) do.
+    block_length=lambda fields: fields.length("block_size", default=32),
     end_of_turn="<|role_end|>",
     mask_token="<|mask|>",
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.fields import Fields, largest, shown
 from dllm_sampler.models.transformer import TransformerConfig
 
 # Buffers that published checkpoints carry along and that no network needs: rotary frequencies follow from the config.
@@ -22,6 +23,8 @@ class Family:
     model_type: `model_type` in `config.json`, compared without regard to case
     read: config fields to a `TransformerConfig`
     supported: config fields with the only value we implement; an absent or null field counts as supported
+    ignored: further config fields that its network does not depend on (besides `fields.IGNORED`). What `read` asks for,
+        `supported` and these are all: a value of any other field that says something of the network is refused
     names: our module to the checkpoint's, without `.weight` and `.bias`; `*` is the layer. `#` is the expert: a tensor
         of ours stacks those of the experts. `[q]`, `[k]`, `[v]` is the rows of these heads in a fused tensor.
         A parameter named in full goes before its module
@@ -38,6 +41,7 @@ class Family:
     read: Callable[[Fields], TransformerConfig]
     supported: Mapping[str, Any]
     names: Mapping[str, str]
+    ignored: Collection[str] = ()
     marker: str | None = None
     shift: bool = False
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
@@ -45,19 +49,41 @@ class Family:
     end_of_turn: str | None = None
     mask_token: str | None = None
 
-    def config(self, raw: Mapping[str, Any], source: str = "config.json") -> TransformerConfig:
+    def config(
+        self, raw: Mapping[str, Any], source: str = "config.json", shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> TransformerConfig:
         """The network's shape from a parsed `config.json`.
 
+        Args:
+            source: the file's name, for errors.
+            shapes: of the checkpoint's tensors, which bound what the file may say; None: they are not known.
+
         Raises:
-            UserError: a field is missing, of the wrong type, or asks for something we do not implement.
+            UserError: a field is missing, of the wrong type, larger than the tensors, or asks for something we do not
+                implement.
         """
+        fields = Fields(raw, source) if shapes is None else self._bounded(raw, source, shapes)
         for key, allowed in self.supported.items():
-            if raw.get(key) not in (None, allowed):
-                raise UserError(f"{source}: {self.name} with {key} = {raw[key]!r} is not implemented, only {allowed!r}")
-        config = self.read(Fields(raw, source))
+            if fields.get(key) not in (None, allowed):
+                raise UserError(
+                    f"{source}: {self.name} with {key} = {shown(raw[key])} is not implemented, only {allowed!r}"
+                )
+        config = self.read(fields)
+        if self.block_length is not None:
+            length = self.block_length(fields)
+            if length > config.max_positions:
+                raise UserError(f"{source}: blocks of {length} tokens do not fit a context of {config.max_positions}")
+        fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
             raise UserError(f"{source}: {config.num_heads} heads do not share {config.num_kv_heads} key heads evenly")
         return config
+
+    def _bounded(self, raw: Mapping[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
+        """The fields with the bounds that the checkpoint's tensors set."""
+        pattern = re.compile(re.escape(self.names["layers.*.attn_norm"]).replace(r"\*", r"(\d+)", 1) + r"\.")
+        found = [int(match[1]) for name in shapes if (match := pattern.match(name)) and len(match[1]) < 10]
+        # Without a tensor of any layer, the complaint about missing tensors is the better one.
+        return Fields(raw, source, largest(shapes), max(found) + 1 if found else len(shapes))
 
     def parts(self, name: str, config: TransformerConfig) -> list[Part]:
         """Where our parameter `name` lies in a checkpoint: one tensor or rows of it, or a tensor for each expert."""
@@ -85,51 +111,3 @@ class Part:
     name: str
     expert: int | None = None  # it is this member of our stack
     rows: slice | None = None  # ours are these rows of it
-
-
-@dataclass(frozen=True)
-class Fields:
-    """Typed reading of a parsed `config.json`, with one sentence for what is wrong in it."""
-
-    raw: Mapping[str, Any]
-    source: str
-
-    def size(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is set, a positive whole number."""
-        value = self._first(keys, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.source}: {keys[0]} should be a positive whole number, not {value!r}")
-        return value
-
-    def head_dim(self, width: int, heads: int) -> int:
-        """Width of a head where the stream is cut into heads evenly: an even number, since rotary turns pairs."""
-        if width % (2 * heads):
-            raise UserError(f"{self.source}: a width of {width} cannot be cut into {heads} heads of even width")
-        return width // heads
-
-    def number(self, key: str, default: float) -> float:
-        """A positive number."""
-        value = self._first((key,), default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise UserError(f"{self.source}: {key} should be a positive number, not {value!r}")
-        return float(value)
-
-    def count(self, *keys: str, default: int = 0) -> int:
-        """The first of `keys` that is set, a whole number from 0 on."""
-        value = self._first(keys, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UserError(f"{self.source}: {keys[0]} should be a whole number from 0 on, not {value!r}")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A switch."""
-        value = self._first((key,), default)
-        if not isinstance(value, bool):
-            raise UserError(f"{self.source}: {key} should be true or false, not {value!r}")
-        return value
-
-    def _first(self, keys: Iterable[str], default: Any) -> Any:
-        found = [self.raw[key] for key in keys if self.raw.get(key) is not None]
-        if not found and default is None:
-            raise UserError(f"{self.source}: the field {next(iter(keys))!r} is missing")
-        return found[0] if found else default

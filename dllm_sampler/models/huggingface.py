@@ -107,12 +107,23 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
         raise UserError(f"transformers cannot load {folder} as {what} ({reason})") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
+    multiply_experts(model)
     return model
+
+
+def multiply_experts(model: PreTrainedModel) -> None:
+    """Let experts in float64 be multiplied one by one: the grouped product that transformers takes has no float64.
+
+    A matrix for each token and expert is much memory, so other dtypes keep what the model has.
+    """
+    implementations = getattr(model, "get_experts_implementation", dict)()  # older versions have no choice
+    if model.dtype == torch.float64 and "grouped_mm" in implementations.values():
+        model.set_experts_implementation("batched_mm")
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> MaskedLMDenoiser:
@@ -134,6 +145,7 @@ def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> M
     if eos_id is None and pad_id is None:
         raise UserError(f"{type(model).__name__} names neither an end nor a padding token: nothing could end an answer")
     eos_id = pad_id if eos_id is None else eos_id
+    multiply_experts(model)
     return MaskedLMDenoiser(model, mask_id, eos_id, eos_id if pad_id is None else pad_id)  # pyright: ignore
 
 

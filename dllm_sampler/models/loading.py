@@ -21,7 +21,8 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
-from dllm_sampler.models.family import Family, Fields
+from dllm_sampler.models.family import Family
+from dllm_sampler.models.fields import Fields, check_numbers, shown
 from dllm_sampler.models.transformer import Transformer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,15 +84,21 @@ def load(
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
-            weights.tensor_files(folder)
+            check_numbers(raw, weights.shapes(folder), str(folder / "config.json"))
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
             raise UserError(f"{folder}: device_map is for models of the families {_known()}, not for a masked LM")
-        weights.tensor_files(folder)  # our sentence about pickles and broken files, before transformers has its own
+        # Our sentence about pickles, broken files and absurd numbers, before transformers has its own.
+        check_numbers(raw, weights.shapes(folder), str(folder / "config.json"))
         return Loaded(huggingface.load(folder, tokenizer, wanted, target), tokenizer)
 
-    with torch.device("meta"):
-        model = Transformer(family.config(raw, str(folder / "config.json"))).eval()
+    source = str(folder / "config.json")
+    config = family.config(raw, source, weights.shapes(folder))
+    try:
+        with torch.device("meta"):
+            model = Transformer(config).eval()
+    except RuntimeError as error:  # the product of sizes is more than a tensor can have
+        raise UserError(f"{source} describes no network ({_reason(error)})") from None
     if wanted is None:
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
@@ -149,7 +156,7 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     if kind == diffusion_gemma.MODEL_TYPE or huggingface.knows(kind):
         return None
     raise UserError(
-        f"{folder / 'config.json'}: unknown architecture {kind!r}; known are {_known()}, and every masked language"
+        f"{folder / 'config.json'}: unknown architecture {shown(kind)}; known are {_known()}, and every masked language"
         " model of transformers"
     )
 

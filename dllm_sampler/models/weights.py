@@ -38,9 +38,9 @@ def fill(
         UserError: tensors missing, left over or of another shape; files missing, cut short or corrupt.
     """
     tied = {"lm_head.weight"} if model.config.tie_embeddings else set()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ours: dict[str, list[tuple[str, Part]]] = {}  # the checkpoint's name to what of ours lies there
-    for name in shapes:
+    for name in own:
         for part in family.parts(name, model.config):
             ours.setdefault(part.name, []).append((name, part))
     spare = {part.name for name in tied for part in family.parts(name, model.config)}
@@ -49,31 +49,30 @@ def fill(
     _complain(folder, "lacks", [name for name in ours if name not in files and name not in spare])
     _complain(folder, "has unknown", [name for name in used if name not in ours])
 
+    wanted, held = {name: _shape(ours[name], own) for name in used}, shapes(folder)
+    wrong = [
+        f"{name} {list(held[name])} instead of {list(wanted[name])}" for name in used if held[name] != wanted[name]
+    ]
+    _complain(folder, "has wrongly shaped", wrong)
+
     state: dict[str, Tensor] = {}
-    wrong: list[str] = []
     for file in sorted({files[name] for name in used}):
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in (name for name in used if files[name] == file):
-                    found, wanted = tuple(opened.get_slice(name).get_shape()), _shape(ours[name], shapes)
-                    if found != wanted:
-                        wrong.append(f"{name} {list(found)} instead of {list(wanted)}")
-                    if wrong:
-                        continue
                     tensor = opened.get_tensor(name)
-                    for own, part in ours[name]:
-                        target, kind = place(own), dtype or tensor.dtype
+                    for parameter, part in ours[name]:
+                        target, kind = place(parameter), dtype or tensor.dtype
                         if part.expert is None:
                             # A copy: safetensors maps the file, and a checkpoint overwritten later must not reach us.
                             rows = tensor if part.rows is None else tensor[part.rows]
-                            state[own] = rows.to(target, kind, copy=True)
+                            state[parameter] = rows.to(target, kind, copy=True)
                         else:
-                            if own not in state:
-                                state[own] = torch.empty(shapes[own], device=target, dtype=kind)
-                            state[own][part.expert] = tensor
+                            if parameter not in state:
+                                state[parameter] = torch.empty(own[parameter], device=target, dtype=kind)
+                            state[parameter][part.expert] = tensor
         except SafetensorError as error:
             raise _corrupt(file, error) from None
-    _complain(folder, "has wrongly shaped", wrong)
     if tied:
         state["lm_head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)
@@ -96,6 +95,19 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
         if dtype.is_floating_point:
             return dtype
     return None
+
+
+def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, from the files' headers.
+
+    Raises:
+        UserError: see `tensor_files`.
+    """
+    files, found = tensor_files(folder), dict[str, tuple[int, ...]]()
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return found
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

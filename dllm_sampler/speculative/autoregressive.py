@@ -199,6 +199,7 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
     if isinstance(verifier, str | Path):
         found = load(str(verifier), spec, name)
     elif isinstance(verifier, PreTrainedModel):
+        huggingface.multiply_experts(verifier)
         found = Verifier(verifier, spec, name=name)
     else:
         raise UserError(f"{name} should be a folder, a hub id or a model of transformers, not {verifier!r:.60}")

@@ -174,17 +174,18 @@ class SpeculativeSampler:
         at = torch.where(column < text.end[:, None], column, text.length)
         logits = run.reading.logits(text, text.ids.scatter(1, at[:, :k], draft.ids), text.start, k + 1)
         logits = pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf)  # [B, k+1, V]
+        target = self._law(logits, replace(text, step=text.step + 1), at)
         width = torch.tensor(widths, device=at.device)
         place = torch.arange(k + 1, device=at.device)
         asked = (place <= width[:, None]) & ~text.done[:, None]
-        bad = (~logits.amax(-1).isfinite() & asked).any(1)
+        bad = (~target.amax(-1).isfinite() & asked).any(1)
         if draft.logits is not None:  # a proposal with no law at all is as bad
             bad |= (draft.logits.amax(-1).isnan() & asked[:, :k]).any(1)
         if bool(bad.any()):
             error = NotFiniteError(run.round, [row for row, one in enumerate(bad.tolist(), 1) if one])
             error.result = self._result(run, stops)
             raise error
-        taken, emitted = self._verify(replace(text, step=text.step + 1), at, draft, logits, width)
+        taken, emitted = self._verify(replace(text, step=text.step + 1), at, draft, target, width)
 
         ends = (emitted[..., None] == torch.tensor(self.ends, device=at.device)).any(-1) & (place <= taken[:, None])
         count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end token
@@ -201,17 +202,16 @@ class SpeculativeSampler:
             run.text = replace(run.text, done=done | torch.tensor(hit, device=done.device))
         return bool(run.text.done.all())
 
-    def _verify(self, canvas: Canvas, at: Tensor, draft: Draft, logits: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    def _verify(self, canvas: Canvas, at: Tensor, draft: Draft, target: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
         """Judge proposals: how many are taken `[B]`, and the tokens that follow from that `[B, k+1]`.
 
         Args:
             canvas: keys the draws.
             at: `[B, k+1]` columns of the proposals and of the token behind them.
-            logits: `[B, k+1, V]` the target's, after each proposal.
+            target: `[B, k+1, V]` logits of the target after each proposal, as the guides rewrite them.
             width: `[B]` proposals that count.
         """
         k = draft.ids.shape[1]
-        target = self._law(logits, canvas, at)
         within = torch.arange(k, device=at.device) < width[:, None]
 
         def leading(accept: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def readout_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: 
             x = x.clone()
             if mask is not None:
                 x[:, mask] = -INF
-            return x / scale if scale else x
+            return x.float() / scale if scale else x
 
         now = seen(logits, temperature if measured else 0.0)
         keys = keys_of(rows)
@@ -193,7 +193,7 @@ def head_against_float64(kernel: Any, device: str, dtype: torch.dtype, rows: int
         with surrounded():
             sampling = Sampling(mask, temperature, keys=keys.to(device), current=named.to(device))
             found = kernel(wide.to(device)[:, :width], weight.to(device), sampling, index=index.to(device))
-        choice = now / temperature if temperature else now
+        choice = now.float() / temperature if temperature else now
         token = (choice.float() + noise.token_noise(keys, vocab) if temperature else choice).argmax(-1)
         assert torch.equal(found.token.cpu(), token)
         compare(found, exact(now, token, named), size=float(now[now.isfinite()].abs().max()) + 1)

@@ -76,7 +76,7 @@ def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype
     found, expected = head.head(hidden, weight, sampling), reference.readout(logits, sampling)
     assert torch.equal(found.token, expected.token)
     logits[:, 8] = -checks.INF
-    seen = logits / temperature if measured and temperature else logits
+    seen = logits.float() / temperature if measured and temperature else logits
     size = float(seen[seen.isfinite()].abs().max()) + 1
     checks.compare(found, checks.exact(seen, found.token, named), size)
 

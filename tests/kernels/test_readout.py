@@ -84,7 +84,7 @@ def test_ties_and_extremes(rows: list, temperature: float, measured: bool, dtype
     assert (found.current == -INF).all()
     seen = logits.clone()
     seen[:, 8] = -INF
-    seen = seen / temperature if measured and temperature else seen
+    seen = seen.float() / temperature if measured and temperature else seen
     size = float(seen[seen.isfinite()].abs().max()) + 1
     checks.compare(found, checks.exact(seen, found.token, None), size)
 

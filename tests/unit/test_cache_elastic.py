@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache as once
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -301,3 +302,39 @@ def test_who_must_hear_of_every_mask_is_refused(scheduler: str, cache: str) -> N
     sentence = rf"needs a prediction at every position .*cache={cache} chooses.*: use cache=dual"
     with pytest.raises(UserError, match=sentence):
         run(cache, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(("shift", "window", "seed"), [(False, 2, 9), (True, 4, 6), (True, 2, 1)])
+def test_unmoved_attention_is_no_reason_whatever_else_is_in_the_batch(shift: bool, window: int, seed: int) -> None:
+    """The cosine of a map with itself is 1 or the number before it: at gamma 1 that decided which layers to refresh."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(34, (size,), generator=generator).tolist() for size in (19, 3, 11)]
+    cache = {"name": "elastic", "gamma": 1.0, "window": window, "block_caching": False}
+    made = Sampler(network(2, shift), cache=cache, scheduler="fixed", blocks="full", stop="none")
+    batch = made.generate(prompts, max_new_tokens=12)
+    for row, prompt in enumerate(prompts):
+        alone = made.generate([prompt], max_new_tokens=12, seed=row)
+        assert torch.equal(alone.trace.rows[0], batch.trace.rows[row])
+        torch.testing.assert_close(
+            alone.trace.logprob[0][alone.trace.origin :], batch.trace.logprob[row][batch.trace.origin :]
+        )
+
+
+@pytest.mark.parametrize("columns", [21, 42, 61])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_columns_that_are_looked_at_alike_are_tracked_in_their_order(columns: int, dtype: torch.dtype) -> None:
+    """torch sums the last columns in another order, and how many those are depends on the batch.
+
+    End tokens are looked at alike in the first layer where their embedding is 0, as that of padding is.
+    """
+    cache, rows = ElasticCache(track=2), 7
+    cache.refresh_from = torch.zeros(1, dtype=torch.long)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        weights = torch.rand(1, 4, rows, 1, generator=generator, dtype=dtype).repeat(1, 1, 1, columns)
+        plan: Any = SimpleNamespace(
+            chosen=torch.ones(1, columns + 1, dtype=torch.bool),
+            known=torch.ones(1, columns + 1, dtype=torch.bool).index_fill(1, torch.tensor([0, 3, columns]), False),
+            watched=torch.arange(rows)[None],
+        )
+        assert cache.most_attended(weights, plan).nonzero()[:, 1].tolist() == [1, 2]

@@ -182,7 +182,7 @@ def test_damage_is_one_sentence(tmp_path: Path, spoil: Callable[[dict[str, Tenso
     [
         ("llada2", {"n_group": 3}, "4 experts do not make 3 equal groups of which 1 are kept"),
         ("llada2", {"num_experts_per_tok": 3}, "3 experts per token cannot be chosen among 2"),
-        ("llada2", {"partial_rotary_factor": 0.4}, "partial_rotary_factor leaves 3 of 8 dimensions"),
+        ("llada2", {"partial_rotary_factor": 0.4}, "partial_rotary_factor = 0.4 leaves no even number"),
         ("llada2", {"score_function": "softmax"}, "score_function = 'softmax' is not implemented, only 'sigmoid'"),
         ("llada_moe", {"moe_layer_freq": [1]}, "a 0 or a 1 for each of the 2 layers"),
         ("llada_moe", {"num_experts": None}, "the field 'num_experts' is missing"),

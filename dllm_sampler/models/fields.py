@@ -1,0 +1,240 @@
+"""Reading a `config.json`: typed fields, and one sentence for each that asks for what no network of ours computes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from sys import float_info
+from typing import Any
+
+from dllm_sampler.errors import UserError
+
+# Fields that no network depends on: special tokens, how text is generated, training, how a checkpoint was saved. Those
+# of `PreTrainedConfig` in transformers 4 and 5, and what training scripts and hubs add.
+IGNORED = re.compile(
+    r"_.*|.*_token_ids?|.*(dropout|pdrop|_loss|_coef|_coeff|_version|_implementation)|(init|output|unsloth)_.*|.*_loss_.*"
+    r"|architectures|model_type|auto_map|torch_dtype|dtype|name_or_path|initializer_(range|factor)|use_cache|return_dict"
+    r"|is_decoder|is_encoder_decoder|chunk_size_feed_forward|torchscript|use_bfloat16|tf_legacy_loss|pretraining_tp"
+    r"|tie_encoder_decoder|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|tokenizer_class"
+    r"|prefix|(max|min)_(length|new_tokens)|do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty"
+    r"|temperature|top_k|top_p|typical_p|repetition_penalty|length_penalty|(encoder_)?no_repeat_ngram_size"
+    r"|bad_words_ids|num_return_sequences|(begin_)?suppress_tokens|exponential_decay_length_penalty"
+    r"|remove_invalid_values|gradient_checkpointing|keys_to_ignore_at_inference|base_model_[a-z]+_plan"
+)
+# A field with one of these words in its name says something of the network: unread, a value of it is refused.
+COMPUTES = re.compile(
+    r"scal|cap|window|rope|rotary|alibi|clip|norm|bias|expert|router|moe|group|hidden|activation|(^|_)act(_|$)|attention"
+    r"|attn|q_?k|lora|quant|multipl|mup|logit|head|layer|(^|_)tie|position|block|embed|mask|causal|conv|residual|chunk"
+    r"|recur|loop|gate|memory|sparse|factor|latent|ssm|mixer"
+)
+ROPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})  # what a field of rotary positions says
+LONGEST = 2**30  # tokens of a context
+HIGHEST_BASE = 1e15  # of rotary positions; published ones end at 1e8
+SHARED = 1000  # layers that may share their tensors
+BOTH = ("rope_parameters", "rope_scaling")  # transformers 5 and 4
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed reading of a parsed `config.json`, with one sentence for what is wrong in it.
+
+    raw: the parsed file
+    source: its name, for errors
+    largest: numbers that the checkpoint's largest tensor has: no size is above; None: not known
+    layers: layers that the checkpoint's tensors make; None: not known
+    read: the fields that were asked for, in any way
+    """
+
+    raw: Mapping[str, Any]
+    source: str
+    largest: int | None = None
+    layers: int | None = None
+    read: set[str] = field(default_factory=set, compare=False)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field as it stands; `default` where it is absent or null."""
+        self.read.add(key)
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def size(self, *keys: str, default: int | None = None) -> int:
+        """The first of `keys` that is set, a positive whole number that the checkpoint's tensors have room for."""
+        key, value = self._first(keys, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.source}: {keys[0]} should be a positive whole number, not {shown(value)}")
+        return self._held(key, value)
+
+    def depth(self, key: str) -> int:
+        """The number of layers, at most those that the checkpoint's tensors make."""
+        value = self.size(key)
+        if self.layers is not None and value > self.layers:
+            raise UserError(f"{self.source}: {key} is {value}, and the checkpoint has tensors of {self.layers} layers")
+        return value
+
+    def length(self, *keys: str, default: int) -> int:
+        """The first of `keys` that is set, a positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
+        value = Fields(self.raw, self.source, read=self.read).size(*keys, default=default)
+        if value > LONGEST:
+            raise UserError(f"{self.source}: {keys[0]} should be at most {LONGEST}, not {shown(value)}")
+        return value
+
+    def head_dim(self, width: int, heads: int) -> int:
+        """Width of a head where the stream is cut into heads evenly: an even number, since rotary turns pairs."""
+        if width % (2 * heads):
+            raise UserError(f"{self.source}: a width of {width} cannot be cut into {heads} heads of even width")
+        return width // heads
+
+    def number(self, key: str, default: float, most: float = float_info.max) -> float:
+        """A positive finite number, at most `most`."""
+        return self._number(key, self.get(key, default), most)
+
+    def eps(self, default: float) -> float:
+        """What the norms add to a mean square: more than 1 would be most of it."""
+        return self.number("rms_norm_eps", default, most=1)
+
+    def count(self, *keys: str, default: int = 0) -> int:
+        """The first of `keys` that is set, a whole number from 0 on that the checkpoint's tensors have room for."""
+        key, value = self._first(keys, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise UserError(f"{self.source}: {keys[0]} should be a whole number from 0 on, not {shown(value)}")
+        return self._held(key, value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A switch."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise UserError(f"{self.source}: {key} should be true or false, not {shown(value)}")
+        return value
+
+    def rope(self, theta: float = 10_000.0, partial: float = 1.0) -> tuple[float, float]:
+        """The base of rotary positions, and the part of a head that they turn; by default `theta` and `partial`.
+
+        transformers 4 writes fields of their own and `rope_scaling`, transformers 5 all of it into `rope_parameters`.
+
+        Raises:
+            UserError: the positions are scaled, or said twice and not alike.
+        """
+        said: dict[str, dict[str, float]] = {"rope_theta": {}, "partial_rotary_factor": {}}
+        for name in said:
+            if self.get(name) is not None:
+                said[name][name] = self.number(name, 1.0)
+        for where in BOTH:
+            inside = self.get(where, {})
+            kind = inside.get("rope_type", inside.get("type")) if isinstance(inside, dict) else inside
+            if kind not in (None, "default"):
+                raise UserError(
+                    f"{self.source}: {where} asks for scaled rotary positions, which are not implemented: it should be"
+                    " null"
+                )
+            for key, value in inside.items():
+                if key not in ROPE and not neutral(key, value):
+                    raise UserError(
+                        f"{self.source}: {where} with {key} = {shown(value)} is not implemented, {where} should be null"
+                    )
+                if key in said and value is not None:
+                    said[key][f"{where}.{key}"] = self._number(f"{where}.{key}", value)
+        for found in said.values():
+            if len(set(found.values())) > 1:
+                listing = " and ".join(f"{name} = {value:g}" for name, value in found.items())
+                raise UserError(f"{self.source} contradicts itself: {listing}")
+        theta, partial = (
+            next(iter(said[name].values()), default) for name, default in zip(said, (theta, partial), strict=True)
+        )
+        if not 1 < theta <= HIGHEST_BASE:
+            raise UserError(f"{self.source}: rope_theta should be above 1, at most {HIGHEST_BASE:g}, not {theta:g}")
+        return theta, partial
+
+    def refuse_rest(self, family: str, ignored: Iterable[str]) -> None:
+        """Refuse every field that says something of the network and that was not `read`; warn of what is unknown.
+
+        Args:
+            family: what errors call the checkpoint's kind.
+            ignored: further fields without effect on the network.
+
+        Raises:
+            UserError: a field has a value that the network would have to depend on.
+        """
+        unknown = []
+        for key, value in self.raw.items():
+            if key in self.read or key in ignored or IGNORED.fullmatch(key) or neutral(key, value):
+                continue
+            if COMPUTES.search(key.lower()):
+                raise UserError(
+                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented: take the field out if the"
+                    " network does not depend on it"
+                )
+            unknown.append(key)
+        if unknown:
+            warnings.warn(
+                f"{self.source}: unknown fields have no effect: {', '.join(unknown[:5])}"
+                + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""),
+                stacklevel=2,
+            )
+
+    def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        if not found and default is None:
+            raise UserError(f"{self.source}: the field {keys[0]!r} is missing")
+        return found[0] if found else (keys[0], default)
+
+    def _held(self, key: str, value: int) -> int:
+        if self.largest is not None and value > self.largest:
+            raise UserError(
+                f"{self.source}: {key} is {shown(value)}, and the largest tensor of the checkpoint has"
+                f" {self.largest} numbers"
+            )
+        return value
+
+    def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not 0 < value <= most:
+            limit = "" if most == float_info.max else f" of at most {most:g}"
+            raise UserError(f"{self.source}: {key} should be a positive number{limit}, not {shown(value)}")
+        return float(value)
+
+
+def largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Numbers that the largest of a checkpoint's tensors has."""
+    return max((prod(shape) for shape in shapes.values()), default=0)
+
+
+def neutral(key: str, value: Any) -> bool:
+    """Whether a field's value asks for nothing: unset, switched off, a factor of 1, full attention everywhere."""
+    if isinstance(value, list) and key == "layer_types":
+        return all(one == "full_attention" for one in value)
+    factor = bool(re.search(r"scal|factor|multipl", key)) and not isinstance(value, bool)
+    return value is None or value in (False, "", [], {}) or (factor and value == 1)
+
+
+def shown(value: Any) -> str:
+    """A value for an error: numbers and texts that fill the screen are cut."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a number of more than 30 digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Refuse sizes in a parsed `config.json`, at any depth, that the checkpoint's tensors have no room for.
+
+    For networks that transformers builds: it would build for hours, or fill the memory, before it compares anything.
+
+    Args:
+        shapes: of the checkpoint's tensors.
+
+    Raises:
+        UserError: the first such size, by name.
+    """
+    inside = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
+    for key, value in inside:
+        if isinstance(value, dict | list):
+            check_numbers(value, shapes, source)
+        elif isinstance(key, str) and isinstance(value, int) and not isinstance(value, bool):
+            # Layers may share their tensors (ALBERT), so that there can be more than tensors; never thousands.
+            if re.search(r"layers$|depth$", key) and value > max(SHARED, len(shapes)):
+                raise UserError(f"{source}: {key} is {shown(value)}, and the checkpoint has {len(shapes)} tensors")
+            if re.search(r"(^|_)(num|n)_|(size|dim|width|heads|experts)$", key):
+                Fields({key: value}, source, largest(shapes)).count(key)

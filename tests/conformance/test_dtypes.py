@@ -1,0 +1,64 @@
+"""Every family answers in every dtype: float64 as float32, half precision nearly so."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Query, Sampler
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.engine import layout
+from dllm_sampler.models.loading import load
+from tests import toys
+from tests.sampling import crossed
+
+DATA = Path(__file__).parent / "data"
+SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
+FAMILIES = ["tiny-llada", "tiny-llada-gqa", "tiny-dream", "tiny-sdar", "tiny-llada-moe", "tiny-llada2-moe", *SCHEDULERS]
+CLOSE = {torch.float64: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}  # of the logits, relative to their size
+PROMPTS = [[103, 22, 80, 12], [101, 22]]
+
+
+@cache
+def sampler(name: str, dtype: torch.dtype) -> Sampler:
+    named = None if name in SCHEDULERS else 250
+    denoiser = load(DATA / name, dtype=dtype, device="cpu", mask_id=named).denoiser
+    return Sampler(denoiser, scheduler=SCHEDULERS.get(name, "fixed"), stop="none")
+
+
+def logits(name: str, dtype: torch.dtype) -> Tensor:
+    """`[B, Q, V]` what the first forward says of the first block."""
+    denoiser = sampler(name, dtype).denoiser
+    spec = denoiser.spec
+    blocks = FixedBlocks(16).bind(toys.context(spec))
+    canvas = layout.canvas(PROMPTS, 16, [0, 0], spec, blocks, CounterNoise(), False)
+    if spec.mask_id is None:
+        canvas = canvas.renoised(spec.vocab_size)
+    canvas, plan = toys.planned(canvas, Query.window(canvas), spec, NoCache().init(canvas, spec))
+    hidden, _ = denoiser(canvas, plan.wanted.query, plan)
+    return plan.answers.spread(denoiser.head(hidden))[:, 0]
+
+
+@pytest.mark.parametrize(("name", "dtype"), crossed(FAMILIES, list(CLOSE)))
+def test_logits(name: str, dtype: torch.dtype):
+    found, plain = logits(name, dtype), logits(name, torch.float32)
+    assert found.isfinite().all()
+    assert (found.double() - plain.double()).norm() <= CLOSE[dtype] * plain.double().norm()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_in_a_batch_is_the_row_alone_in_float64(name: str):
+    batch = sampler(name, torch.float64).generate(PROMPTS, max_new_tokens=24, seed=0)
+    for row, prompt in enumerate(PROMPTS):
+        alone = sampler(name, torch.float64).generate([prompt], max_new_tokens=24, seed=row)
+        assert torch.equal(alone.tokens[0], batch.tokens[row])
+        assert torch.equal(alone.trace.generated[0], batch.trace.generated[row])
+
+
+@pytest.mark.parametrize(("name", "dtype"), crossed(FAMILIES, [torch.float16, torch.bfloat16], together=0))
+def test_half_precision_generates(name: str, dtype: torch.dtype):
+    assert sampler(name, dtype).generate(PROMPTS, max_new_tokens=16).complete.all()

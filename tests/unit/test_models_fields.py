@@ -1,0 +1,261 @@
+"""What a `config.json` may say: published ones load, and no value that computes is ignored."""
+
+import json
+import math
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.models import loading
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, to_checkpoint
+from dllm_sampler.models.family import Family
+from dllm_sampler.models.fields import check_numbers
+from dllm_sampler.models.transformer import Transformer
+
+SAVED: dict[str, Any] = {  # what transformers writes into every file, old and new versions
+    "_name_or_path": "/data/run-7/checkpoint", "attention_dropout": 0.0, "auto_map": {"AutoConfig": "config.Config"},
+    "bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 6, "torch_dtype": "bfloat16", "dtype": "bfloat16",
+    "transformers_version": "4.57.1", "use_cache": True, "initializer_range": 0.02, "id2label": {"0": "LABEL_0"},
+    "chunk_size_feed_forward": 0, "output_hidden_states": False, "return_dict": True, "top_k": 50, "temperature": 1.0,
+    "num_beams": 1, "max_length": 20, "is_decoder": False, "problem_type": None, "attn_implementation": "sdpa",
+    "pretraining_tp": 1, "tokenizer_class": None, "unsloth_fixed": True, "task_specific_params": None,
+}  # fmt: skip
+QWEN = {
+    "hidden_act": "silu", "max_window_layers": 28, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6,
+    "sliding_window": 4096, "use_sliding_window": False, "tie_word_embeddings": False, "max_position_embeddings": 32768,
+}  # fmt: skip
+# The fields of the published files, as the families' own code writes them.
+PUBLISHED: dict[str, tuple[Family, dict[str, Any]]] = {
+    "LLaDA-8B": (LLADA, {
+        "model_type": "llada", "activation_type": "silu", "alibi": False, "alibi_bias_max": 8.0,
+        "attention_layer_norm": False, "attention_layer_norm_with_affine": True, "bias_for_layer_norm": False,
+        "block_group_size": 1, "block_type": "llama", "d_model": 4096, "embedding_dropout": 0.0,
+        "embedding_size": 126464, "flash_attention": False, "include_bias": False, "include_qkv_bias": False,
+        "init_cutoff_factor": None, "init_device": "meta", "init_fn": "mitchell", "init_std": 0.02,
+        "input_emb_norm": False, "layer_norm_type": "rms", "layer_norm_with_affine": True, "mask_token_id": 126336,
+        "max_sequence_length": 4096, "mlp_hidden_size": 12288, "mlp_ratio": 4, "multi_query_attention": None,
+        "n_heads": 32, "n_kv_heads": 32, "n_layers": 32, "precision": "amp_bf16", "residual_dropout": 0.0,
+        "rms_norm_eps": 1e-5, "rope": True, "rope_full_precision": True, "rope_theta": 5e5, "scale_logits": False,
+        "vocab_size": 126464, "weight_tying": False, "tie_word_embeddings": False,
+    }),
+    "Dream-7B": (DREAM, QWEN | {
+        "model_type": "Dream", "hidden_size": 3584, "intermediate_size": 18944, "mask_token_id": 151666,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+        "sliding_window": None, "use_mrope": False, "layer_types": ["full_attention"] * 28,
+    }),
+    "SDAR-8B": (SDAR, QWEN | {
+        "model_type": "sdar", "attention_bias": False, "block_size": 4, "debug": False, "ep_size": 1, "head_dim": 128,
+        "fuse_cross_entropy": True, "hidden_size": 4096, "intermediate_size": 12288, "mask_token_id": 151669,
+        "micro_forward": False, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "skip_checkpoint": False, "use_deepep": False, "vocab_size": 151936,
+    }),
+    "LLaDA-MoE": (LLADA_MOE, {
+        "model_type": "llada", "attention_bias": False, "clip_qkv": None, "dense_intermediate_size": 8192,
+        "expert_intermediate_size": 1024, "hidden_act": "silu", "hidden_size": 2048, "max_position_embeddings": 8192,
+        "moe_layer_freq": [1] * 16, "moe_router_enable_expert_bias": False, "moe_router_score_function": "softmax",
+        "norm_topk_prob": None, "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": False, "partial_rotary_factor": 1,
+        "qk_layernorm": True, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 50000,
+        "routed_scaling_factor": 1, "router_aux_loss_coef": 0.01, "router_num_group": None, "router_topk_group": None,
+        "shared_expert_intermediate_size": None, "tie_word_embeddings": False, "vocab_size": 157184,
+    }),
+    "LLaDA2.1": (LLADA2, QWEN | {
+        "model_type": "llada2_moe", "embedding_dropout": 0.0, "first_k_dense_replace": 1, "head_dim": 128,
+        "hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512, "n_group": 8, "norm_head": False,
+        "moe_router_enable_expert_bias": True, "norm_topk_prob": True, "num_attention_heads": 16, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 20, "num_key_value_heads": 4, "num_shared_experts": 1,
+        "output_dropout": 0.0, "output_router_logits": False, "partial_rotary_factor": 0.5, "rotary_dim": 64,
+        "rope_theta": 600000, "routed_scaling_factor": 2.5, "router_dtype": "fp32", "score_function": "sigmoid",
+        "topk_group": 4, "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True,
+        "moe_shared_expert_intermediate_size": 512, "num_nextn_predict_layers": 0, "mtp_loss_scaling_factor": 0,
+        "vocab_size": 157184, "delete_token_id": 156930, "split_token_id": 156931,
+    }),
+}  # fmt: skip
+NAMES = list(PUBLISHED)
+
+
+def config(name: str, **changes: Any) -> Any:
+    family, raw = PUBLISHED[name]
+    return family.config(SAVED | raw | changes)
+
+
+def test_there_is_a_published_file_of_every_family():
+    assert {family.name for family, _ in PUBLISHED.values()} == {family.name for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_published_files_are_understood_without_a_word(name: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert config(name).num_layers >= 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("final_logit_softcapping", 30.0), ("attn_logit_softcapping", 50.0), ("logits_soft_cap", 30),
+        ("logit_scale", 0.0625), ("logits_scaling", 8.0), ("embedding_multiplier", 12.0), ("residual_multiplier", 0.22),
+        ("attention_multiplier", 0.01), ("query_pre_attn_scalar", 256), ("use_mup", True), ("use_sliding_window", True),
+        ("layer_types", ["sliding_attention", "full_attention"]), ("attention_chunk_size", 8192),
+        ("quantization_config", {"quant_method": "fp8"}), ("expert_capacity", 48), ("kv_lora_rank", 512),
+        ("moe_router_group_limit", 2), ("layernorm_type", "layernorm"), ("hidden_activation", "gelu_pytorch_tanh"),
+        ("num_memory_tokens", 4), ("alibi", True), ("causal", True), ("use_mrope", True), ("attention_sink", 4),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}), ("rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("rope_scaling", {"rope_type": "llama3"}), ("rope_scaling", {"rope_type": "longrope"}),
+        ("rope_scaling", {"rope_type": "dynamic"}), ("rope_scaling", {"factor": 2.0}), ("rope_scaling", 4.0),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("rope_parameters", {"rope_type": "default", "mrope_section": [16, 24, 24]}),
+    ],
+)  # fmt: skip
+def test_what_computes_is_refused_by_name(name: str, key: str, value: Any):
+    with pytest.raises(UserError, match=rf"\b{key}\b.* (is|are) not implemented") as caught:
+        config(name, **{key: value})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("LLaDA-8B", "partial_rotary_factor", 0.5), ("Dream-7B", "partial_rotary_factor", 0.5),
+        ("SDAR-8B", "rope_parameters", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
+        ("LLaDA-8B", "sliding_window", 4096), ("LLaDA-MoE", "sliding_window", 4096),
+        ("LLaDA-MoE", "norm_topk_prob", True), ("LLaDA-MoE", "routed_scaling_factor", 2.5),
+        ("LLaDA2.1", "norm_topk_prob", False), ("LLaDA2.1", "score_function", "softmax"),
+        ("LLaDA2.1", "norm_head", True),
+        ("LLaDA2.1", "router_dtype", "bf16"), ("LLaDA2.1", "use_rmsnorm", False), ("Dream-7B", "block_size", 32),
+        ("Dream-7B", "hidden_act", "gelu"), ("SDAR-8B", "qk_norm", "l2"),
+    ],
+)  # fmt: skip
+def test_values_of_one_family_that_are_refused(name: str, key: str, value: Any):
+    with pytest.raises(UserError, match="not implemented"):
+        config(name, **{key: value})
+
+
+def test_an_unknown_field_that_names_nothing_of_a_network_is_told():
+    with pytest.warns(UserWarning, match="unknown fields have no effect: wandb_run, curriculum$"):
+        config("SDAR-8B", wandb_run="a1", curriculum={"stage": 2}, license="", seed=0)
+
+
+def test_rotary_positions_are_read_wherever_they_stand():
+    for name in NAMES:
+        family, raw = PUBLISHED[name]
+        plain = config(name)
+        moved = {key: value for key, value in raw.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        said = {"rope_type": "default", "rope_theta": raw["rope_theta"]}
+        if "partial_rotary_factor" in raw:
+            said["partial_rotary_factor"] = raw["partial_rotary_factor"]
+        assert family.config(moved | {"rope_parameters": said}) == plain
+        with pytest.raises(UserError, match=r"contradicts itself: rope_theta = .* and rope_parameters\.rope_theta = 7"):
+            config(name, rope_parameters={"rope_theta": 7.0})
+    with pytest.raises(UserError, match="rotary_dim and partial_rotary_factor contradict"):
+        config("LLaDA2.1", rotary_dim=32)
+
+
+def test_fields_of_llada2_have_an_effect():
+    family, raw = PUBLISHED["LLaDA2.1"]
+    assert config("LLaDA2.1", num_shared_experts=2, moe_shared_expert_intermediate_size=96).moe.shared_size == 192
+    assert config("LLaDA2.1", num_shared_experts=2, moe_shared_expert_intermediate_size=None).moe.shared_size == 1024
+    with pytest.raises(UserError, match="blocks of 65536 tokens do not fit a context of 32768"):
+        family.config(raw | {"block_size": 65536})
+
+
+SMALL: dict[str, Any] = {
+    "model_type": "llada2_moe", "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20, "moe_intermediate_size": 8, "num_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "use_bias": False,
+    "max_position_embeddings": 64, "mask_token_id": 23, "eos_token_id": 22,
+}  # fmt: skip
+LLADA_SMALL: dict[str, Any] = {
+    "model_type": "llada", "vocab_size": 24, "embedding_size": 24, "d_model": 16, "n_layers": 2, "n_heads": 4,
+    "n_kv_heads": 2, "mlp_hidden_size": 20, "max_sequence_length": 64, "mask_token_id": 23, "eos_token_id": 22,
+}  # fmt: skip
+FOLDERS = {"llada2": (LLADA2, SMALL), "llada": (LLADA, LLADA_SMALL)}
+
+
+def save(folder: Path, kind: str = "llada2", **changes: Any) -> None:
+    family, raw = FOLDERS[kind]
+    save_file(to_checkpoint(Transformer(family.config(raw)), family), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+
+
+@pytest.mark.parametrize(("said", "length"), [({}, 32), ({"block_size": 16}, 16)])
+def test_blocks_are_as_long_as_the_file_says(tmp_path: Path, said: dict[str, Any], length: int):
+    save(tmp_path, **said)
+    denoiser = loading.load(tmp_path, device="cpu").denoiser
+    assert isinstance(denoiser, TransformerDenoiser)
+    assert denoiser.spec.block_length == length
+
+
+ABSURD = [2**31, 10**18, 10**400, -1, 1.5, "x", True, math.nan, math.inf, 1e308, 1e-320, [], {"a": 1}, [2**31]]
+SIZES = [
+    (kind, key) for kind, (_, raw) in FOLDERS.items() for key in raw if key not in ("model_type", "use_bias")
+] + [("llada2", "rope_theta"), ("llada2", "rms_norm_eps"), ("llada2", "routed_scaling_factor"),
+     ("llada2", "block_size"), ("llada2", "partial_rotary_factor"), ("llada2", "num_shared_experts"),
+     ("llada", "mlp_ratio"), ("llada2", "moe_shared_expert_intermediate_size"), ("llada", "rope_theta")]  # fmt: skip
+FRACTIONS = ("rope_theta", "rms_norm_eps", "routed_scaling_factor", "partial_rotary_factor")  # 1.5 is one
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_absurd_numbers_are_one_sentence_before_anything_is_built(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path, kind)
+
+    def build(_: object) -> None:
+        raise AssertionError("a network was built")
+
+    monkeypatch.setattr(loading, "Transformer", build)
+    raw = FOLDERS[kind][1]
+    for key in (key for which, key in SIZES if which == kind):
+        for value in ABSURD:
+            if (key in FRACTIONS and value in (1.5, 1e-320, 2**31)) or (key.endswith("_id") and value != 10**400):
+                continue
+            (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
+            begun = time.perf_counter()
+            with pytest.raises((UserError, AssertionError)) as caught:
+                loading.load(tmp_path, device="cpu")
+            if not key.endswith("_id"):  # tokens are compared with the vocabulary of the network
+                assert caught.type is UserError, (key, value)
+            assert key in str(caught.value) or key.endswith("_id"), (key, value, caught.value)
+            assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+            assert time.perf_counter() - begun < 1
+
+
+def test_more_layers_than_the_tensors_make(tmp_path: Path):
+    save(tmp_path, num_hidden_layers=3)
+    with pytest.raises(UserError, match=r"num_hidden_layers is 3, and the checkpoint has tensors of 2 layers$"):
+        loading.load(tmp_path, device="cpu")
+
+
+def test_sizes_whose_product_is_no_tensor_are_one_sentence(tmp_path: Path):
+    """Each alone has room in the large tensor that the checkpoint holds beside the others."""
+    save(tmp_path, "llada", d_model=2**20, embedding_size=2**20, mlp_hidden_size=2**20, n_heads=2, n_kv_heads=2)
+    stored = {"model.transformer.blocks.1.attn_norm.weight": torch.zeros(2**20, dtype=torch.int8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lacks tensors|describes no network"):
+        loading.load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648, and the checkpoint has 2 tensors"),
+        ({"text_config": {"hidden_size": 10**18}}, "hidden_size is 1000000000000000000, and the largest tensor"),
+        ({"vision": [{"num_heads": -1}]}, "num_heads should be a whole number from 0 on, not -1"),
+        ({"vocab_size": 10**400}, "vocab_size is a number of more than 30 digits"),
+    ],
+)
+def test_absurd_sizes_of_networks_that_transformers_builds(raw: dict[str, Any], said: str):
+    shapes = {"embed": (100, 16), "norm": (16,)}
+    sane = {"num_hidden_layers": 12, "vocab_size": 100, "hidden_size": 16, "max_position_embeddings": 10**9}
+    check_numbers(sane | {"eos_token_id": -1, "text_config": sane, "num_labels": True}, shapes, "config.json")
+    with pytest.raises(UserError, match=f"config.json: {said}"):
+        check_numbers(sane | raw, shapes, "config.json")
