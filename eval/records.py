@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,8 @@ class Record:
         """As JSON has it: what differs from run to run apart from the rest."""
         fields = asdict(self)
         times = {name: fields.pop(name) for name in TIMES}
+        fields["scores"] = {name: finite(value) for name, value in self.scores.items()}
+        fields["confidence"] = [finite(value) for value in self.confidence]
         return {"schema": SCHEMA, **fields, "times": times}
 
     @staticmethod
@@ -87,7 +90,18 @@ class Record:
         fields = dict(line)
         if fields.pop("schema") != SCHEMA:
             raise ValueError("another schema")
+        fields["scores"] = {name: _number(value) for name, value in fields["scores"].items()}
+        fields["confidence"] = [_number(value) for value in fields["confidence"]]
         return Record(**fields.pop("times"), **fields)
+
+
+def finite(value: float) -> float | None:
+    """The number, or None for NaN and infinities, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:

@@ -18,10 +18,10 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import LOCAL, App, composition, entry
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.core.files import write
 from dllm_sampler.errors import UserError, installing
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
-from dllm_sampler.eval.markdown import write
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.space import Tuning
 

@@ -28,7 +28,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.training import journal, tasks
-from dllm_sampler.training.checkpoint import write_tensors
+from dllm_sampler.training.checkpoint import write_json, write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
@@ -136,7 +136,7 @@ class FilterTrainer:
             "test": judged(layers, test, self.threshold),
             "decoding": self._decode(reference, str(trained), splits[2], checks),
         }
-        path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(path.with_suffix(".json"), report, indent=1)
         trained.replace(path)
         unfinished.unlink()
         show(report, Console(stderr=True))

@@ -88,9 +88,9 @@ class MiniTrainer:
                 if state["step"] % 20 == 0:
                     self._report(progress, state)
                 if state["step"] % self.checkpoint_every == 0 or state["step"] == self.steps or interrupted.is_set():
+                    log.note(state["step"], _figures(state))  # first: the state vouches for the lines before it
                     checkpoint.save(folder, self.network, self.optimizer, state)
                     progress.console.print(_line(state, self.steps))
-                    log.note(state["step"], _figures(state))
                     state |= {"loss_sum": 0.0, "loss_steps": 0}
                 if interrupted.is_set():
                     raise KeyboardInterrupt

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
-from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
 

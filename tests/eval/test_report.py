@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.core.files import write as write_file
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, headline
 from dllm_sampler.eval.report.data import Comparison, compare
