@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -15,8 +14,8 @@ from typing import Any
 from uuid import uuid4
 
 from dllm_sampler import __version__
-from dllm_sampler.core import files
-from dllm_sampler.errors import NotWrittenError, UserError
+from dllm_sampler.core import files, locks
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval import checked
 from dllm_sampler.eval.checked import SCHEMA
 from dllm_sampler.eval.jobs import Job
@@ -60,18 +59,14 @@ class RunFolder:
         Raises:
             UserError: nothing can be written there.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise NotWrittenError(f"results cannot be kept in {self.path}: {error.strerror}") from error
+        files.make_folder(self.path)
         with self._lock():
             if (self.path / SAMPLES).exists() and not self.complete:
-                with files.reported(self.path / SAMPLES):
-                    os.replace(self.path / SAMPLES, self._new_part())
+                files.move(self.path / SAMPLES, self._new_part())
             self._note(job, environment(device))
 
     def _lock(self) -> AbstractContextManager[None]:
-        return files.locked(self.path / LOCK)
+        return locks.locked(self.path / LOCK, keep=True)
 
     def _new_part(self) -> Path:
         return self.path / f"part-{uuid4().hex}.jsonl"

@@ -32,13 +32,13 @@ def write(path: str | Path, content: str | bytes) -> None:
     with reported(path):
         if is_stream(path):
             with _opened(path, os.O_WRONLY) as file:
-                _put(file, data)
+                put(file, data)
             return
         target = Path(os.path.realpath(path))
         partial = target.with_name(f".{uuid4().hex}.part")  # of no other process, and short whatever the target's name
         try:
             with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-                _put(file, data)
+                put(file, data)
                 with suppress(FileNotFoundError):
                     os.fchmod(file, stat.S_IMODE(target.stat().st_mode))
                 os.fsync(file)
@@ -49,33 +49,44 @@ def write(path: str | Path, content: str | bytes) -> None:
         _sync_folder(target.parent)
 
 
-def append(path: str | Path, lines: str, sync: bool = True) -> None:
+def move(path: Path, target: Path) -> None:
+    """Give a file that is whole another name in its folder, in place of what has that name.
+
+    Raises:
+        NotWrittenError: it cannot be renamed.
+    """
+    with reported(target):
+        os.replace(path, target)
+    _sync_folder(target.parent)
+
+
+def make_folder(path: str | Path) -> None:
+    """Make a folder and those above it, as far as they are not there.
+
+    Raises:
+        NotWrittenError: it cannot be made, or is a file.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWrittenError(f"the folder {path} cannot be made: {error.strerror}") from error
+
+
+def append(path: str | Path, lines: str) -> None:
     """Add whole lines to a file: all of them, or none and an error. What a killed process left of a line is closed.
 
     Args:
         path: the file, which several processes may append to.
-        lines: each with its end.
-        sync: whether the lines are on the disk when this returns; else a power cut may take them.
+        lines: each with its end. They are on the disk when this returns.
 
     Raises:
         NotWrittenError: they cannot be written.
     """
     with reported(path), _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
-        _lock(file, wait=True)  # what is cut off after an error is no line of another process
+        lock(file, wait=True)  # what is cut off after an error is no line of another process
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         _extend(file, size, ("\n" * torn + lines).encode())
-        if sync:
-            os.fsync(file)
-
-
-def sync(path: str | Path) -> None:
-    """Wait until what was appended to a file is on the disk.
-
-    Raises:
-        NotWrittenError: it cannot be.
-    """
-    with reported(path), _opened(path, os.O_RDWR) as file:
         os.fsync(file)
 
 
@@ -90,14 +101,15 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
         NotWrittenError: they cannot be written.
     """
     with reported(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with TemporaryDirectory(dir=folder, prefix=".", suffix=".part") as made:
             save(made)
             found = sorted(Path(made).iterdir())
-            for file in found:
-                sync(file)
-            for file in found:
-                os.replace(file, folder / file.name)
+            for one in found:
+                with _opened(one, os.O_RDWR) as file:
+                    os.fsync(file)
+            for one in found:
+                os.replace(one, folder / one.name)
         _sync_folder(folder)
 
 
@@ -128,7 +140,7 @@ class Lines:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self.file = os.open(path, flags, 0o666) if number is None else os.dup(number)
             self.regular = number is None and stat.S_ISREG(os.fstat(self.file).st_mode)
-        if self.regular and not _lock(self.file, wait=False):
+        if self.regular and not lock(self.file, wait=False):
             os.close(self.file)
             raise UserError(f"another process is writing {named}: wait until it is done, or choose another file")
 
@@ -142,7 +154,7 @@ class Lines:
         data = (line + "\n").encode()
         with reported(self.path, self.named, broken=self.stdout):
             if not self.regular:
-                _put(self.file, data)
+                put(self.file, data)
                 self.count += 1
                 return
             with uninterrupted():  # Ctrl-C comes when the line is counted
@@ -163,41 +175,6 @@ class Lines:
                     os.fsync(self.file)
             finally:
                 os.close(self.file)
-
-
-@contextmanager
-def locked(path: Path, busy: str | None = None) -> Iterator[None]:
-    """Hold the lock of a file that is there for nothing else; the lock ends with the process.
-
-    File systems without locks, and systems without `flock`, have none.
-
-    Args:
-        path: the file.
-        busy: what is said where another process holds the lock, and the file is removed in the end; None: wait for it.
-
-    Raises:
-        NotWrittenError: the file cannot be made.
-        UserError: another process holds the lock, with the sentence `busy`.
-    """
-    with reported(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        if not _lock(file, wait=busy is None):
-            raise UserError(busy or "")
-        yield
-        if busy is not None:
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(file)
-
-
-def held(path: Path) -> bool:
-    """Whether a process holds the lock of a file."""
-    try:
-        with _opened(path, os.O_RDONLY) as file:
-            return not _lock(file, wait=False)
-    except OSError:
-        return False
 
 
 @contextmanager
@@ -275,8 +252,8 @@ def _opened(path: str | Path, flags: int) -> Iterator[int]:
     os.close(file)  # some file systems say only here that the disk is full
 
 
-def _put(file: int, data: bytes) -> None:
-    """Write all of it: one call to the system may write less, and say nothing."""
+def put(file: int, data: bytes) -> None:
+    """Write all of it to an open file: one call to the system may write less, and say nothing."""
     rest = memoryview(data)
     while rest:
         wrote = os.write(file, rest)
@@ -285,18 +262,11 @@ def _put(file: int, data: bytes) -> None:
         rest = rest[wrote:]
 
 
-def _extend(file: int, size: int, data: bytes) -> None:
-    """Append to a file of `size` bytes; after an error it has as many again."""
-    try:
-        _put(file, data)
-    except BaseException:
-        with suppress(OSError):
-            os.ftruncate(file, size)
-        raise
+def lock(file: int, wait: bool) -> bool:
+    """Take the lock of an open file, which ends when it is closed; False: another process has it.
 
-
-def _lock(file: int, wait: bool) -> bool:
-    """Take the lock of an open file; False: another process has it."""
+    File systems without locks, and systems without `flock`, have none: the answer is True there.
+    """
     try:
         import fcntl
 
@@ -304,8 +274,18 @@ def _lock(file: int, wait: bool) -> bool:
     except BlockingIOError:
         return False
     except (ImportError, OSError):
-        pass  # there are no locks here
+        pass
     return True
+
+
+def _extend(file: int, size: int, data: bytes) -> None:
+    """Append to a file of `size` bytes; after an error it has as many again."""
+    try:
+        put(file, data)
+    except BaseException:
+        with suppress(OSError):
+            os.ftruncate(file, size)
+        raise
 
 
 def _sync_folder(folder: Path) -> None:

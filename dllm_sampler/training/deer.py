@@ -119,7 +119,7 @@ class DeerTrainer:
         self.folder, self._device = Path(self.output), as_device(self.device)
         if (self.folder / "report.json").exists():
             raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self._same()
         start = self._sampler(self.model)
         self.tokenizer = build_tokenizer(start.denoiser.spec.max_positions)
@@ -189,7 +189,7 @@ class DeerTrainer:
 
     def _fit(self, folder: Path, network: nn.Module, steps: int, rate: float, loss: Loss) -> None:
         """Train from scratch or from the last saved state; what a step learns from depends on nothing but the step."""
-        folder.mkdir(exist_ok=True)
+        files.make_folder(folder)
         optimizer = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         state: dict[str, Any] = {"step": 0}
         if (folder / checkpoint.FILE).exists():

@@ -70,12 +70,14 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
 
     whole, cut = ([*WORDS, "task.count=2", f"output={output}"] for output in ("one", "two"))
     assert tuning.main(whole) == tuning.main([*cut, "tune.trials=1"]) == 0
-    study(cut).ask()  # a process that was ended in the middle of a trial
+    with study(cut) as begun:
+        begun.ask()  # a process that was ended in the middle of a trial
     assert tuning.main(cut) == 0
-    one, two = (
-        [trial.user_attrs["words"] for trial in study(words).get_trials() if trial.value is not None]
-        for words in (whole, cut)
-    )
+    with study(whole) as first, study(cut) as second:
+        one, two = (
+            [trial.user_attrs["words"] for trial in found.get_trials() if trial.value is not None]
+            for found in (first, second)
+        )
     assert one == two and len(one) == 2
 
 
