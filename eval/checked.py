@@ -136,7 +136,11 @@ def _number(value: object) -> bool:
 
 
 def _seconds(value: object) -> bool:
-    return _number(value) and 0 <= value < math.inf  # type: ignore[operator]
+    return _finite(value) and value >= 0  # type: ignore[operator]
+
+
+def _finite(value: object) -> bool:
+    return _number(value) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def _known(value: object) -> bool:
@@ -194,7 +198,7 @@ _SAMPLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "index": _COUNT,
     "seed": (lambda value: _whole(value, -(2**63)), "a whole number"),
     "text": (_optional(_text), "a text or null"),
-    "scores": (_named(_known), "an object of numbers"),
+    "scores": (_named(_finite), "an object of finite numbers"),
     "complete": (_flag, "true or false"),
     "ended": (_flag, "true or false"),
     **dict.fromkeys(("prompt_tokens", "answer", "nfe", "rows", "commits", "peak_memory"), _COUNT),
