@@ -66,13 +66,17 @@ class Records:
         missing = next((number for number in range(total) if number not in written), total)
         if missing == total:
             return f"{self.path} has all {total} samples"
+        if not written:
+            return f"no sample was done yet, and {self.path} is as it was: the same command starts over"
+        again = f"{self.path} has {len(written)} of {total} samples: the same command starts over"
+        if self.lines.regular:
+            again += " and replaces them"
         prompt = missing // self.samples
-        rest = "" if prompt == 0 else (
-            f", and the prompts from number {prompt + 1} on, with seed={seed + prompt * self.samples} and another"
-            " output=, give the rest"
-        )  # fmt: skip
+        if prompt == 0:
+            return again
+        seed += prompt * self.samples
         return (
-            f"{self.path} has {len(written)} of {total} samples: the same command starts over and replaces them{rest}"
+            f"{again}, and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
         )
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
@@ -91,7 +95,7 @@ class Records:
         complete = result.complete.tolist()
         tokens, nfe, tpf = result.tokens.tolist(), result.nfe.tolist(), result.tokens_per_forward.tolist()
         for row, prompt in enumerate(prompts):
-            del self.numbers[self.lines.count :]
+            del self.numbers[self.lines.count :]  # of a line that could not be written
             if self.numbers and first + row <= self.numbers[-1]:
                 continue  # Ctrl-C came right after it, and all that is done is handed in again
             self.numbers.append(first + row)

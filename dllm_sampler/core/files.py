@@ -125,6 +125,7 @@ class Lines:
 
     Attributes:
         count: the whole lines written.
+        regular: whether it is a file, and no stream.
         stdout: whether the lines go to standard output.
 
     Raises:

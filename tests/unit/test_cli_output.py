@@ -142,12 +142,26 @@ def test_ctrl_c_says_how_to_go_on(
         assert main([*words, *PROMPTS, "seed=5", "output=o.jsonl"]) == 130
     seed = 5 + 2 * samples
     assert (
-        f"o.jsonl has {2 * samples} of {4 * samples} samples: the same command starts over and replaces them, and the"
-        f" prompts from number 3 on, with seed={seed} and another output=, give the rest\n"
+        f"o.jsonl has {2 * samples} of {4 * samples} samples: the same command starts over and replaces them, and"
+        f" prompts 3 and later, with seed={seed} and another output=, give the rest\n"
     ) in capsys.readouterr().err
     assert main([*words, *PROMPTS[2:], f"seed={seed}", "output=rest.jsonl"]) == 0
     rest = [{**one, "index": one["index"] + 2} for one in records("rest.jsonl")]
     assert records("o.jsonl") + rest == whole
+
+
+def test_ctrl_c_before_the_first_record(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **rest: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sampler.Sampler, "stream", interrupted)
+    Path("o.jsonl").write_text("of an earlier run\n")
+    assert main([*words, "copy: Ada", "output=o.jsonl"]) == 130
+    said = "no sample was done yet, and o.jsonl is as it was: the same command starts over\ndllm-sample: interrupted\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert Path("o.jsonl").read_text() == "of an earlier run\n"
 
 
 def test_ctrl_c_behind_a_record_does_not_double_it(
