@@ -68,16 +68,13 @@ class Records:
             return f"{self.path} has all {total} samples"
         if not written:
             return f"no sample was done yet, and {self.path} is as it was: the same command starts over"
-        again = f"{self.path} has {len(written)} of {total} samples: the same command starts over"
+        said = f"{self.path} has {len(written)} of {total} samples: the same command starts over"
         if self.lines.regular:
-            again += " and replaces them"
-        prompt = missing // self.samples
-        if prompt == 0:
-            return again
-        seed += prompt * self.samples
-        return (
-            f"{again}, and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
-        )
+            said += " and replaces them"
+        if prompt := missing // self.samples:
+            seed += prompt * self.samples
+            said += f", and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
+        return said
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
         """Append samples that came together.

@@ -142,8 +142,8 @@ def test_ctrl_c_says_how_to_go_on(
         assert main([*words, *PROMPTS, "seed=5", "output=o.jsonl"]) == 130
     seed = 5 + 2 * samples
     assert (
-        f"o.jsonl has {2 * samples} of {4 * samples} samples: the same command starts over and replaces them, and"
-        f" prompts 3 and later, with seed={seed} and another output=, give the rest\n"
+        f"o.jsonl has {2 * samples} of {4 * samples} samples: the same command starts over and replaces them, and the"
+        f" prompts from number 3 on, with seed={seed} and another output=, give the rest\n"
     ) in capsys.readouterr().err
     assert main([*words, *PROMPTS[2:], f"seed={seed}", "output=rest.jsonl"]) == 0
     rest = [{**one, "index": one["index"] + 2} for one in records("rest.jsonl")]
