@@ -73,7 +73,9 @@ class Records:
             said += " and replaces them"
         if prompt := missing // self.samples:
             seed += prompt * self.samples
-            said += f", and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
+            said += (
+                f", and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
+            )
         return said
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:

@@ -57,11 +57,13 @@ def test_a_disk_that_is_full_at_the_end(
 
 
 def test_standard_output_on_a_full_disk() -> None:
-    """The page of the help, which is printed without a flush."""
-    code = "import sys; from dllm_sampler.cli.main import main; sys.exit(main(['--help']))"
+    """Also of what is printed without a flush, which would be told only at exit."""
+    code = "import sys; from dllm_sampler.cli.main import main; sys.exit(main(['--version']))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    root = Path(__file__).parents[2]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=root, env=buffered
         )
     assert done.returncode == 2
     assert done.stderr == "dllm-sample: standard output cannot be written: No space left on device\n"
