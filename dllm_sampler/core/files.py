@@ -69,7 +69,7 @@ def make_folder(path: str | Path) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NotWrittenError(f"the folder {path} cannot be made: {error.strerror}") from error
+        raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
 
 
 def append(path: str | Path, lines: str) -> None:
