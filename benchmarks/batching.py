@@ -38,6 +38,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from dllm_sampler import config
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
@@ -298,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["branches" if one.scheduler in BRANCHED else "batches"] += rows
             if options.json:
                 known = {name: [asdict(row) for row in rows] for name, rows in found.items()}
-                markdown.write(options.json, json.dumps({"about": about} | known, indent=1))
+                files.write(options.json, json.dumps({"about": about} | known, indent=1))
     console = Console(width=120)
     show(console, about)
     for name in options.tables:

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import dllm_sampler
+from dllm_sampler.core import files
 from dllm_sampler.errors import FallbackWarning
-from dllm_sampler.eval import markdown
 from dllm_sampler.kernels.backend import first_line, forget
 
 Value = TypeVar("Value")
@@ -53,7 +53,7 @@ def report(
     show(console, about)
     console.print(table)
     if file:
-        markdown.write(file, json.dumps({"about": about, "rows": rows}, indent=1))
+        files.write(file, json.dumps({"about": about, "rows": rows}, indent=1))
 
 
 def attempt(run: Callable[[], Value]) -> tuple[Value | None, str]:

@@ -51,6 +51,7 @@ from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
 from torch import Tensor
 
+from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
@@ -59,7 +60,6 @@ from dllm_sampler.engine.capture import cuda as record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.kernels.backend import TORCH, Backend, select
@@ -327,7 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(line(cells(row)), flush=True)
         if options.json:
             text = json.dumps({"about": about, "rows": [asdict(one) for one in rows]}, indent=1)
-            markdown.write(options.json, text)
+            files.write(options.json, text)
     if bench.device.type == "cpu":
         print("A tiny model on a CPU: nothing about a GPU was measured, and no kernel or graph ran.")
     return 0

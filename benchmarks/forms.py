@@ -13,6 +13,7 @@ guide alone per step and row, for a greedy choice, a draw, and the posterior: ra
 from __future__ import annotations
 
 import argparse
+import io
 import itertools
 import json
 import random
@@ -31,6 +32,7 @@ from rich.table import Table
 
 from dllm_sampler import Sampler
 from dllm_sampler.blocks.fixed import FullBlock
+from dllm_sampler.core import files
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
@@ -143,7 +145,9 @@ def plot(path: str, count: int) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("right answers, %")
     figure.axes[0].legend(frameon=False)
-    figure.savefig(path, format="png", metadata={"Software": None})
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", metadata={"Software": None})
+    files.write(path, drawn.getvalue())
 
 
 def tokens(vocab: int) -> list[bytes]:

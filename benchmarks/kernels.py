@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.kernels.backend import TORCH, Backend, LayerKernels, select
 from dllm_sampler.kernels.sampling import Sampling
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(noted(case, fused, clock, options.repeats, options.inner))
         if options.json:
             measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-            markdown.write(options.json, json.dumps({"about": about, "rows": measured}, indent=1))
+            files.write(options.json, json.dumps({"about": about, "rows": measured}, indent=1))
     console.print(table(rows, copied))
     return 0
 

@@ -18,6 +18,7 @@ widest of them does not fit into the GPU's cache: with the part that reads or wr
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +28,7 @@ from options import among, command, numbers, parser, quantity
 from rich.console import Console
 from rich.table import Table
 
+from dllm_sampler.core import files
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.models.moe import MoeConfig
@@ -235,7 +237,9 @@ def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
     dot = Line2D([], [], color="0.4", marker="o", linestyle="", markersize=5)
     told = "widest window whose floor is at most a tenth above that of one position"
     figure.legend([*handles, dot], [*labels, told], loc="outside lower center", ncols=len(labels) + 1, frameon=False)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    files.write(path, drawn.getvalue())
     pyplot.close(figure)
 
 
@@ -259,7 +263,7 @@ def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
         for name in options.models
     ]
     text = markdown.fill(text, "crossover", markdown.table(["model", *(g.name for g in gpus)], rows))
-    markdown.write(path, text)
+    files.write(path, text)
     draw(path.with_suffix(".png"), gpu, options)
 
 
@@ -325,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for window in options.windows
             for work in [replace(options.work, batch=batch, window=window)]
         ]
-        markdown.write(options.json, json.dumps(found, indent=1))
+        files.write(options.json, json.dumps(found, indent=1))
     if options.docs:
         page(options.docs, gpus, options)
     return 0

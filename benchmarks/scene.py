@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core import files
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context
@@ -93,5 +94,5 @@ class Scene:
         for name, shape in {"fc1": (width, self.block), "fc2": (self.block, width)}.items():
             tensors[f"{name}.weight"] = torch.randn(shape, generator=generator) / 8
         path = Path(tempfile.mkdtemp()) / "filter.safetensors"
-        save_file(tensors, path)
+        files.write(path, save(tensors))
         return str(path)

@@ -37,9 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllm_sampler import config
+from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Blocks, Carry, Scheduler, Stop
 from dllm_sampler.core.values import Readout
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table(rows, base.operations))
     if options.json:
         text = json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1)
-        markdown.write(options.json, text)
+        files.write(options.json, text)
     return 0
 
 

@@ -33,13 +33,13 @@ from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
+from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.json:
             measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
             text = json.dumps({"about": about, "steps": options.steps, "rows": measured}, indent=1)
-            markdown.write(options.json, text)
+            files.write(options.json, text)
     console.print(table(rows, options.steps))
     return 0
 

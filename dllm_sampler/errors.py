@@ -9,6 +9,10 @@ class UserError(ValueError):
     """A mistake in the user's input; the message is one sentence: what is wrong, where, and what would be right."""
 
 
+class NotWrittenError(UserError):
+    """A file cannot be written: the disk is full, say. What it had before is still there."""
+
+
 class FallbackWarning(RuntimeWarning):
     """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
 

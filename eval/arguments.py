@@ -24,7 +24,7 @@ def positive(text: str) -> int:
 
 
 def output(text: str) -> Path:
-    """A file that can be written, as `markdown.write` does: through a temporary file in the same folder."""
+    """A file that can be written, as `files.write` does: through a temporary file in the same folder."""
     path = Path(text)
     if path.exists() and not path.is_file():
         raise ArgumentTypeError(f"{path} cannot be written: it is no file")

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 from dllm_sampler import config
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import cache_plot, markdown, scheduler_plot
 from dllm_sampler.eval.arguments import Parser, positive
@@ -223,9 +224,9 @@ def write(docs: Path, output: Path, chosen: Sequence[CacheSetup]) -> str:
         results.append((setup, run(base, setup, found, Console(stderr=True))))
     section = content(results)
     picture, (first, rows), (last, judged) = docs.with_suffix(".png"), results[0], results[-1]
-    markdown.write(picture, cache_plot.draw(rows, judged, first.model, last.model))
+    files.write(picture, cache_plot.draw(rows, judged, first.model, last.model))
     section = f"![Agreement against time per step]({picture.name})\n\n{section}"
-    markdown.write(docs, markdown.fill(markdown.read(docs, SECTION), SECTION, section))
+    files.write(docs, markdown.fill(markdown.read(docs, SECTION), SECTION, section))
     return section
 
 

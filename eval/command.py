@@ -16,9 +16,9 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import choices
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import about, choices_of
+from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import EVAL, Job, jobs
-from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.headline import METHOD, interval
 
 if TYPE_CHECKING:

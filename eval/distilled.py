@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, positive
@@ -117,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 points(before, after),
             ]
         )
-        markdown.write(options.docs, markdown.fill(page, SECTION, text))
+        files.write(options.docs, markdown.fill(page, SECTION, text))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

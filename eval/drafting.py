@@ -22,6 +22,7 @@ from rich.progress import track
 from torch import Tensor
 
 from dllm_sampler import __version__
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, positive
@@ -238,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> int:
         done = store(options)
         found = [one for subject in chosen for one in compare(subject, done)]
         text = content(options, chosen, found)
-        markdown.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
+        files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from filelock import FileLock
-
 from dllm_sampler import __version__
+from dllm_sampler.core import files, locks
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval import checked
+from dllm_sampler.eval.checked import SCHEMA
 from dllm_sampler.eval.jobs import Job
-from dllm_sampler.eval.markdown import write
-from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.tasks.base import Task
 
-SCHEMA = 2  # of run.json; docs/formats.md
 ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock"
 
 
@@ -42,53 +40,59 @@ class RunFolder:
         """`run.json`; None before it is written.
 
         Raises:
-            UserError: it is of another schema.
+            UserError: it is of another schema, or not what dllm-eval writes.
         """
         try:
-            found = json.loads((self.path / ABOUT).read_text(encoding="utf-8"))
+            text = (self.path / ABOUT).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / ABOUT} cannot be read: {error}") from error
-        if found.get("schema") != SCHEMA:
-            raise UserError(
-                f"{self.path} is no run of schema {SCHEMA}, the one this version reads: run again into another folder"
-            )
-        return found
+        return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:
         """Write down what is run and where; a run that goes on elsewhere is told so, too.
 
+        A `samples.jsonl` that is not whole (cut, or left where `run.json` is lost) becomes a part like others: only
+        what is complete has that name.
+
         Raises:
             UserError: nothing can be written there.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / LOCK)
-            with lock:
-                self._note(job, environment(device))
-        except OSError as error:
-            raise UserError(f"results cannot be kept in {self.path}: {error.strerror}") from error
+        files.make_folder(self.path)
+        with self._lock():
+            if (self.path / SAMPLES).exists() and not self.complete:
+                files.move(self.path / SAMPLES, self._new_part())
+            self._note(job, environment(device))
+
+    def _lock(self) -> AbstractContextManager[None]:
+        return locks.locked(self.path / LOCK, keep=True)
+
+    def _new_part(self) -> Path:
+        return self.path / f"part-{uuid4().hex}.jsonl"
 
     def _note(self, job: Job, here: dict[str, Any]) -> None:
         found = self.about()
         places = found["environments"] if found else []
+        task = job.built_task
+        samples = len(task.samples())
+        if found and found["samples"] != samples:
+            checked.differs(self.path / ABOUT, "samples", found["samples"], samples)
         if found and here in places:
             return
-        task = job.built_task
         about = {
             "schema": SCHEMA,
             "name": job.name,
             "choices": dict(job.choices),
             "config": job.identity,
-            "samples": len(task.samples()),
+            "samples": samples,
             "score": task.score,
             "dependency": task.dependency,
             "refused": found["refused"] if found else None,
             "measures": found.get("measures") if found else None,
             "environments": [*places, here],
         }
-        write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
+        files.write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
 
     def reopen(self) -> None:
         """Forget that it was refused: once, when a command starts. Its processes may find so again, in any order.
@@ -102,22 +106,27 @@ class RunFolder:
 
     def refuse(self, reason: str | None) -> None:
         """Note why this configuration cannot run."""
-        with FileLock(self.path / LOCK):
+        with self._lock():
             self._change(refused=reason)
 
     def _change(self, **fields: Any) -> None:
         about = self.about()
         assert about is not None
-        write(self.path / ABOUT, json.dumps({**about, **fields}, indent=1, ensure_ascii=False))
+        files.write(self.path / ABOUT, json.dumps({**about, **fields}, indent=1, ensure_ascii=False))
 
     @property
     def complete(self) -> bool:
-        """Whether every sample is there."""
-        return (self.path / SAMPLES).exists()
+        """Whether every sample is there, put together, and `run.json` too.
+
+        Raises:
+            UserError: a line is no sample of this run.
+        """
+        about = self.about()
+        return about is not None and len(self._read([self.path / SAMPLES])) >= about["samples"]
 
     def records(self) -> list[Record]:
         """The samples that are there, in order."""
-        return [Record.of(line) for _, line in sorted(self._lines().items())]
+        return [record for _, record in sorted(self._lines().items())]
 
     def done(self) -> set[int]:
         """The samples that are there, by index."""
@@ -132,27 +141,28 @@ class RunFolder:
         return total
 
     def add(self, records: Iterable[Record]) -> None:
-        """Append the samples of a batch; once this returns they survive whatever happens."""
+        """Append the samples of a batch; once this returns they survive whatever happens.
+
+        Raises:
+            NotWrittenError: the disk is full, say; none of them is there then.
+        """
         if self.part is None:
-            self.part = self.path / f"part-{uuid4().hex}.jsonl"
-        text = "".join(_dump(record.line()) for record in records)
-        with self.part.open("ab", buffering=0) as file:
-            file.write(text.encode())
-            os.fsync(file.fileno())
+            self.part = self._new_part()
+        files.append(self.part, "".join(_dump(record) for record in records))
 
     def finish(self, task: Task) -> bool:
         """Put the parts together if all samples are there; returns whether they are."""
         samples = task.samples()
-        with FileLock(self.path / LOCK):
+        with self._lock():
             lines = self._lines()
             if len(lines) < len(samples):
                 return False
             if not self.complete:
-                records = [Record.of(line) for _, line in sorted(lines.items())]
+                records = [record for _, record in sorted(lines.items())]
                 measures = task.together(samples, [record.graded for record in records])
-                rounded = {name: float(f"{value:.6g}") for name, value in measures.items()}
+                rounded = {name: finite(float(f"{value:.6g}")) for name, value in measures.items()}
                 self._change(measures=rounded or None, refused=None)  # first, so that what is complete has them
-                write(self.path / SAMPLES, "".join(_dump(line) for _, line in sorted(lines.items())))
+                files.write(self.path / SAMPLES, "".join(map(_dump, records)))
             self.tidy()
         return True
 
@@ -162,21 +172,26 @@ class RunFolder:
             part.unlink(missing_ok=True)
         self.part = None
 
-    def _lines(self) -> dict[int, dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+    def _lines(self) -> dict[int, Record]:
         # The whole file last: parts that vanish while they are read are in it.
-        for file in (*sorted(self.path.glob(PART)), self.path / SAMPLES):
+        return self._read([*sorted(self.path.glob(PART)), self.path / SAMPLES])
+
+    def _read(self, places: Iterable[Path]) -> dict[int, Record]:
+        """The samples of some files, by index; those that are not there have none."""
+        found: dict[int, Record] = {}
+        about = self.about()
+        for file in places:
             with suppress(FileNotFoundError, NotADirectoryError):
-                for line in file.read_bytes().split(b"\n"):
-                    with suppress(ValueError, KeyError, TypeError):  # cut in the middle
-                        entry = json.loads(line)
-                        Record.of(entry)
-                        found[entry["index"]] = entry
+                *lines, torn = file.read_bytes().split(b"\n")
+                records = [checked.sample(file, number, line, about) for number, line in enumerate(lines, 1) if line]
+                with suppress(ValueError):  # a line without its end was cut in the middle, or is the last one edited
+                    records.append(checked.parse(torn, about))
+                found |= {record.index: record for record in records}
         return found
 
 
-def _dump(line: dict[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
+def _dump(record: Record) -> str:
+    return json.dumps(record.line(), ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 @cache

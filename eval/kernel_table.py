@@ -30,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from dllm_sampler import kernels
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, output, positive
@@ -233,13 +234,13 @@ def run(arguments: Sequence[str] | None) -> int:
     console.print(f"{said}, {unread} not known" if unread else said, highlight=False)
     if options.json:
         report = {"triton": version, "kernels": [asdict(one) for one in found]}
-        markdown.write(options.json, json.dumps(report, indent=1) + "\n")
+        files.write(options.json, json.dumps(report, indent=1) + "\n")
     if options.docs and failed:
         print(f"{options.docs} was left as it is: not every kernel compiles and fits", file=sys.stderr)
     elif options.docs:
         note = f"Triton {version}; `{COMMAND} --docs docs/kernels.md`.\n\n"
         text = markdown.read(options.docs, SECTION)
-        markdown.write(options.docs, markdown.fill(text, SECTION, note + markdown.table(head, rows)))
+        files.write(options.docs, markdown.fill(text, SECTION, note + markdown.table(head, rows)))
     return 1 if failed else 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import BrokenExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -25,10 +26,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dllm_sampler.cli.compose import PACKAGED, literal
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run_all
+from dllm_sampler.eval.state import told
 from dllm_sampler.models.loading import as_device
 
 LAUNCHER = "hydra/launcher="
@@ -55,19 +58,17 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
         _open(found)
     if share.world > 1:
         _state().wait_for_everyone()
-    if alone:
-        return here(found, console)
-    with watched(found, console):
-        return elsewhere(words, found, workers, named)
+    with told(found) if share.rank == 0 else nullcontext():
+        if alone:
+            return here(found, console)
+        with watched(found, console):
+            return elsewhere(words, found, workers, named)
 
 
 def _open(found: Sequence[Job]) -> None:
     """Make the output folder, and forget who was refused before."""
     output = Path(found[0].options.output).expanduser()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"results cannot be kept in {output}: {error.strerror}") from error
+    files.make_folder(output)
     for job in found:
         RunFolder(job.folder).reopen()
 
@@ -113,6 +114,11 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
                 done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
         except (HydraException, ImportError) as error:
             raise _explain(error, own, loader) from error
+        except BrokenExecutor as error:
+            raise UserError(
+                "a worker process was ended, by hand or for want of memory: what is done is kept, and the same command"
+                " goes on from there"
+            ) from error
     refused: dict[str, str] = {}
     for job in done:
         refused |= job.return_value  # raises what a worker raised

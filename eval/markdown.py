@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -53,18 +52,3 @@ def read(path: Path, *names: str) -> str:
         if section(text, name) is None:
             raise UserError(f"{path} has no place for the results: it needs lines <!-- {name} --> and <!-- /{name} -->")
     return text
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Replace a file at once: never half of it.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error

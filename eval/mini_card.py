@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from dllm_sampler.core.files import write
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.exact_match import CANVAS, Tally, held_out_prompts
-from dllm_sampler.eval.markdown import fill, read, table, write
+from dllm_sampler.eval.markdown import fill, read, table
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import CITIES, COLORS, NAMES, TASKS, Task
 from dllm_sampler.training.tokenizer import vocabulary

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer
 
 if TYPE_CHECKING:
@@ -72,9 +74,19 @@ class Record:
         return self.nfe - len(stood | {step for step, _, piece in self.revisions if piece is not None})
 
     def line(self) -> dict[str, Any]:
-        """As JSON has it: what differs from run to run apart from the rest."""
+        """As JSON has it: what differs from run to run apart from the rest.
+
+        Raises:
+            UserError: a grade is no number that JSON has.
+        """
+        for name, value in self.scores.items():
+            if not math.isfinite(value):
+                raise UserError(
+                    f"the task's grade {name} of sample {self.index} is {value}: it should be a finite number"
+                )
         fields = asdict(self)
         times = {name: fields.pop(name) for name in TIMES}
+        fields["confidence"] = [finite(value) for value in self.confidence]
         return {"schema": SCHEMA, **fields, "times": times}
 
     @staticmethod
@@ -87,7 +99,13 @@ class Record:
         fields = dict(line)
         if fields.pop("schema") != SCHEMA:
             raise ValueError("another schema")
+        fields["confidence"] = [math.nan if value is None else value for value in fields["confidence"]]
         return Record(**fields.pop("times"), **fields)
+
+
+def finite(value: float) -> float | None:
+    """The number, or None for NaN and infinities, which JSON does not have."""
+    return value if math.isfinite(value) else None
 
 
 def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser
@@ -129,8 +130,8 @@ def main(words: Sequence[str] | None = None) -> int:
         curves = [curve(name, folders.split()) for name, folders in named.items()]
         text = content(curves)
         page = markdown.read(options.docs, SECTION)
-        markdown.write(options.picture or options.docs.with_suffix(".png"), draw(curves))
-        markdown.write(options.docs, markdown.fill(page, SECTION, text))
+        files.write(options.picture or options.docs.with_suffix(".png"), draw(curves))
+        files.write(options.docs, markdown.fill(page, SECTION, text))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,7 +16,7 @@ import transformers
 from dllm_sampler import config
 from dllm_sampler.batch import Reader
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, NotWrittenError, UserError
 from dllm_sampler.eval import memory
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
@@ -62,7 +62,11 @@ def run_all(jobs: Sequence[Job], share: Share, device: str, begin: Begin, progre
     refused = {}
     for number, job in enumerate(jobs):
         begin(job)
-        if reason := run(job, number, share, device, progress):
+        try:
+            reason = run(job, number, share, device, progress)
+        except NotWrittenError as error:
+            raise NotWrittenError(f"{error}; what is done is kept, and the same command goes on from there") from error
+        if reason:
             refused[job.name] = reason
     return refused
 
@@ -83,14 +87,16 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
         return None
     if job.options.threads:
         torch.set_num_threads(job.options.threads)
+    done = folder.done()
     try:
-        runner = Runner(job, device)
-        done, size = folder.done(), job.options.batch_size
+        runner, size = Runner(job, device), job.options.batch_size
         starts = enumerate(range(0, len(samples), size))
         batches = [samples[first : first + size] for number, first in starts if share.has(order, number)]
         for records in runner.records(batches, done):
             folder.add(records)
             progress(len(records))
+    except NotWrittenError:  # the disk is full, say: that is no fault of the configuration
+        raise
     except UserError as error:
         reason = " ".join(str(error).split())
         folder.refuse(reason)

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from dllm_sampler import __version__, config
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown, scheduler_plot
 from dllm_sampler.eval.arguments import Parser, positive
@@ -180,8 +181,8 @@ def write(docs: Path, output: Path, setup: Setup) -> str:
     rows, lacking = run(base, setup, store(output / "results.jsonl", setup), Console(stderr=True))
     picture = docs.with_suffix(".png")
     section = content(setup, rows, lacking, picture.name)
-    markdown.write(picture, scheduler_plot.draw(rows))
-    markdown.write(docs, markdown.fill(markdown.read(docs, SECTION), SECTION, section))
+    files.write(picture, scheduler_plot.draw(rows))
+    files.write(docs, markdown.fill(markdown.read(docs, SECTION), SECTION, section))
     return section
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 
 Figures = TypeVar("Figures")
@@ -59,9 +60,7 @@ class Store(Generic[Figures]):
         """Write down a result; what a cut run left of a line is closed first."""
         about = {"schema": self.schema, "setup": self.setup, "plugins": self.settings(plugins), "task": task}
         line = json.dumps({**about, **self.written(figures)})
-        torn = self.path.exists() and self.path.stat().st_size and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("\n" * bool(torn) + line + "\n")
+        files.append(self.path, line + "\n")
         self.found[self._key(*about.values())] = figures
 
     @staticmethod

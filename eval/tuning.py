@@ -6,8 +6,10 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,10 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import LOCAL, App, composition, entry
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.errors import UserError, installing
+from dllm_sampler.core import files, locks
+from dllm_sampler.errors import NotWrittenError, UserError, installing
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
-from dllm_sampler.eval.markdown import write
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.space import Tuning
 
@@ -87,8 +89,7 @@ class Tuner:
         tuning = self.tuning
         if tuning.file.exists() and MARK not in tuning.file.read_text(encoding="utf-8"):
             raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
-        study = self.study()
-        with bars(self.console) as progress:
+        with self.study() as study, bars(self.console) as progress:
             every = progress.add_task("one per step", total=tuning.trials)
             reference = self.reference(self.words)
             least = reference.score - tuning.loss / 100
@@ -98,35 +99,48 @@ class Tuner:
             progress.update(every, completed=done, description="confirming")
             winner, fresh, plain = self.confirm(study, reference)
         text = self.experiment(winner, fresh, plain)
-        tuning.file.parent.mkdir(parents=True, exist_ok=True)
-        write(tuning.file, text)
+        files.make_folder(tuning.file.parent)
+        files.write(tuning.file, text)
         return (
             f"{' '.join(winner.chosen)}: {_say(fresh, tuning)}; one token per step: {_say(plain, tuning)}, on"
             f" {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}"
         )
 
-    def study(self) -> Study:
-        """The study in the output folder, that of an earlier call if it was the same search."""
+    @cached_property
+    def digest(self) -> str:
+        """What makes this search another one than others."""
+        what = {**asdict(self.tuning), "trials": None, "name": None, "jobs": [job.identity for job in self.base]}
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+
+    @contextmanager
+    def study(self) -> Iterator[Study]:
+        """The study in the output folder, that of an earlier call if it was the same search, for this process alone."""
         try:
             import optuna
+            from sqlalchemy.exc import SQLAlchemyError  # comes with Optuna
         except ImportError as error:
             raise UserError(f"the search needs Optuna: {installing('eval')}") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        what = {**asdict(self.tuning), "trials": None, "name": None, "jobs": [job.identity for job in self.base]}
-        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+        files.make_folder(self.output)
+        file = self.output.resolve() / "study.db"
+        busy = f"another dllm-tune makes this search in {self.output}: wait until it is done, or choose another output"
         try:
-            self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"the search cannot be kept in {self.output}: {error.strerror}") from error
-        study = optuna.create_study(
-            storage=f"sqlite:///{self.output.resolve() / 'study.db'}",
-            study_name=digest,
-            direction="maximize",
-            load_if_exists=True,
-        )
-        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a process that was ended
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        return study
+            with locks.locked(self.output / f".{self.digest}.lock", busy):
+                study = optuna.create_study(
+                    storage=f"sqlite:///{file}",
+                    study_name=self.digest,
+                    direction="maximize",
+                    load_if_exists=True,
+                )
+                for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a process that was ended
+                    study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+                yield study
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+            cause = error if isinstance(error, SQLAlchemyError) else error.__cause__
+            reason = str(getattr(cause, "orig", None) or error).partition("\n")[0]
+            raise NotWrittenError(
+                f"{file} cannot be used: {reason}; what is done is kept, and the same command goes on from there"
+            ) from error
 
     def trial(self, study: Study, done: int, least: float) -> None:
         """Ask for a configuration, measure it, tell what came of it.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from dllm_sampler.errors import UserError
 
+# Errors of a system that cannot take what is written: it is full, has a limit, is broken or read-only.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -20,7 +24,10 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
         interrupted: what Ctrl-C leaves behind.
     """
     try:
-        return run()
+        status = run()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit it would be too late to say that the disk is full
+        return status
     except UserError as error:
         print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
         return USER_ERROR
@@ -28,5 +35,18 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
         print(f"{command}: {interrupted}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # as in `dllm-sample ... | head -1`; the flush at exit has no reader
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _mute()
+        where = "standard output" if error.filename is None else error.filename
+        print(f"{command}: {where} cannot be written: {error.strerror}", file=sys.stderr)
+        return USER_ERROR
+
+
+def _mute() -> None:
+    """What is left to write at exit goes nowhere: standard output takes no more."""
+    with suppress(OSError, ValueError):  # a test's has no number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

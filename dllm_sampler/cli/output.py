@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dllm_sampler.cli.inputs import Prompt
-from dllm_sampler.errors import UserError
+from dllm_sampler.core import files
+from dllm_sampler.errors import NotWrittenError, UserError
 from dllm_sampler.result import Result
 
 if TYPE_CHECKING:
@@ -25,24 +27,56 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 class Records:
-    """The file of `output=FILE.jsonl`. Each line is written whole, as soon as the sample is done."""
+    """The file, or the stream, of `output=FILE.jsonl`. Each line is written whole, as soon as the sample is done.
+
+    Raises:
+        UserError: it cannot be written, is the file of the prompts, or another process is writing it.
+    """
 
     def __init__(self, path: str, prompts_file: str | None = None, samples: int = 1) -> None:
         self.path, self.samples = Path(path).expanduser(), samples
-        if prompts_file is not None and self.path.resolve() == Path(prompts_file).expanduser().resolve():
+        if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
             raise UserError(f"output={path} would overwrite prompts_file: give it another name")
-        # Opened without truncating: a mistake found later must not cost the file of an earlier run.
-        try:
-            self.file = self.path.open("ab", buffering=0)  # a line is one write: whole, or an error here and now
-        except OSError as error:
-            raise UserError(f"cannot write output {path}: {error.strerror}") from None
-        self.written = False
+        self.lines = files.Lines(self.path, f"output {path}")
+        self.numbers: list[int] = []  # of the samples whose lines are written, ascending, and of the one being written
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.file.close()
+        if error is None:
+            self.lines.close()
+        else:
+            with suppress(NotWrittenError):  # what is raised already is told
+                self.lines.close()
+
+    @property
+    def replaces_answers(self) -> bool:
+        """Whether the lines go to standard output, where the answers themselves would stand among them."""
+        return self.lines.stdout
+
+    def left(self, total: int, seed: int) -> str:
+        """What an interrupted run leaves, and how to make the rest, in one sentence.
+
+        Args:
+            total: the samples that were asked for.
+            seed: of the run.
+        """
+        written = set(self.numbers[: self.lines.count])
+        missing = next((number for number in range(total) if number not in written), total)
+        if missing == total:
+            return f"{self.path} has all {total} samples"
+        if not written:
+            return f"no sample was done yet, and {self.path} is as it was: the same command starts over"
+        said = f"{self.path} has {len(written)} of {total} samples: the same command starts over"
+        if self.lines.regular:
+            said += " and replaces them"
+        if prompt := missing // self.samples:
+            seed += prompt * self.samples
+            said += (
+                f", and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
+            )
+        return said
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
         """Append samples that came together.
@@ -52,14 +86,18 @@ class Records:
             prompts: their prompts.
             result: what the sampler returned for them.
             seconds: wall-clock time that they share.
+
+        Raises:
+            NotWrittenError: a line cannot be written; those before are whole.
         """
-        if not self.written:
-            self.file.truncate(0)
-            self.written = True
         lengths, steps = result.lengths.tolist(), result.step_map.tolist()
         complete = result.complete.tolist()
         tokens, nfe, tpf = result.tokens.tolist(), result.nfe.tolist(), result.tokens_per_forward.tolist()
         for row, prompt in enumerate(prompts):
+            del self.numbers[self.lines.count :]  # of a line that could not be written
+            if self.numbers and first + row <= self.numbers[-1]:
+                continue  # Ctrl-C came right after it, and all that is done is handed in again
+            self.numbers.append(first + row)
             record = {
                 "schema": SCHEMA,
                 "index": (first + row) // self.samples,
@@ -78,10 +116,7 @@ class Records:
             if not isinstance(result, Result):
                 taken = [one for one in result.accepted[row].tolist() if one >= 0]
                 record |= {"accepted": taken, "drafter_nfe": int(result.drafter_nfe[row])}
-            try:
-                self.file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-            except OSError as error:
-                raise UserError(f"cannot write output {self.path}: {error.strerror}") from None
+            self.lines.add(json.dumps(record, ensure_ascii=False))
 
 
 def _filled(result: Result | Speculation, row: int) -> dict[str, object]:

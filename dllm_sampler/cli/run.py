@@ -49,7 +49,12 @@ def run(asked: Request) -> int:
     sampler = load(asked.settings)
     deer = None if options.target is None else verified(sampler, options)
     with Records(options.output, options.prompts_file, options.samples) if options.output else nullcontext() as records:
-        totals = respond(sampler, deer, options, asked.prompts, asked.forms, records)
+        try:
+            totals = respond(sampler, deer, options, asked.prompts, asked.forms, records)
+        except KeyboardInterrupt:
+            if records:
+                print(records.left(max(1, len(asked.prompts)) * options.samples, options.seed), file=sys.stderr)
+            raise
     if said := totals.shortcomings():
         print(said, file=sys.stderr)
     print(totals.line(str(sampler.device)), file=sys.stderr)
@@ -112,7 +117,8 @@ def respond(
                 result, seconds = _denoise(sampler, options, begin, given[batch], rows[batch], named, records)
             else:
                 result, seconds = _verify(deer, options, begin, [task.prompt for task in tasks[batch]])
-            show(result)
+            if not (records and records.replaces_answers):
+                show(result)
             totals.add(begin, result, seconds)
             if records:
                 records.write(begin, given[batch], result, seconds)
@@ -269,7 +275,8 @@ def _denoise(
                 shown += screen.show(commits) if screen else 0.0
     except KeyboardInterrupt:
         if commits is not None:
-            _interrupted(commits, sampler, sys.stdout)
+            quiet = records is not None and records.replaces_answers
+            _interrupted(commits, sampler, sys.stderr if quiet else sys.stdout)
         raise
     except RowError as error:
         numbers = [(first + number - 1) // options.samples + 1 for number in error.prompts]

@@ -14,7 +14,7 @@ from dllm_sampler.batch import SAME
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
-from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.errors import NotFiniteError, NotWrittenError
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer, Result
 from dllm_sampler.sampler import Sampler
@@ -71,7 +71,9 @@ class Several:
                     following += 1
                 yield
                 begun = time.perf_counter()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NotWrittenError):
+                self.records = None  # what is done is shown at least
             for index in sorted(early):
                 self._done(*early[index])
             numbers = [at for at in range(following, self.count) if at not in early]
@@ -92,7 +94,8 @@ class Several:
         self.totals.add(number, result, seconds)
         if self.records:
             self.records.write(number, [self.given[answer.index]], result, seconds)
-        if answer.finish_reason != "not_finite":  # that is no answer
+        silent = self.records is not None and self.records.replaces_answers
+        if answer.finish_reason != "not_finite" and not silent:  # that is no answer
             show(result)
 
 

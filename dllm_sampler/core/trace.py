@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dllm_sampler.core import notebook
+from dllm_sampler.core import files, notebook
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -228,13 +227,7 @@ class Trace:
         about = {"schema": SCHEMA, **{name: getattr(self, name) for name in NUMBERS}}
         names = FIELDS if self.entropy is None else (*FIELDS, "entropy")
         data = save({name: getattr(self, name).contiguous() for name in names}, {"trace": json.dumps(about)})
-        partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
-        try:
-            partial.write_bytes(data)
-            os.replace(partial, path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UserError(f"the trace cannot be written to {path}: {error.strerror}") from error
+        files.write(path, data)
 
     @staticmethod
     def load(path: str | Path) -> Trace:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn, optim
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 
 FILE = "checkpoint.safetensors"
@@ -20,17 +20,13 @@ FILE = "checkpoint.safetensors"
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    partial.write_bytes(serialise(plain, metadata))
-    os.replace(partial, path)
+    files.write(path, serialise(plain, metadata))
 
 
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
     """Write a JSON file whole or not at all."""
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    files.write(path, json.dumps(content, indent=indent) + "\n")
 
 
 def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dllm_sampler import config
@@ -12,8 +15,9 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import about, written
+from dllm_sampler.core import files, locks
 from dllm_sampler.core.functions import function
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import NotWrittenError, UserError, unknown
 
 USAGE = """\
 Train a model.
@@ -93,8 +97,27 @@ def _run(words: list[str]) -> int:
     elif "--version" in words:
         print(f"dllm-train {__version__}")
     else:
-        print(trainer(words).run())
+        chosen = trainer(words)
+        with _alone(chosen):
+            print(chosen.run())
     return 0
+
+
+@contextmanager
+def _alone(trainer: Any) -> Iterator[None]:
+    """No other process trains to the same place meanwhile; those that train together count as one."""
+    given = getattr(trainer, "output", None)  # a trainer of the user's own may have none
+    if given is None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    output = Path(os.path.realpath(Path(given).expanduser()))
+    files.make_folder(output.parent)
+    busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
+    try:
+        with locks.locked(output.with_name(f".{output.name}.lock"), busy):
+            yield
+    except NotWrittenError as error:
+        raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error
 
 
 def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from rich.progress import TaskID
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
@@ -118,7 +119,7 @@ class DeerTrainer:
         self.folder, self._device = Path(self.output), as_device(self.device)
         if (self.folder / "report.json").exists():
             raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         self._same()
         start = self._sampler(self.model)
         self.tokenizer = build_tokenizer(start.denoiser.spec.max_positions)
@@ -155,8 +156,8 @@ class DeerTrainer:
             return F.cross_entropy(logits, rows.ids[rows.answer])
 
         self._fit(folder, network, self.target_steps, self.target_learning_rate, loss)
-        self.tokenizer.save_pretrained(folder)
-        cast(LlamaForCausalLM, network).save_pretrained(folder)
+        files.write_folder(folder, self.tokenizer.save_pretrained)
+        files.write_folder(folder, cast(LlamaForCausalLM, network).save_pretrained)
         (folder / checkpoint.FILE).unlink()
         return folder
 
@@ -188,7 +189,7 @@ class DeerTrainer:
 
     def _fit(self, folder: Path, network: nn.Module, steps: int, rate: float, loss: Loss) -> None:
         """Train from scratch or from the last saved state; what a step learns from depends on nothing but the step."""
-        folder.mkdir(exist_ok=True)
+        files.make_folder(folder)
         optimizer = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         state: dict[str, Any] = {"step": 0}
         if (folder / checkpoint.FILE).exists():
@@ -209,12 +210,12 @@ class DeerTrainer:
                 progress.advance(TaskID(0))
                 last = step + 1 == steps
                 if (step + 1) % self.checkpoint_every == 0 or last or interrupted.is_set():
-                    checkpoint.save(folder, network, optimizer, {"step": step + 1})
                     spent = time.perf_counter() - begun
+                    log.note(step + 1, {"loss": total / count, "seconds": spent})  # first: the state vouches for it
+                    checkpoint.save(folder, network, optimizer, {"step": step + 1})
                     progress.console.print(
                         f"{folder.name} step {step + 1}/{steps}  loss {total / count:.4f}  seconds {spent:.0f}"
                     )
-                    log.note(step + 1, {"loss": total / count, "seconds": spent})
                     total, count = 0.0, 0
                 if interrupted.is_set() and not last:
                     raise KeyboardInterrupt

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from dllm_sampler.core import files
 from dllm_sampler.models.families import llada_config, to_checkpoint
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training.checkpoint import write_tensors
@@ -45,10 +46,9 @@ def export(model: Transformer, tokenizer: PreTrainedTokenizerFast, folder: Path)
     ends = {"eos_token_id": ids[EOS], "pad_token_id": ids[EOS]}
     config = llada_config(model.config, mask_token_id=ids[MASK], **ends)
     lengths = {"train_max_sequence_length": model.config.max_positions, "torch_dtype": "float16"}
-    folder.mkdir(parents=True, exist_ok=True)
+    files.write_folder(folder, partial(tokenizer.save_pretrained, save_jinja_files=False))
     _write_json(folder / "config.json", dict(sorted({**config, **_OFF, **lengths}.items())))
     _write_json(folder / "generation_config.json", {**ends, "use_cache": False})
-    tokenizer.save_pretrained(folder, save_jinja_files=False)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     # The class's name in every version of transformers, where the newest writes one that older ones do not know.
     _write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
@@ -57,6 +57,4 @@ def export(model: Transformer, tokenizer: PreTrainedTokenizerFast, folder: Path)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    files.write(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -19,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cli import inputs
+from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.filter import Layers, about, judge
@@ -28,7 +29,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.training import journal, tasks
-from dllm_sampler.training.checkpoint import write_tensors
+from dllm_sampler.training.checkpoint import write_json, write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
@@ -114,7 +115,7 @@ class FilterTrainer:
         run = {name: getattr(self, name) for name in _SAME}
         texts = json.dumps([[str(prompt) for prompt in split] for split in splits])
         run["prompts"] = f"{self.prompts or 'tasks of mini'}, checksum {crc32(texts.encode()):08x}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(path.parent)
         unfinished = path.with_name(path.name + ".unfinished")
         training, validation, test = collect(
             reference, splits, self.new_tokens, self.block_length, self.batch, unfinished, run
@@ -136,8 +137,8 @@ class FilterTrainer:
             "test": judged(layers, test, self.threshold),
             "decoding": self._decode(reference, str(trained), splits[2], checks),
         }
-        path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        trained.replace(path)
+        write_json(path.with_suffix(".json"), report, indent=1)
+        files.move(trained, path)
         unfinished.unlink()
         show(report, Console(stderr=True))
         return path

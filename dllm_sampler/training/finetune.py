@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import NotFiniteError, UserError, installing, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
@@ -199,7 +200,7 @@ class FineTuner:
         folder = self.folder = Path(self.output)
         if (folder / "model.safetensors").exists():
             raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         self._load()
         self.prepare()
         done = self._resume()

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 
 FILE = "log.jsonl"
@@ -64,7 +65,7 @@ class Journal:
         if not active:
             return
         kept = [line for line in read(path) if line["step"] <= done] if done and path.exists() else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
         if tracker == "tensorboard":
             writer = import_module("torch.utils.tensorboard").SummaryWriter
             self._board = writer(str(path.with_suffix(".tensorboard")), purge_step=done + 1 if done else None)
@@ -81,8 +82,7 @@ class Journal:
         line |= {key: value if isinstance(value, int) else float(f"{value:.8g}") for key, value in figures.items()}
         if not self._active:
             return line
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        files.append(self._path, json.dumps(line) + "\n")
         if self._tracker == "tensorboard":
             for key, value in line.items():
                 if key != "step":

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from dllm_sampler.config import check
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
@@ -78,7 +79,7 @@ class MiniTrainer:
         folder = Path(self.output)
         if (folder / "model.safetensors").exists():
             raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         self._build()
         state = self._resume(folder)
         log = journal.Journal(folder / journal.FILE, state["step"], self.tracker, asdict(self))
@@ -88,9 +89,9 @@ class MiniTrainer:
                 if state["step"] % 20 == 0:
                     self._report(progress, state)
                 if state["step"] % self.checkpoint_every == 0 or state["step"] == self.steps or interrupted.is_set():
+                    log.note(state["step"], _figures(state))  # first: the state vouches for the lines before it
                     checkpoint.save(folder, self.network, self.optimizer, state)
                     progress.console.print(_line(state, self.steps))
-                    log.note(state["step"], _figures(state))
                     state |= {"loss_sum": 0.0, "loss_steps": 0}
                 if interrupted.is_set():
                     raise KeyboardInterrupt

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.builder import Checkpoints, NoCheckpoint, Setup, Task, Unsupported
 from dllm_sampler.eval.conformance.compare import lockstep, mismatch
@@ -194,10 +193,4 @@ def save(verdicts: Sequence[Verdict], path: Path) -> None:
     """
     systems = {system: counts(own) for system, own in by_system(verdicts).items()}
     content = {"systems": systems, "lines": [asdict(verdict) for verdict in verdicts]}
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            json.dump(content, file, indent=1)
-        os.chmod(file.name, 0o644)  # temporary files are private, results are not
-        os.replace(file.name, path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    files.write(path, json.dumps(content, indent=1))

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
-from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
+from dllm_sampler.eval.state import running
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [Path(path) for path in options.runs]
         if options.output is not None:
             check(options.output)
+        for line in running(runs):
+            print(line, file=sys.stderr)
         if options.csv is not None:
             write_csv(runs, options.csv)
         if options.csv is None or options.output is not None:
@@ -78,13 +81,13 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     from dllm_sampler.eval.report.page import page  # imports torch: a mistake need not wait for it
     from dllm_sampler.eval.report.pictures import pictures
 
-    _make_folder(target)
+    files.make_folder(target.parent)
     names = []
     for name, content in pictures(found).items():
         file = target.with_name(f"{target.stem}-{name}.png")
-        write_file(file, content)
+        files.write(file, content)
         names.append(file.name)
-    write_file(target, page(found, title, replays))
+    files.write(target, page(found, title, replays))
     return " ".join([str(target), *names])
 
 
@@ -99,16 +102,9 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
         print(table, end="")
         return
     target = Path(output).expanduser()
-    _make_folder(target)
-    write_file(target, table)
+    files.make_folder(target.parent)
+    files.write(target, table)
     print(target)
-
-
-def _make_folder(target: Path) -> None:
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{target.parent} cannot be made: {error.strerror}") from error
 
 
 if __name__ == "__main__":

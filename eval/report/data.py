@@ -17,6 +17,7 @@ from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report.labels import named
+from dllm_sampler.eval.state import running
 
 RATES = ("answer_tokens_per_forward", "canvas_tokens_per_forward", "tokens_per_second")
 Figures = dict[str, float | None]
@@ -183,6 +184,8 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs.append(Run(about, RunFolder(folder).records(), folder.parent))
     if not any(run.records for run in runs):
         where = ", ".join(map(str, paths))
+        if running(paths):
+            raise UserError(f"there are no samples under {where} yet: dllm-eval is running, ask again later")
         raise UserError(f"there are no samples under {where}: run dllm-eval, or name the folder it wrote")
     return runs
 

@@ -219,7 +219,7 @@ function canvas() {
     const hue = state.colour === "step" ? 250 - 220 * part : 10 + 130 * part;
     made.style.background = `hsl(${hue} 70% var(--hue-light))`;
     if (token.at === state.step - 1) made.classList.add("now");
-    made.title = `position ${place}, forward ${token.at + 1}` + (stands ? `, confidence ${sure}` : ", taken back later");
+    made.title = `position ${place}, forward ${token.at + 1}` + (!stands ? ", taken back later" : sure === null ? "" : `, confidence ${sure}`);
   });
   find("step").value = state.step;
   find("at").textContent = `forward ${state.step} of ${last}`;

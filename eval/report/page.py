@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import math
+import re
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -34,12 +36,10 @@ def page(found: Comparison, title: str, replays: int) -> str:
         "HEADLINE": "".join(f"<li>{html.escape(line)}</li>" for line in sentences(found)),
         "NOTES": "".join(f"<p>{html.escape(line)}</p>" for line in notes(found)),
         # no "<" at all: nothing in a sample can end the script element
-        "DATA": json.dumps(data(found, replays), ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"),
+        "DATA": _json(data(found, replays)).replace("<", "\\u003c"),
     }
-    text = parts["page.html"]
-    for name, value in filled.items():  # the data last: what looks like a place in it is not filled
-        text = text.replace(f"@{name}@", value)
-    return text
+    # at once: what looks like a place in a title, a label or a sample is not filled
+    return re.sub("@([A-Z]+)@", lambda place: filled[place[1]], parts["page.html"])
 
 
 _PARTS = ("page.html", "page.css", "page.js")
@@ -100,6 +100,19 @@ def data(found: Comparison, replays: int) -> dict[str, Any]:
             for row in family_rows(found)
         ],
     }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same without NaN and infinities, for which JSON has no word: null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _rounded(figures: dict[str, float | None], together: Sequence[str]) -> dict[str, float | None]:

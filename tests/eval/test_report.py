@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.eval.markdown import write as write_file
+from dllm_sampler.core.files import write as write_file
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, headline
 from dllm_sampler.eval.report.data import Comparison, compare
@@ -174,6 +176,34 @@ def test_text_cannot_become_code() -> None:
     assert inside is not None
     given = json.loads(inside[1])
     assert given["methods"][0]["runs"]["copy"]["replays"][0]["prompt"] == NASTY
+
+
+def test_what_is_no_number_is_null_in_the_page() -> None:
+    """JSON has no NaN: a browser would show nothing at all."""
+    bad = record(confidence=[math.nan, 0.8, math.inf, 1.0, 1.0, 0.0])
+    text = page(compare([run([bad], "fixed"), run([record()], "wino")]), "T", 1)
+    inside = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert inside is not None
+    given = json.loads(inside[1], parse_constant=lambda name: pytest.fail(f"{name} in the page"))
+    (told,) = given["methods"][0]["runs"].values()
+    assert told["replays"][0]["confidence"] == [None, 0.8, None, 1, 1, 0]
+
+
+def test_a_record_of_no_numbers_is_json_and_comes_back() -> None:
+    bad = record(confidence=[math.nan, 0.8, 0.7, 1.0, 1.0, 0.0])
+    again = Record.of(json.loads(json.dumps(bad.line(), allow_nan=False)))
+    assert math.isnan(again.confidence[0]) and again.confidence[1:] == bad.confidence[1:]
+    with pytest.raises(
+        UserError, match="the task's grade exact_match of sample 3 is nan: it should be a finite number"
+    ):
+        record(3, scores={"exact_match": math.nan}).line()
+
+
+def test_places_of_the_page_are_filled_once() -> None:
+    names = "@DATA@ @SCRIPT@ @TITLE@ @NOTHING@"
+    text = page(comparison(names), names, 2)
+    assert f"<title>{names}</title>" in text
+    assert text.count('"replays":') == page(comparison("a"), "T", 2).count('"replays":')
 
 
 def test_pictures() -> None:

@@ -106,7 +106,7 @@ def test_a_csv_file_is_whole_or_not_there(
     for words, said in (
         (["gone", "--csv", "-"], "there is no folder gone"),
         ([str(tmp_path), "--csv", "old.csv"], "there are no samples under"),
-        ([str(runs), "--csv", "file/a.csv"], "file cannot be made"),
+        ([str(runs), "--csv", "file/a.csv"], "results cannot be kept in file: "),
         ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written: Is a directory"),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "ends in .html, not page.pdf"),
     ):

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import RowError
+from dllm_sampler.errors import RowError, UserError
 from dllm_sampler.eval import command, runner
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
@@ -247,6 +247,32 @@ def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "random.py").write_text("raise SystemExit('a file of the working directory was imported')\n")
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     assert content(output) == content(whole)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one sentence, and the same command makes what is missing."""
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    (tmp_path / "deadly.py").write_text(
+        "import os, pathlib\n"
+        "def score(answer, **rest):\n"
+        "    file = pathlib.Path(__file__).with_name('killed')\n"
+        "    if answer == '7' and not file.exists():\n"
+        "        file.touch()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return 1.0\n"
+    )
+    lines = [json.dumps({"prompt": "copy: Ada", "answer": str(number)}) for number in range(12)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["task=jsonl", f"task.file={tmp_path / 'asked.jsonl'}", "task.metric=deadly:score", "batch_size=2"]
+    words += ["device=cpu", "workers=2", "oracle=false", f"output={tmp_path / 'o'}"]
+    with pytest.raises(UserError, match="a worker process was ended, by hand or for want of memory: what is done is"):
+        launch(words, jobs(words), Console(quiet=True))
+    assert launch(words, jobs(words), Console(quiet=True)) == {}
+    (samples,) = content(tmp_path / "o").values()
+    assert [sample["index"] for sample in samples] == list(range(12))
 
 
 @pytest.mark.slow

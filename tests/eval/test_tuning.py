@@ -13,6 +13,7 @@ from dllm_sampler.cli.compose import settings
 from dllm_sampler.eval import tuning
 from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
+from tests.disks import full_after
 
 pytest.importorskip("optuna")
 
@@ -70,13 +71,35 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
 
     whole, cut = ([*WORDS, "task.count=2", f"output={output}"] for output in ("one", "two"))
     assert tuning.main(whole) == tuning.main([*cut, "tune.trials=1"]) == 0
-    study(cut).ask()  # a process that was ended in the middle of a trial
+    with study(cut) as begun:
+        begun.ask()  # a process that was ended in the middle of a trial
     assert tuning.main(cut) == 0
-    one, two = (
-        [trial.user_attrs["words"] for trial in study(words).get_trials() if trial.value is not None]
-        for words in (whole, cut)
-    )
+    with study(whole) as first, study(cut) as second:
+        one, two = (
+            [trial.user_attrs["words"] for trial in found.get_trials() if trial.value is not None]
+            for found in (first, second)
+        )
     assert one == two and len(one) == 2
+
+
+def test_one_search_at_a_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another process would take the trials of this one for lost."""
+    words = [*WORDS, "task.count=2"]
+    tuner = tuning.Tuner(*tuning.tuning(words), tuning.Console(quiet=True))
+    with tuner.study() as study:
+        study.ask()
+        assert tuning.main(words) == 2
+        (trial,) = study.get_trials()
+        assert trial.state.name == "RUNNING", "it was left alone"
+    assert f"another dllm-tune makes this search in {tuner.output}: wait until it is done" in capsys.readouterr().err
+
+
+def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with full_after(30_000):  # less than an empty study takes
+        assert tuning.main([*WORDS, "task.count=2"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "study.db cannot be used: d" in said
+    assert said.endswith("what is done is kept, and the same command goes on from there")
 
 
 @pytest.mark.parametrize(

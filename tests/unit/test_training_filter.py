@@ -11,9 +11,9 @@ import torch
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core import files
 from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.training import checkpoint as states
 from dllm_sampler.training import cli, replay
 from dllm_sampler.training.filter import FilterTrainer, fit, judged
 from dllm_sampler.training.replay import Records, Replay
@@ -173,7 +173,7 @@ def test_a_killed_run_goes_on(
     """Between batches or while the state is written: nothing is collected twice, and the same filter comes out."""
     output, calls = tmp_path / "parts", []
     with monkeypatch.context() as patch:
-        owner, name = (replay, "replay") if where == "collecting" else (states.os, "replace")
+        owner, name = (replay, "replay") if where == "collecting" else (files.os, "replace")
         inner = getattr(owner, name)
 
         def killed(*arguments: Any) -> Any:

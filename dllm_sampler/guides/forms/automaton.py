@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.core import files
+from dllm_sampler.errors import NotWrittenError, UserError
 from dllm_sampler.guides.forms import library
 from dllm_sampler.guides.forms.faults import fault
 
@@ -174,11 +175,9 @@ def _built(key: _Key) -> Automaton:
     found = _over_tokens(key, *key.make())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
         numbers = torch.tensor([found.start, found.shortest])
-        save_file({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}, part)
-        part.replace(path)
-    except (OSError, SafetensorError):
+        files.write(path, save({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}))
+    except (OSError, NotWrittenError):
         pass  # built again next time
     return found
 

@@ -1,0 +1,299 @@
+"""How the project writes files: whole or not at all, and a disk that is full is an error of one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from uuid import uuid4
+
+from dllm_sampler.errors import NotWrittenError, UserError
+
+# Names of streams that this process has open. Opened by name, a file behind one would be written from its start.
+_OPEN = re.compile(r"/dev/std(?P<name>out|err)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in what libraries written in Rust say
+STDOUT = 1
+
+
+def write(path: str | Path, content: str | bytes) -> None:
+    """Replace a file at once: never half of it. A link stays a link; a pipe or a device is written to.
+
+    Raises:
+        NotWrittenError: it cannot be written; what it had before is still there.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with reported(path):
+        if is_stream(path):
+            with _opened(path, os.O_WRONLY) as file:
+                put(file, data)
+            return
+        target = Path(os.path.realpath(path))
+        partial = target.with_name(f".{uuid4().hex}.part")  # of no other process, and short whatever the target's name
+        try:
+            with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+                put(file, data)
+                with suppress(FileNotFoundError):
+                    os.fchmod(file, stat.S_IMODE(target.stat().st_mode))
+                os.fsync(file)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_folder(target.parent)
+
+
+def move(path: Path, target: Path) -> None:
+    """Give a file that is whole another name in its folder, in place of what has that name.
+
+    Raises:
+        NotWrittenError: it cannot be renamed.
+    """
+    with reported(target):
+        os.replace(path, target)
+    _sync_folder(target.parent)
+
+
+def make_folder(path: str | Path) -> None:
+    """Make a folder and those above it, as far as they are not there.
+
+    Raises:
+        NotWrittenError: it cannot be made, or is a file.
+    """
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
+
+
+def append(path: str | Path, lines: str) -> None:
+    """Add whole lines to a file: all of them, or none and an error. What a killed process left of a line is closed.
+
+    Args:
+        path: the file, which several processes may append to.
+        lines: each with its end. They are on the disk when this returns.
+
+    Raises:
+        NotWrittenError: they cannot be written.
+    """
+    with reported(path), _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
+        lock(file, wait=True)  # what is cut off after an error is no line of another process
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        _extend(file, size, ("\n" * torn + lines).encode())
+        os.fsync(file)
+
+
+def write_folder(folder: Path, save: Callable[[str], object]) -> None:
+    """Let a library write files into a folder: they take their names there when all of them are on the disk.
+
+    Args:
+        folder: it is made where it is not there.
+        save: writes the files to the folder that it is given.
+
+    Raises:
+        NotWrittenError: they cannot be written.
+    """
+    with reported(folder):
+        make_folder(folder)
+        with TemporaryDirectory(dir=folder, prefix=".", suffix=".part") as made:
+            save(made)
+            found = sorted(Path(made).iterdir())
+            for one in found:
+                with _opened(one, os.O_RDWR) as file:
+                    os.fsync(file)
+            for one in found:
+                os.replace(one, folder / one.name)
+        _sync_folder(folder)
+
+
+class Lines:
+    """The lines that one command writes to a file or a stream, in place of what the file had.
+
+    The file keeps what it had until the first line: a mistake found before costs nothing. It is locked as long as it
+    is open; the lock ends with the process.
+
+    Args:
+        path: a file, or a stream: a pipe, a device, `/dev/stdout`.
+        named: the file in the words of the user, for messages.
+
+    Attributes:
+        count: the whole lines written.
+        regular: whether it is a file, and no stream.
+        stdout: whether the lines go to standard output.
+
+    Raises:
+        NotWrittenError: it cannot be opened.
+        UserError: another process writes to it.
+    """
+
+    def __init__(self, path: str | Path, named: str):
+        self.path, self.named, self.count = Path(path), named, 0
+        number = _descriptor(path)
+        self.stdout = number == STDOUT
+        with reported(path, named):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self.file = os.open(path, flags, 0o666) if number is None else os.dup(number)
+            self.regular = number is None and stat.S_ISREG(os.fstat(self.file).st_mode)
+        if self.regular and not lock(self.file, wait=False):
+            os.close(self.file)
+            raise UserError(f"another process is writing {named}: wait until it is done, or choose another file")
+
+    def add(self, line: str) -> None:
+        """Write a line, without its end: the whole of it, or an error, after which a file has the lines before.
+
+        Raises:
+            NotWrittenError: it cannot be written.
+            BrokenPipeError: the reader of standard output has left.
+        """
+        data = (line + "\n").encode()
+        with reported(self.path, self.named, broken=self.stdout):
+            if not self.regular:
+                put(self.file, data)
+                self.count += 1
+                return
+            with uninterrupted():  # Ctrl-C comes when the line is counted
+                if not self.count:
+                    os.ftruncate(self.file, 0)
+                _extend(self.file, os.fstat(self.file).st_size, data)
+                self.count += 1
+
+    def close(self) -> None:
+        """Nothing more is coming: wait until the lines are on the disk.
+
+        Raises:
+            NotWrittenError: they cannot be written there after all.
+        """
+        with reported(self.path, self.named):
+            try:
+                if self.regular:
+                    os.fsync(self.file)
+            finally:
+                os.close(self.file)
+
+
+@contextmanager
+def reported(path: str | Path, named: str | None = None, broken: bool = False) -> Iterator[None]:
+    """Turn an error of the operating system, also one that a library tells, into a sentence that names the file.
+
+    Args:
+        path: of the file, for the sentence.
+        named: what to call it instead.
+        broken: whether a reader that has left stays a `BrokenPipeError`.
+
+    Raises:
+        NotWrittenError: in place of the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        told = _OS_ERROR.search(str(error))
+        if (broken and isinstance(error, BrokenPipeError)) or (told is None and not isinstance(error, OSError)):
+            raise
+        reason = os.strerror(int(told[1])) if told else getattr(error, "strerror", None) or error
+        what = f"cannot write {named}" if named else f"{path} cannot be written"
+        raise NotWrittenError(f"{what}: {reason}") from error
+
+
+def is_stream(path: str | Path) -> bool:
+    """Whether a path names a pipe, a device or an open stream: what was written there cannot be replaced."""
+    if _descriptor(path) is not None:
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def same(one: str | Path, other: str | Path) -> bool:
+    """Whether two paths lead to one regular file: by `..`, through links of either kind."""
+    with suppress(OSError):
+        return os.path.samefile(one, other) and not is_stream(one)
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end of this."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _descriptor(path: str | Path) -> int | None:
+    """The number of the open stream that a path names."""
+    found = _OPEN.fullmatch(str(path))
+    if found is None:
+        return None
+    return int(found["number"]) if found["number"] else {"out": STDOUT, "err": 2}[found["name"]]
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int) -> Iterator[int]:
+    number = _descriptor(path)
+    file = os.open(path, flags, 0o666) if number is None else os.dup(number)
+    try:
+        yield file
+    except BaseException:
+        with suppress(OSError):
+            os.close(file)
+        raise
+    os.close(file)  # some file systems say only here that the disk is full
+
+
+def put(file: int, data: bytes) -> None:
+    """Write all of it to an open file: one call to the system may write less, and say nothing."""
+    rest = memoryview(data)
+    while rest:
+        wrote = os.write(file, rest)
+        if wrote == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rest = rest[wrote:]
+
+
+def lock(file: int, wait: bool) -> bool:
+    """Take the lock of an open file, which ends when it is closed; False: another process has it.
+
+    File systems without locks, and systems without `flock`, have none: the answer is True there.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        pass
+    return True
+
+
+def _extend(file: int, size: int, data: bytes) -> None:
+    """Append to a file of `size` bytes; after an error it has as many again."""
+    try:
+        put(file, data)
+    except BaseException:
+        with suppress(OSError):
+            os.ftruncate(file, size)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name of a file last, where the system can."""
+    with suppress(OSError):
+        file = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)

@@ -1,0 +1,65 @@
+"""Files that are locked for as long as something is going on: one process at a time, and others can see it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dllm_sampler.core import files
+from dllm_sampler.errors import UserError
+
+
+@contextmanager
+def locked(path: Path, busy: str | None = None, *, content: str = "", keep: bool = False) -> Iterator[None]:
+    """Hold the lock of a file that is there for nothing else; the lock ends with the process, however it ends.
+
+    Args:
+        path: the file.
+        busy: what is said where another process holds the lock; None: wait for it.
+        content: what others may read in the file meanwhile.
+        keep: leave the file there, which is quicker where processes take turns.
+
+    Raises:
+        NotWrittenError: the file cannot be made.
+        UserError: another process holds the lock, with the sentence `busy`.
+    """
+    file = _taken(path, wait=busy is None)
+    if file is None:
+        raise UserError(busy or "")
+    try:
+        with files.reported(path):
+            files.put(file, content.encode())
+        yield
+    finally:
+        if not keep:
+            with suppress(OSError):
+                path.unlink()
+        os.close(file)
+
+
+def held(path: Path) -> bool:
+    """Whether a process holds the lock of a file at this moment."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not files.lock(file, wait=False)
+    finally:
+        os.close(file)
+
+
+def _taken(path: Path, wait: bool) -> int | None:
+    """A file, made where it is not there, opened and locked; None: another process has the lock."""
+    while True:
+        with files.reported(path):
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if not files.lock(file, wait):
+            os.close(file)
+            return None
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                return file
+        os.close(file)  # the process that had the lock removed the file: another process would make a new one

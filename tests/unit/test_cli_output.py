@@ -1,0 +1,182 @@
+"""`output=` of `dllm-sample`: nothing lost on a full disk, streams, two runs at once, how to go on after Ctrl-C."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_sampler import sampler
+from dllm_sampler.cli import several
+from dllm_sampler.cli.main import main
+from dllm_sampler.core import files
+from tests.disks import full_after
+
+pytestmark = pytest.mark.usefixtures("at_a_terminal")
+PROMPTS = ["copy: Ada", "copy: Ben", "copy: Cal", "Dan"]
+
+
+def records(file: Path | str) -> list[dict[str, Any]]:
+    """The lines of a file, each of them whole, but for their times."""
+    text = Path(file).read_text()
+    assert text.endswith("\n") or not text
+    found = [json.loads(line) for line in text.splitlines()]
+    return [{name: value for name, value in one.items() if name != "time"} for one in found]
+
+
+@pytest.mark.parametrize("batching", ["in_flight", "static"])
+def test_a_disk_that_is_full_at_the_last_record(
+    words: list[str], capsys: pytest.CaptureFixture[str], batching: str
+) -> None:
+    words = [*words, *PROMPTS, f"batching={batching}", "output=o.jsonl"]
+    assert main(words) == 0
+    whole, answers, size = records("o.jsonl"), capsys.readouterr().out, os.path.getsize("o.jsonl")
+    with full_after(size - 60):  # in the middle of the last line, whatever the times of the others
+        assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert records("o.jsonl") == whole[:-1]
+    assert out == answers, "what cannot be kept is shown"
+    assert "dllm-sample: cannot write output o.jsonl: File too large" in err and "samples," not in err
+
+
+def test_a_disk_that_is_full_at_the_end(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some systems say only then that what they took does not fit."""
+
+    def full(file: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert main([*words, "copy: Ada", "output=o.jsonl"]) == 2
+    assert "cannot write output o.jsonl: No space left on device" in capsys.readouterr().err
+
+
+def test_standard_output_on_a_full_disk() -> None:
+    """Also of what is printed without a flush, which would be told only at exit."""
+    code = "import sys; from dllm_sampler.cli.main import main; sys.exit(main(['--version']))"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    root = Path(__file__).parents[2]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=root, env=buffered
+        )
+    assert done.returncode == 2
+    assert done.stderr == "dllm-sample: standard output cannot be written: No space left on device\n"
+
+
+def test_streams(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    words = [*words, *PROMPTS]
+    assert main([*words, "output=o.jsonl"]) == 0
+    whole, answers = records("o.jsonl"), capfd.readouterr().out
+    assert main([*words, "output=/dev/null"]) == 0 and capfd.readouterr().out == answers
+    os.mkfifo("fifo")
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(Path("fifo").read_text()))
+    reader.start()
+    assert main([*words, "output=fifo"]) == 0 and capfd.readouterr().out == answers
+    reader.join(20)
+    Path("read").write_text(read[0])
+    assert records("read") == whole
+    for name in ("/dev/stdout", "/dev/fd/1"):
+        assert main([*words, f"output={name}"]) == 0
+        Path("read").write_text(capfd.readouterr().out)
+        assert records("read") == whole, "and no answers between the lines"
+    assert main([*words, "output=/dev/full"]) == 2
+    assert "cannot write output /dev/full: No space left on device" in capfd.readouterr().err
+
+
+def test_a_reader_that_leaves(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("fifo")
+    reader = threading.Thread(target=lambda: os.close(os.open("fifo", os.O_RDONLY)))
+    reader.start()
+    assert main([*words, *PROMPTS, "output=fifo"]) == 2
+    reader.join(20)
+    assert "cannot write output fifo: Broken pipe" in capsys.readouterr().err
+
+
+def test_prompts_are_not_overwritten(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = Path("prompts.txt")
+    prompts.write_text("copy: Ada\n")
+    os.link(prompts, "hard")
+    os.symlink(prompts, "soft")
+    Path("sub").mkdir()
+    for name in ("prompts.txt", "hard", "soft", "sub/../prompts.txt"):
+        assert main([*words, f"prompts_file={prompts}", f"output={name}"]) == 2
+        assert f"output={name} would overwrite prompts_file" in capsys.readouterr().err
+        assert prompts.read_text() == "copy: Ada\n"
+
+
+def test_one_run_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("o.jsonl").write_text("of another run\n")
+    os.link("o.jsonl", "hard.jsonl")
+    first = files.Lines("o.jsonl", "output o.jsonl")  # as another process holds it
+    for name in ("o.jsonl", "hard.jsonl"):
+        assert main([*words, "copy: Ada", f"output={name}"]) == 2
+        assert f"another process is writing output {name}: wait until it is done" in capsys.readouterr().err
+    assert Path("o.jsonl").read_text() == "of another run\n"
+    first.close()
+    assert main([*words, "copy: Ada", "output=o.jsonl"]) == 0
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_ctrl_c_says_how_to_go_on(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    """And what it says is true: the rest has the samples that the whole run would have had."""
+    words = [*words, "temperature=1", f"samples={samples}", "dtype=float64", "batch_size=2"]
+    assert main([*words, *PROMPTS, "seed=5", "output=whole.jsonl"]) == 0
+    whole, plain = records("whole.jsonl"), sampler.Sampler.generate_many
+
+    def interrupted(*args: Any, **rest: Any) -> Any:
+        for answer in sorted(plain(*args, **rest), key=lambda one: (one.index, one.sample)):
+            if answer.index == 2:
+                raise KeyboardInterrupt
+            yield answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler.Sampler, "generate_many", interrupted)
+        capsys.readouterr()
+        assert main([*words, *PROMPTS, "seed=5", "output=o.jsonl"]) == 130
+    seed = 5 + 2 * samples
+    assert (
+        f"o.jsonl has {2 * samples} of {4 * samples} samples: the same command starts over and replaces them, and the"
+        f" prompts from number 3 on, with seed={seed} and another output=, give the rest\n"
+    ) in capsys.readouterr().err
+    assert main([*words, *PROMPTS[2:], f"seed={seed}", "output=rest.jsonl"]) == 0
+    rest = [{**one, "index": one["index"] + 2} for one in records("rest.jsonl")]
+    assert records("o.jsonl") + rest == whole
+
+
+def test_ctrl_c_before_the_first_record(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **rest: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sampler.Sampler, "stream", interrupted)
+    Path("o.jsonl").write_text("of an earlier run\n")
+    assert main([*words, "copy: Ada", "output=o.jsonl"]) == 130
+    said = "no sample was done yet, and o.jsonl is as it was: the same command starts over\ndllm-sample: interrupted\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert Path("o.jsonl").read_text() == "of an earlier run\n"
+
+
+def test_ctrl_c_behind_a_record_does_not_double_it(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+
+    def show(result: Any) -> None:
+        shown.append(1)
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(several, "show", show)
+    assert main([*words, *PROMPTS, "output=o.jsonl"]) == 130
+    indices = [one["index"] for one in records("o.jsonl")]
+    assert indices == sorted(set(indices)) and indices[:2] == [0, 1]

@@ -1,0 +1,227 @@
+"""What the project writes is whole or an error: full disks, streams, links, two processes at once, Ctrl-C."""
+
+import ast
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dllm_sampler.core import files, locks
+from dllm_sampler.errors import NotWrittenError, UserError
+from tests.disks import fail, full_after
+
+ROOT = Path(__file__).parents[2]
+FULL = os.strerror(errno.EFBIG)
+
+
+def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / ("n" * 250)  # a name that leaves no room for a longer one
+    files.write(file, "old")
+    file.chmod(0o640)
+    with full_after(1000), pytest.raises(NotWrittenError, match=f"{file} cannot be written: {FULL}"):
+        files.write(file, "x" * 2000)
+    assert file.read_text() == "old" and os.listdir(tmp_path) == [file.name], "nothing half written is left"
+    files.write(file, b"new")
+    assert file.read_text() == "new" and stat.S_IMODE(file.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
+def test_whatever_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    file = tmp_path / "f"
+    file.write_text("old")
+    with monkeypatch.context() as patch:
+        fail(patch, name)
+        with pytest.raises(NotWrittenError, match="No space left on device"):
+            files.write(file, "new")
+    assert file.read_text() == "old" and os.listdir(tmp_path) == ["f"]
+
+
+def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: plain(file, data[:3]))
+    files.write(tmp_path / "f", "0123456789")
+    files.append(tmp_path / "f", "\nabcdefgh\n")
+    assert (tmp_path / "f").read_text() == "0123456789\n\nabcdefgh\n", "the line before was closed first"
+
+
+def test_appended_lines_are_all_there_or_none(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    files.append(file, "one\n")
+    with full_after(10), pytest.raises(NotWrittenError, match=FULL):
+        files.append(file, "two\nthree\nfour\n")
+    assert file.read_text() == "one\n"
+    file.write_text("one\ntw")  # cut by a kill
+    files.append(file, "three\n")
+    assert file.read_text() == "one\ntw\nthree\n"
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "f", tmp_path / "link"
+    link.symlink_to(target)
+    for content in ("one", "two"):
+        files.write(link, content)
+        assert link.is_symlink() and target.read_text() == content
+
+
+def test_libraries_write_whole_folders(tmp_path: Path) -> None:
+    def save(folder: str) -> None:
+        (Path(folder) / "a.json").write_text("new")
+        save_file({"a": torch.zeros(1000)}, f"{folder}/b.safetensors")
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "a.json").write_text("old")
+    with full_after(2000), pytest.raises(NotWrittenError, match=f"{folder} cannot be written: {FULL}"):
+        files.write_folder(folder, save)  # the error of a library in Rust is no OSError
+    assert os.listdir(folder) == ["a.json"] and (folder / "a.json").read_text() == "old"
+    files.write_folder(folder, save)
+    assert sorted(os.listdir(folder)) == ["a.json", "b.safetensors"] and (folder / "a.json").read_text() == "new"
+    with pytest.raises(ZeroDivisionError):
+        files.write_folder(folder, lambda given: 1 // 0)
+
+
+def test_streams_are_written_to(tmp_path: Path) -> None:
+    """A FIFO gets the bytes and stays one; neither it nor a device is ever replaced by a file."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = subprocess.Popen(["cat", str(fifo)], stdout=subprocess.PIPE)
+    files.write(fifo, "one\n")
+    assert reader.communicate(timeout=20)[0] == b"one\n"
+    assert stat.S_ISFIFO(fifo.stat().st_mode) and os.listdir(tmp_path) == ["fifo"]
+    with pytest.raises(NotWrittenError, match="/dev/full cannot be written: No space left"):
+        files.write("/dev/full", "one")
+    assert files.is_stream("/dev/null") and files.is_stream("/dev/stdout") and not files.is_stream(tmp_path / "no")
+
+
+def test_standard_output_is_not_written_from_its_start(tmp_path: Path) -> None:
+    """Where it leads to a file, what was printed before stays, and comes first."""
+    code = "import os; from dllm_sampler.core import files; print('a', flush=True); files.write('/dev/stdout', 'b\\n')"
+    code += "; lines = files.Lines('/dev/fd/1', 'it'); lines.add('c'); lines.close(); print('d', lines.stdout)"
+    with (tmp_path / "out").open("w") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=ROOT)
+    assert (tmp_path / "out").read_text() == "a\nb\nc\nd True\n"
+
+
+def test_lines_are_whole_and_replace_what_was_there_with_the_first(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_text("of an earlier run\n")
+    lines = files.Lines(file, "output f")
+    assert file.read_text() == "of an earlier run\n"
+    with full_after(25):
+        lines.add("0123456789")
+        lines.add("é123456789")
+        with pytest.raises(NotWrittenError, match=f"^cannot write output f: {FULL}"):
+            lines.add("0123456789")
+    assert file.read_text() == "0123456789\né123456789\n" and lines.count == 2
+    lines.add("end")
+    lines.close()
+    assert file.read_text().splitlines()[2:] == ["end"]
+
+
+@pytest.mark.parametrize("name", ["fsync", "close"])
+def test_an_error_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    lines = files.Lines(tmp_path / "f", "output f")
+    lines.add("one")
+    with monkeypatch.context() as patch:
+        fail(patch, name)
+        with pytest.raises(NotWrittenError, match="No space left"):
+            lines.close()
+
+
+def test_ctrl_c_neither_cuts_a_line_nor_leaves_it_uncounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, plain = files.Lines(tmp_path / "f", "output f"), os.write
+
+    def interrupted(file: int, data: memoryview) -> int:
+        os.kill(os.getpid(), 2)
+        return plain(file, data[:3])
+
+    monkeypatch.setattr(os, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lines.add("0123456789")
+    assert (tmp_path / "f").read_text() == "0123456789\n" and lines.count == 1
+
+
+def test_a_lock_keeps_others_out_and_ends_with_its_process(tmp_path: Path) -> None:
+    file, other = tmp_path / "lock", tmp_path / "f"
+    code = f"""
+import os, pathlib, sys
+from dllm_sampler.core import files, locks
+lines = files.Lines({str(other)!r}, "output f")
+with locks.locked(pathlib.Path({str(file)!r}), content="state"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    assert locks.held(file) and file.read_text() == "state"
+    with pytest.raises(UserError, match=r"^busy$"), locks.locked(file, "busy"):
+        pass
+    with pytest.raises(UserError, match="another process is writing output f"):
+        files.Lines(other, "output f")
+    process.kill()
+    process.wait()
+    assert not locks.held(file), "the file is there, and says nothing"
+    with locks.locked(file, "busy"):
+        assert locks.held(file)
+    assert not file.exists()
+    files.Lines(other, "output f").close()
+
+
+def test_processes_take_turns(tmp_path: Path) -> None:
+    """Also where each removes the lock's file: a lock of a file that is gone is none."""
+    (tmp_path / "n").write_text("0")
+    code = """
+from pathlib import Path
+from dllm_sampler.core import files, locks
+for _ in range(30):
+    with locks.locked(Path("lock")):
+        Path("n").write_text(str(int(Path("n").read_text()) + 1))
+    files.append("lines", "a line\\n")
+"""
+    paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+    processes = [subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=paths) for _ in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+    assert (tmp_path / "n").read_text() == "120"
+    assert (tmp_path / "lines").read_text() == "a line\n" * 120
+
+
+# What opens files by itself, and why it may.
+ALLOWED = {
+    "core/files.py": "the one place",
+    "core/locks.py": "locks hold what nobody reads later",
+    "cli/ending.py": "the null device",
+    "eval/kernel_table.py": "a temporary file, for a tool to read",
+}
+WRITES = {"write_text", "write_bytes", "savez", "save_file", "save_pretrained", "dump", "rename"}
+
+
+@pytest.mark.parametrize("folder", ["dllm_sampler", "eval", "benchmarks"])
+def test_nothing_else_writes_files(folder: str) -> None:
+    """By the names of the calls: a file opened for writing, and the methods that write one."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        name = str(path.relative_to(ROOT)).removeprefix("dllm_sampler/")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if name not in ALLOWED and isinstance(node, ast.Call) and _writes(node):
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)[:80]}")
+    assert found == []
+
+
+def _writes(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    texts = [one.value for one in (*call.args, *(key.value for key in call.keywords)) if isinstance(one, ast.Constant)]
+    if name == "open":
+        return owner == "os" or any(isinstance(one, str) and one.strip("bt+") in ("w", "a", "x") for one in texts)
+    if name == "savefig":  # into memory first
+        return ast.unparse(call.args[0]) not in ("out", "drawn")
+    if name == "replace":  # of paths; texts and dataclasses have one, too
+        return owner == "os" or (bool(owner) and len(call.args) == 1 and isinstance(call.args[0], ast.Name))
+    return name in WRITES

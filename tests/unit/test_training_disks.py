@@ -1,0 +1,96 @@
+"""`dllm-train` on full disks, and two of them on one folder: nothing lost, nothing doubled."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dllm_sampler.core import locks
+from dllm_sampler.errors import NotWrittenError
+from dllm_sampler.training import checkpoint, cli
+from tests.disks import fail, full_after
+from tests.unit.test_mini_training import words
+
+
+def content(folder: Path) -> tuple[list[int], dict[str, Any]]:
+    """The steps of the log, and the weights of the finished model; nothing else is left."""
+    names = {"config.json", "generation_config.json", "log.jsonl", "model.safetensors"}
+    assert {file.name for file in folder.iterdir()} == names | {"tokenizer.json", "tokenizer_config.json"}
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines], load_file(folder / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> bool:
+    (steps, weights), (others, more) = content(one), content(other)
+    return steps == others == [7, 14] and all(torch.equal(weights[name], more[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "whole"
+    assert cli.main(words(folder, "train.steps=14")) == 0
+    return folder
+
+
+def test_a_disk_that_is_full_is_one_sentence(tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "m"
+    with full_after(4000):  # room for the log, and not for the weights
+        assert cli.main(words(folder, "train.steps=14")) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == (
+        f"dllm-train: {folder / checkpoint.FILE} cannot be written: File too large; the same command goes on from the"
+        " last saved state"
+    )
+    assert cli.main(words(folder, "train.steps=14")) == 0
+    assert same(folder, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+def test_a_disk_that_is_full_at_any_moment(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    number, reached = 0, True
+    while reached:
+        number += 1
+        folder = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            calls = fail(patch, call, number)
+            with suppress(NotWrittenError):
+                cli.trainer(words(folder, "train.steps=14")).run()
+            reached = len(calls) >= number
+        if not (folder / "model.safetensors").exists():
+            assert cli.main(words(folder, "train.steps=14")) == 0
+        assert same(folder, whole), number
+    assert number > 2
+
+
+def test_the_log_is_written_before_the_state_that_vouches_for_it(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two, a run makes the last lines again; the other way round it would lack them."""
+    folder, plain = tmp_path / "m", checkpoint.save
+
+    def killed(*given: Any) -> None:
+        plain(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", killed)
+        assert cli.main(words(folder, "train.steps=14")) == 130
+    assert cli.main(words(folder, "train.steps=14")) == 0
+    assert same(folder, whole)
+
+
+def test_one_trainer_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "m"
+    with locks.locked(tmp_path / ".m.lock"):  # as another process holds it
+        assert cli.main(words(folder)) == 2
+    said = capsys.readouterr().err
+    assert f"another dllm-train is writing {folder}: wait until it is done, or choose another train.output" in said
+    assert os.listdir(tmp_path) == []
