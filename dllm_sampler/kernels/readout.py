@@ -39,7 +39,7 @@ from dllm_sampler.kernels.sampling import GREEDY, Sampling
 PART = 4096  # logits of a part: always the same, so that a row's sums do not depend on the batch
 LOAD = 16  # bytes, neighbours, that a thread loads at once
 WARPS = 2  # of a program that draws nothing
-BLOCK = 1024  # logits that a draw works on at once
+BLOCK = 512  # logits that a draw works on at once: 48 registers of a thread, where 1024 take 64 or spill
 
 
 @triton.jit
