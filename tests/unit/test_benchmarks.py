@@ -63,7 +63,8 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
     assert all(row["read"] > 0 and row["copy"] > 0 for row in rows if not row["plain"])
     answers = {row["kind"]: row["answers"] for row in rows if row["plain"]}
     assert answers["generate"] == "16 tokens, 0 of them differ from the plain loop's"
-    assert answers["uncached"].endswith("of them differ from the loop's without a cache")
+    # A cache changes the tokens of a random model: were they equal, the other loop would have one too.
+    assert re.fullmatch(r"16 tokens, [1-9]\d* of them differ from the loop's without a cache", answers["uncached"])
     printed = capsys.readouterr().out
     assert "nothing about a GPU was measured" in printed
     assert sum(line.split()[1:2] == ["torch"] for line in printed.splitlines()) == len(rows)
