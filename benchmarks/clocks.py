@@ -55,7 +55,7 @@ class Clock:
         return begin.elapsed_time(end) / 1e3
 
     def copies(self, moved: int) -> int:
-        """How many sets of data there should be for calls that move so many bytes."""
+        """How many sets of data there should be for calls that move that number of bytes."""
         return min(MOST, -(-TURN // moved)) if self.gpu else 2
 
     def replayed(self, runs: Sequence[Callable[[], object]]) -> Callable[[], float]:

@@ -180,7 +180,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=numbers, default="8,16", help="places (default %(default)s)")
     add("--prompts", type=positive, default=112, help="how many (default %(default)s)")
     add("--tokens", type=positive, default=64, help="of an answer (default %(default)s)")
-    add("--shortest", type=positive, help="answers have from so many to --tokens tokens (default: all --tokens)")
+    add("--shortest", type=positive, help="tokens of the shortest answer (default: all have --tokens)")
     add("--graph", action="store_true", help="steps are CUDA graphs; needs a GPU")
     add("--block", type=positive, default=16, help="positions of a block (default %(default)s)")
     add("--threshold", type=float, default=0.9, help="of scheduler threshold (default %(default)s)")
