@@ -10,22 +10,26 @@ knows what came of it; figures are medians over steps and repeats, with the rang
 `--json`, as soon as it is measured; the sides of one size follow one another. What fails is a line that says so, and a
 side that fell back to torch says that too.
 
-`floor`     what `roofline.py` says of the same work at the bandwidth of a copy and the rate of a matrix product, both
-            measured in this run. A tenth above it is 1.10.
+`floor`     what `roofline.py` says of the same work at the bandwidth of reading and the rate of a matrix product, both
+            measured in this run. `over read` is the time over it, a tenth above it 1.10; `over copy` is the time over
+            the floor at the bandwidth of a copy, which is lower than that of reading.
 `outside`   the share of a step that is not the model: its time without the body and the head, over its time. The model
             alone does what it does in the step: where the readout's kernel multiplies the head, it counts as the
             model, and where the step is a graph, so is the model. A graph is good for one size of step; steps of more
             than `graphs.MOST` positions (a refresh, a large batch) run without one on every side.
-`speed`     tokens per second of `Sampler.generate` over those of the plain loop of `official_style.py`, same weights,
-            same schedule, same run, same number of forwards; in half precision the tokens may differ, and how many do
-            is reported.
-`official`  with `--official FILE`: the same over LLaDA's published code (`official_code.py`), both without a cache.
-`readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth of the copy.
+`speed`     tokens per second of `Sampler.generate` over those of another loop, same weights, same schedule, same run,
+            same number of forwards; how many of the tokens differ is reported. There are three such lines:
+            `generate`, ours with the dual cache over the plain loop of `official_style.py` with the dual cache, as
+            Fast-dLLM has it; tokens may differ in half precision.
+            `uncached`, ours with the dual cache over a loop without a cache, as LLaDA publishes it: its own code with
+            `--official FILE`, else `official_style.py`. The cache changes tokens: this is how much faster, not equal.
+            `official`, with `--official FILE`: ours without a cache over LLaDA's published code (`official_code.py`).
+`readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth.
 
 Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
 `torch.compile` made what is neither the model nor the readout (`compile=step`); `int8`, a graph of the model with
-8-bit weights (`model.quantize=int8`), against the floor of those. No other loop has such weights: there is no `speed`
-and no `official` of that side.
+8-bit weights (`model.quantize=int8`), against the floor of those. No other loop has such weights: that side has no
+`speed`.
 """
 
 from __future__ import annotations
@@ -36,33 +40,31 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import Any
 
-import kernels as kernel_bench
 import official_code
 import official_style
 import roofline
 import torch
 from circumstances import attempt, circumstances, show
+from clocks import Clock, bandwidth, peak, size
 from decode_row import HEADS, Row, cells, line
 from options import accepted, among, command, numbers, parsed, parser
 from rich.console import Console
+from spy import Spy
 from torch import Tensor
 
 from dllm_sampler.core import files
-from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.engine import layout, readout
+from dllm_sampler.engine import layout
 from dllm_sampler.engine.capture import cuda as record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.eval.untrained import llada
-from dllm_sampler.kernels.backend import TORCH, Backend, select
+from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import Sampling
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -70,40 +72,7 @@ from dllm_sampler.sampler import Sampler
 
 SIDES = ("torch", "triton", "graph", "compiled", "int8")
 RECORDED = ("graph", "compiled", "int8")
-
-
-@dataclass
-class Spy:
-    """The denoiser, remembering what it was asked."""
-
-    inner: Any
-    kernels: Backend = TORCH
-    last: tuple[Canvas, Query, Plan] | None = None
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.inner.spec
-
-    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        # What a recording works on is gone when it is replayed.
-        if not (canvas.ids.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.last = canvas, query, plan
-        return self.inner(canvas, query, plan)
-
-    def again(self, given: tuple[Canvas, Query, Plan]) -> None:
-        """The model alone, on what it was asked; the head as `readout.predict` has it multiplied."""
-        hidden = self.inner(*given)[0]
-        weight = None if self.kernels is TORCH else readout.joined(self.inner, hidden)
-        if weight is None:
-            self.inner.head(hidden)
-        else:
-            self.kernels.head(hidden, weight, Sampling(self.spec.mask_id))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.inner.head(hidden)
-
-    def head_weight(self) -> Tensor | None:
-        return self.inner.head_weight()
+KINDS = ("readout", "generate", "uncached", "official", "window")
 
 
 class Bench:
@@ -119,32 +88,28 @@ class Bench:
         self.network = self.denoiser.transformer
         if gpu:
             fused.join(self.network)
-        self.clock = kernel_bench.Clock(self.device)
-        self.copied = kernel_bench.bandwidth(self.clock, 2**28 if gpu else 2**22)
-        self.peak = self._peak(8192 if gpu else 256)
+        self.clock = Clock(self.device)
+        self.moves, self.peak = bandwidth(self.clock), peak(self.clock, self.dtype)
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if gpu else 0
-        self.limits = roofline.Gpu("measured", self.copied, self.peak, cache)
-
-    def _peak(self, size: int) -> float:
-        """Operations per second of a square matrix product."""
-        a, b = (torch.randn(size, size, device=self.device, dtype=self.dtype) for _ in range(2))
-        return 2 * size**3 / min(self.clock(lambda: a @ b) for _ in range(10))
+        self.limits = roofline.Gpu("measured", self.moves.read, self.peak, cache, self.moves.copy)
 
     def now(self, run: Callable[[], object]) -> float:
         """Seconds of a call on the host's clock, the device's work included."""
-        self._wait()
+        self.wait()
         begun = time.perf_counter()
         run()
-        self._wait()
+        self.wait()
         return time.perf_counter() - begun
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def floor(self, batch: int, window: int, asked: int, side: str) -> float:
-        work = roofline.Work(batch, window, self.options.slots, asked, fused_head=side != "torch", int8=side == "int8")
-        return roofline.floor(self.network.config, self.limits, work)
+    def row(self, kind: str, batch: int, window: int, computed: int, asked: int, side: str) -> Row:
+        """A line with the floors of a forward of that many positions and answers per row."""
+        fused = side != "torch"
+        work = roofline.Work(batch, computed, self.options.slots, asked, fused_head=fused, int8=side == "int8")
+        return Row(kind, side, batch, window, *roofline.quotes(self.network.config, self.limits, work))
 
     def prompts(self, batch: int, length: int) -> Tensor:
         ids = torch.randint(self.network.config.vocab_size - 2, (batch, length), generator=torch.manual_seed(1))
@@ -176,8 +141,8 @@ class Bench:
             engine = Engine(spy, sampler.plugins, 1, kernels)
         prompts = self.prompts(batch, self.options.slots - window).tolist()
         # The rows asked about become fewer; the floor is that of half of them.
-        window_row = Row("window", side, batch, window, floor=self.floor(batch, window, max(1, window // 2), side))
-        refresh = Row("refresh", side, batch, window, floor=self.floor(batch, self.options.slots, window, side))
+        window_row = self.row("window", batch, window, window, max(1, window // 2), side)
+        refresh = self.row("refresh", batch, window, self.options.slots, window, side)
         # By the step that ran eagerly, for those after it too, with what it reads: a recording does not keep that.
         alone: dict[int, tuple[Callable[[], None], partial[None]]] = {}
         for repeat in range(self.options.repeats + 2):  # two to warm up: compile, then record
@@ -201,47 +166,46 @@ class Bench:
             engine.end(state)
         return [window_row, refresh]
 
-    def _tokens(self) -> tuple[int, int]:
+    def tokens(self) -> tuple[int, int]:
         """Window and new tokens of a generation: four blocks, or half of the slots."""
         window = self.options.windows[0]
         return window, min(4, self.options.slots // 2 // window) * window
 
-    def generate(self, side: str, official: Callable[..., Tensor] | None = None) -> Row:
-        """Sampler and plain loop on the same schedule: one token a step, blocks of a window.
-
-        official: the published code in place of the plain loop, no cache on either side
-        """
-        options, (window, tokens) = self.options, self._tokens()
-        row = Row("generate" if official is None else "official", side, 1, window)
+    def generate(self, kind: str, side: str) -> Row:
+        """Sampler and another loop on the same schedule, one token a step, blocks of a window; kinds as above."""
+        options, (window, tokens) = self.options, self.tokens()
+        row = Row(kind, side, 1, window)
         chosen: dict[str, Any] = {"backend": "torch" if side == "torch" else "triton"}
         chosen |= {"cuda_graph": side in RECORDED, "compile": "step" if side == "compiled" else False}
-        sampler = self.sampler(window, side, "dual" if official is None else "none", **chosen)
+        sampler = self.sampler(window, side, "none" if kind == "official" else "dual", **chosen)
         prompts = self.prompts(1, options.slots - tokens)
         given, found = prompts.to(self.device), {}
+        published = options.official if kind != "generate" else None
 
         def ours() -> None:
             result = sampler.generate(prompts, max_new_tokens=tokens)
             found["ours"] = result.tokens, int(result.nfe)
 
-        def plain() -> None:
+        def theirs() -> None:
             work = self.network, given, tokens, window, tokens, 1
-            if official is None:
-                answer, forwards = official_style.generate(*work, dual=True)
+            if published is None:
+                answer, forwards = official_style.generate(*work, dual=kind == "generate")
             else:
-                answer, forwards = official_code.generate(official, *work)
-            found["plain"] = answer.cpu(), forwards
+                answer, forwards = official_code.generate(published, *work)
+            found["theirs"] = answer.cpu(), forwards
 
-        other = "plain loop" if official is None else "published code"
+        other = {"generate": "the plain loop's", "uncached": "the loop's without a cache"}.get(kind)
+        other = other if published is None else "the published code's"
         for repeat in range(options.repeats + 2):  # two to warm up: compile, then record
-            seconds = self.now(ours), self.now(plain)
-            forwards, needed = (found[which][1] for which in ("ours", "plain"))
+            seconds = self.now(ours), self.now(theirs)
+            forwards, needed = (found[which][1] for which in ("ours", "theirs"))
             if forwards != needed:
-                raise RuntimeError(f"{forwards} forwards are not the {needed} of the {other}")
+                raise RuntimeError(f"{forwards} forwards, where {other} are {needed}")
             if repeat > 1:
                 row.seconds.append(seconds[0])
                 row.plain.append(seconds[1])
-        differ = int((found["ours"][0] != found["plain"][0]).sum())
-        row.note = f"{tokens} tokens, {differ} of them differ from the {other}'s"
+        differ = int((found["ours"][0] != found["theirs"][0]).sum())
+        row.answers = f"{tokens} tokens, {differ} of them differ from {other}"
         return row
 
     def readout(self, side: str) -> Row:
@@ -249,7 +213,7 @@ class Bench:
         rows, vocab = (1024 if self.device.type == "cuda" else 16), self.network.config.vocab_size
         logits = torch.randn(rows, vocab, device=self.device, dtype=self.dtype)
         it = TORCH if side == "torch" else select("triton", self.device, self.dtype)
-        row = Row("readout", side, rows, 1, floor=kernel_bench.size(logits) / self.copied)
+        row = Row("readout", side, rows, 1, size(logits) / self.moves.read, size(logits) / self.moves.copy)
         for repeat in range(self.options.repeats + 1):
             seconds = self.clock(lambda: it.readout(logits, Sampling(1)))
             if repeat:
@@ -259,14 +223,16 @@ class Bench:
     def measure(self) -> Iterator[Row]:
         """Every line; all sides of one before the next."""
         options, first = self.options, self.options.windows[0]
-        for side in options.sides:
-            yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
-        others = {"generate": ()} | ({"official": (options.official,)} if options.official else {})
-        for kind, other in others.items():
+        if "readout" in options.kinds:
             for side in options.sides:
+                yield from self._guarded("readout", side, 0, 0, lambda side=side: [self.readout(side)])
+        for kind in ("generate", "uncached", "official"):
+            for side in options.sides if kind in options.kinds else ():
                 if side != "int8":
-                    run = lambda side=side, other=other: [self.generate(side, *other)]  # noqa: E731
+                    run = lambda side=side, kind=kind: [self.generate(kind, side)]  # noqa: E731
                     yield from self._guarded(kind, side, 1, first, run)
+        if "window" not in options.kinds:
+            return
         wanted = [(1, window) for window in options.windows] + [(batch, first) for batch in options.batch]
         for batch, window in dict.fromkeys(wanted):
             for side in options.sides:
@@ -293,6 +259,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
     add("--sides", type=among("side", SIDES), default=",".join(SIDES), help="what to measure (default %(default)s)")
+    known = ",".join(KINDS)
+    add("--kinds", type=among("kind", KINDS), help=f"of {known} (default all; official with --official)")
     add("--batch", type=numbers, default="1,4,16,64", help="rows, at the first window (default %(default)s)")
     add("--windows", type=numbers, default="32,8,16,64,128,256", help="columns, at batch 1 (default %(default)s)")
     add("--slots", type=positive, default=1024, help="columns of a row (default %(default)s)")
@@ -306,6 +274,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         it.error(f"--sides {','.join(options.sides)}: --smoke runs on the CPU, where there is the side torch alone")
     if not options.smoke and not torch.cuda.is_available():
         it.error("a model of 8 billion parameters needs a GPU: run this on one, or with --smoke")
+    if options.kinds is None:
+        options.kinds = [kind for kind in KINDS if kind != "official" or options.official]
+    elif "official" in options.kinds and not options.official:
+        it.error("--kinds official compares with LLaDA's own generate.py: say where it is with --official FILE")
     for window in options.windows:
         if not 2 <= window <= options.slots // 2:
             it.error(f"--windows {window}: should be at least 2 and at most half of --slots {options.slots}")
@@ -318,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     bench = Bench(options)
     about = circumstances()
-    about |= {"copy GB/s": round(bench.copied / 1e9, 1), "product TFLOP/s": round(bench.peak / 1e12, 3)}
+    about |= bench.moves.about() | {"product TFLOP/s": round(bench.peak / 1e12, 3)}
     show(Console(), about)
     print(line(HEADS), flush=True)
     rows: list[Row] = []

@@ -2,11 +2,13 @@
 
     python benchmarks/in_flight.py                              # mini's tasks, some minutes on one core
     python benchmarks/in_flight.py --model llada-157m --prompts 32 --batch 8 --repeats 1
+    python benchmarks/in_flight.py --model llada-8b --graph --clock wall --schedulers fixed --shortest 32 --tokens 128
 
 The same prompts run through `generate_many` with `batching=in_flight` and `static`, in turns.
 
 `in flight`  mean rows of a forward over the places, until no prompt is left to take one
 `forwards`   of the whole set; `bound`: 1.1 times the forwards of all answers over the places, and the longest answer
+`tokens/s`   of all answers over the seconds, in flight
 `time`       static over in flight, median and range of the repeats. On a CPU a finished row costs nothing either way,
              since steps are packed: only what a step costs outside the arithmetic can be saved
 `differ`     prompts whose tokens are not the same both ways; rounding does that
@@ -51,6 +53,7 @@ class Row:
     scheduler: str
     cache: str
     batch: int
+    tokens: int = 0  # of all answers
     forwards: int = 0
     nfe: list[int] = field(default_factory=list)  # of each answer
     in_flight: list[int] = field(default_factory=list)  # rows of each forward
@@ -103,27 +106,27 @@ class Counting:
 
 
 def answers(
-    one: Sampler, row: Row, given: Sequence[Any], tokens: int, way: Literal["in_flight", "static"]
+    one: Sampler, row: Row, given: Sequence[Any], tokens: list[int], way: Literal["in_flight", "static"]
 ) -> list[Answer]:
     """Every answer, in the order of the prompts."""
     return list(one.generate_many(given, batch_size=row.batch, max_new_tokens=tokens, batching=way, order="given"))
 
 
-def count(one: Sampler, row: Row, given: Sequence[Any], tokens: int) -> None:
+def count(one: Sampler, row: Row, given: Sequence[Any], tokens: list[int]) -> None:
     """What both ways compute, which warms them up."""
     plain, one.denoiser = one.denoiser, Counting(one.denoiser, row.in_flight)
     flown = answers(one, row, given, tokens, "in_flight")
     one.denoiser = plain
     stood = answers(one, row, given, tokens, "static")
-    row.forwards, row.nfe = len(row.in_flight), [answer.nfe for answer in flown]
+    row.tokens, row.forwards, row.nfe = sum(tokens), len(row.in_flight), [answer.nfe for answer in flown]
     row.differ = sum(not torch.equal(a.tokens, b.tokens) for a, b in zip(flown, stood, strict=True))
 
 
-def clocked(one: Sampler, row: Row, given: Sequence[Any], options: argparse.Namespace) -> None:
+def clocked(one: Sampler, row: Row, given: Sequence[Any], tokens: list[int], options: argparse.Namespace) -> None:
     """The time of both ways, once."""
     for way in WAYS:
         begun = CLOCKS[options.clock]()
-        answers(one, row, given, options.tokens, way)
+        answers(one, row, given, tokens, way)
         row.seconds[way].append(CLOCKS[options.clock]() - begun)
 
 
@@ -139,6 +142,7 @@ def table(rows: Sequence[Row]) -> Table:
         "bound",
         "longest",
         "seconds",
+        "tokens/s",
         "time",
         "differ",
     ):
@@ -154,6 +158,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.bound:.0f}",
             str(max(row.nfe)),
             f"{statistics.median(row.seconds['in_flight']):.2f}",
+            f"{row.tokens / statistics.median(row.seconds['in_flight']):.1f}",
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
             str(row.differ),
         )
@@ -175,6 +180,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=numbers, default="8,16", help="places (default %(default)s)")
     add("--prompts", type=positive, default=112, help="how many (default %(default)s)")
     add("--tokens", type=positive, default=64, help="of an answer (default %(default)s)")
+    add("--shortest", type=positive, help="tokens of the shortest answer (default: all have --tokens)")
+    add("--graph", action="store_true", help="steps are CUDA graphs; needs a GPU")
     add("--block", type=positive, default=16, help="positions of a block (default %(default)s)")
     add("--threshold", type=float, default=0.9, help="of scheduler threshold (default %(default)s)")
     add("--repeats", type=positive, default=5, help="measurements of each time (default %(default)s)")
@@ -183,6 +190,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
     options = it.parse_args(argv)
     check(options.model)
+    if options.shortest and options.shortest > options.tokens:
+        it.error(f"--shortest {options.shortest}: should be at most --tokens {options.tokens}")
+    if options.graph and options.model != "llada-8b":
+        it.error(f"--graph needs a model on a GPU, which {options.model} is not: choose --model llada-8b")
     return options
 
 
@@ -194,19 +205,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     it = subject(options.model)
     given = prompts(options.model, options.prompts, it.denoiser.mask_id)
     rules = {"threshold": {"name": "threshold", "threshold": options.threshold}, "fixed": "fixed"}
+    random, least = Random(1), options.shortest or options.tokens
+    tokens = [random.randint(least, options.tokens) for _ in given]
     rows, samplers = [], []
     for name, cache, batch in product(options.schedulers, options.caches, options.batch):
         plugins = {"scheduler": rules[name], "cache": cache, "blocks": {"name": "fixed", "length": options.block}}
         if options.model == "mini":
-            samplers.append(Sampler.from_pretrained("mini", **plugins))
+            one = plain = Sampler.from_pretrained("mini", **plugins)
         else:
-            samplers.append(Sampler(it.denoiser, stop="none", **plugins))
-        rows.append(Row(name, cache, batch))
-    for row, one in zip(rows, samplers, strict=True):
-        count(one, row, given, options.tokens)
+            one = plain = Sampler(it.denoiser, stop="none", **plugins)
+        if options.graph:  # counting reads the device, which no recording may do
+            one = Sampler(it.denoiser, stop="none", cuda_graph=True, **plugins)
+        row = Row(name, cache, batch)
+        count(plain, row, given, tokens)
+        if options.graph:
+            clocked(one, row, given, tokens, options)  # compiles and records
+            row.seconds = {way: [] for way in WAYS}
+        rows.append(row)
+        samplers.append(one)
     for _ in track(range(options.repeats), "repeats", console=Console(stderr=True), transient=True):
         for row, one in zip(rows, samplers, strict=True):
-            clocked(one, row, given, options)
+            clocked(one, row, given, tokens, options)
     about = circumstances(**{name: str(value) for name, value in vars(options).items()})
     report(about, table(rows), [asdict(row) for row in rows], options.json, width=140)
     return 0

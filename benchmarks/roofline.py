@@ -2,7 +2,7 @@
 
     python benchmarks/roofline.py                                          # floors of the shipped models and GPUs
     python benchmarks/roofline.py --models llada-8b --gpus h200 --parts    # which part is bound by what
-    python benchmarks/roofline.py --gpus h200 --bandwidth 4.3 --peak 790   # figures measured there, TB/s and TFLOP/s
+    python benchmarks/roofline.py --gpus h200 --bandwidth 4.5 --copy 4.3 --peak 790   # measured there, TB/s and TFLOP/s
     python benchmarks/roofline.py --docs docs/roofline.md                  # fill the page's tables, draw its picture
 
 No GPU is used. A part takes the longer of its bytes over the bandwidth and its operations over the peak; parts follow
@@ -37,12 +37,13 @@ from dllm_sampler.models.transformer import TransformerConfig
 
 @dataclass(frozen=True)
 class Gpu:
-    """Published figures of one GPU: bytes per second, bfloat16 operations per second (dense), bytes of cache."""
+    """Figures of one GPU, published or measured."""
 
     name: str
-    bandwidth: float
-    peak: float
-    cache: float
+    bandwidth: float  # bytes per second; where it was measured, of reading, which is most of a decoding step
+    peak: float  # bfloat16 operations per second (dense)
+    cache: float  # bytes
+    copy: float | None = None  # bytes per second that a copy was seen to read and write
 
 
 GPUS = {
@@ -147,6 +148,11 @@ def floor(model: TransformerConfig, gpu: Gpu, work: Work) -> float:
     return sum(part.seconds(gpu, slower) for part in parts(model, work, gpu.cache))
 
 
+def quotes(model: TransformerConfig, gpu: Gpu, work: Work) -> tuple[float, float | None]:
+    """The floor at the GPU's bandwidth, and at that of a copy if there is one."""
+    return floor(model, gpu, work), None if gpu.copy is None else floor(model, replace(gpu, bandwidth=gpu.copy), work)
+
+
 def free(model: TransformerConfig, gpu: Gpu, work: Work, rise: float = 0.1, most: int = 1 << 14) -> int:
     """The widest window per row whose floor is at most `rise` above that of one position."""
     limit = floor(model, gpu, replace(work, window=1)) * (1 + rise)
@@ -168,7 +174,8 @@ def floors(name: str, gpu: Gpu, options: argparse.Namespace) -> tuple[list[str],
     rows = []
     for batch in options.batch:
         work = replace(options.work, batch=batch)
-        cells = [f"{floor(model, gpu, replace(work, window=w)) * 1e3:.2f}" for w in options.windows]
+        each = (filter(None, quotes(model, gpu, replace(work, window=w))) for w in options.windows)
+        cells = [" / ".join(f"{seconds * 1e3:.2f}" for seconds in found) for found in each]
         rows.append([str(batch), *cells, f"{refresh(model, gpu, work) * 1e3:.1f}", str(free(model, gpu, work))])
     return ["batch", *(f"window {w}" for w in options.windows), f"refresh of {options.slots}", "free"], rows
 
@@ -280,6 +287,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--fused-head", action="store_true", help="logits never reach memory")
     add("--int8", action="store_true", help="weights of layers as 8-bit integers (dense models)")
     add("--bandwidth", type=quantity, metavar="TB/S", help="of the one GPU of --gpus (default: the published figure)")
+    add("--copy", type=quantity, metavar="TB/S", help="of a copy on that GPU: floors by both (default: by one)")
     add("--peak", type=quantity, metavar="TFLOP/S", help="of the one GPU of --gpus (default: the published figure)")
     add("--parts", action="store_true", help="also the parts of each batch at window 32")
     add("--json", type=output, metavar="FILE", help="write every part of every configuration there (default: nowhere)")
@@ -288,8 +296,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = it.parse_args(argv)
     if options.smoke:
         options.models, options.gpus, options.batch, options.windows = ["llada-8b"], ["h200"], [1, 2], [8, 32]
-    if (options.bandwidth or options.peak) and len(options.gpus) > 1:
-        it.error(f"--bandwidth and --peak are figures of one GPU, not of {','.join(options.gpus)}: name it with --gpus")
+    if (options.bandwidth or options.copy or options.peak) and len(options.gpus) > 1:
+        given = ",".join(options.gpus)
+        it.error(f"--bandwidth, --copy and --peak are figures of one GPU, not of {given}: name it with --gpus")
     if options.int8:
         dense = [name for name in options.models if MODELS[name].moe is None]
         if not dense:
@@ -307,13 +316,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = [GPUS[name] for name in options.gpus]
     if options.bandwidth:
         gpus = [replace(gpus[0], bandwidth=options.bandwidth * 1e12)]
+    if options.copy:
+        gpus = [replace(gpus[0], copy=options.copy * 1e12)]
     if options.peak:
         gpus = [replace(gpus[0], peak=options.peak * 1e12)]
     console = Console(width=max(Console().width, 110))
     for gpu in gpus:
         for name in options.models:
             ridge = gpu.peak / gpu.bandwidth * DTYPES[options.dtype][0] / 2 / DTYPES[options.dtype][1]
-            title = f"{name}, {gpu.name}: floor in ms; up to {ridge:.0f} tokens a weight is read longer than multiplied"
+            both = " (read / copy)" if gpu.copy else ""
+            title = f"{name}, {gpu.name}: floor in ms{both}; up to {ridge:.0f} tokens reading is longer"
             console.print(shown(title, *floors(name, gpu, options)))
             for batch in options.batch if options.parts else ():
                 work = replace(options.work, batch=batch)

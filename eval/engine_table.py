@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dllm_sampler import config
+from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
@@ -57,7 +58,7 @@ def run(argv: Sequence[str] | None) -> None:
     if options.docs is None:
         print(content())
     else:
-        markdown.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, content()))
+        files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, content()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -191,7 +191,7 @@ def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str
 def _configuration(
     name: str, dtype: str, size: int, group: int, kv_heads: int, queries: int, *given: str
 ) -> Configuration:
-    """given: the optional arguments that this launch has."""
+    """given: the optional arguments that this launch has, and what its integers are."""
     shape, warps, stages = _shape(queries, size, 4 if dtype == "fp32" else 2, "fresh" in given)
     optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored"}
     optional |= {"segment": "segment", "grid": "grid", "peaks": "split", "totals": "split"}
@@ -202,6 +202,8 @@ def _configuration(
     constants |= {argument: None for argument, what in optional.items() if what not in given}
     constants |= {} if {"stored", "fresh"} <= {*given} else {"overwritten": None}
     constants |= {"batch": 1} if "one row" in given else {}
+    types |= {"entries": "i32:16"} if "2048 entries" in given else {}
+    types |= {"batch": "i32:16"} if "64 rows" in given else {}
     signature = {a: "constexpr" if a in constants else types.get(a, "i32") for a in attention_kernel.arg_names}
     name = f"attention {name} {dtype} Dh={size} queries={shape['BLOCK_M']} {' '.join(given)}"
     return Configuration(name, attention_kernel, signature, constants, warps, stages)
@@ -239,6 +241,17 @@ CONFIGURATIONS = [
         _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], queries, *given, "one row")
         for queries in (16, 128)
         for given in (("stored", "split"), ("fresh",))
+    ),
+    _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], 32, "stored", "split", "one row"),  # a step of one block
+    *(  # 64 rows of 32 positions; one row of 2,048, stored first or not at all
+        _configuration(name, "bf16", *model, queries * model[1], *given, "2048 entries")
+        for name, model in _MODELS.items()
+        for queries, given in (
+            (32, ("stored", "64 rows")),
+            (32, ("stored", "grid", "64 rows")),
+            (2048, ("stored", "one row")),
+            (2048, ("fresh", "one row")),
+        )
     ),
     *(
         _configuration("heads", dtype, size, 4, 8, 32, *given)

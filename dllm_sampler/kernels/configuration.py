@@ -17,7 +17,8 @@ class Configuration:
 
     name: of the kernel and what sets this one apart, such as "readout bf16 V=126464"
     kernel: the `triton.jit` function
-    signature: Triton's type of each argument, such as "*bf16", "i32", or "constexpr"
+    signature: Triton's type of each argument, such as "*bf16", "i32", or "constexpr"; "i32:16" for an integer that is a
+        multiple of 16 in this launch, which Triton compiles a binary of its own for
     constants: the values of those that are "constexpr"
     warps, stages: as in a launch; stages may be a function of the bytes of shared memory that a program may have
     """

@@ -225,7 +225,8 @@ def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> 
     shape |= {"D": width, "PARTS": cdiv(vocab, shape["BLOCK_V"])} | constants(vocab, described(vocab, what))
     shape |= absent(what) | (ONE_ROW if rows == 1 else {})
     many = "one row" if rows == 1 else f"{rows} rows"
-    return configuration(f"head {dtype} V={vocab} {many} {what}", head_kernel, dtype, shape, warps, stages)
+    name = f"head {dtype} V={vocab} {many} {what}"
+    return configuration(name, head_kernel, dtype, shape, warps, stages, aligned=rows == 2048)
 
 
 CONFIGURATIONS = [
@@ -238,6 +239,7 @@ CONFIGURATIONS = [
         )
     ),
     _configuration("bf16", 1, 126464, 4096, "greedy"),
+    *(_configuration("bf16", 2048, 126464, 4096, what) for what in ("greedy", "draw")),  # 64 rows of 32 positions
     *(_configuration("bf16", rows, 126464, 4096, "draw current") for rows in (16, 1024)),
     _configuration("fp16", 16, 126464, 4096, "draw"),
     _configuration("fp16", 1024, 126464, 4096, "draw"),

@@ -275,10 +275,13 @@ def absent(what: str) -> dict[str, Any]:
 
 
 def configuration(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: Stages = 2
+    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: Stages = 2, aligned: bool = False
 ) -> Configuration:
-    """One specialisation of a kernel of this family; `constants` has None for an argument that is absent."""
-    own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}")
+    """One specialisation of a kernel of this family; `constants` has None for an argument that is absent.
+
+    aligned: the number of rows is a multiple of 16
+    """
+    own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}") | ({"rows": "i32:16"} if aligned else {})
     signature = {
         argument: "constexpr" if argument in constants else (TYPES | own)[argument] for argument in kernel.arg_names
     }

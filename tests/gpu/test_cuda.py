@@ -8,7 +8,7 @@ import torch
 
 from dllm_sampler import Result
 from tests import toys
-from tests.contract.cases import CASES, TOKENS, Case
+from tests.contract.cases import CASES, TOKENS, Case, thinned
 
 
 def generate(case: Case, device: str) -> Result:
@@ -22,7 +22,7 @@ def generate(case: Case, device: str) -> Result:
     return sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", thinned(CASES))
 def test_cuda_answers_as_the_cpu_does(case: Case) -> None:
     here, there = generate(case, "cpu"), generate(case, "cuda")
     assert torch.equal(here.tokens, there.tokens)
@@ -31,8 +31,6 @@ def test_cuda_answers_as_the_cpu_does(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("_strict")
-@pytest.mark.parametrize(
-    "case", [one for one in CASES if not one.sampler.plugins.cache.syncs], ids=lambda case: case.id
-)
+@pytest.mark.parametrize("case", thinned(one for one in CASES if not one.sampler.plugins.cache.syncs))
 def test_a_step_never_synchronises(case: Case) -> None:
     generate(case, "cuda")

@@ -13,15 +13,17 @@ from dllm_sampler.kernels import head, readout, reference  # noqa: E402
 from dllm_sampler.kernels.backend import select  # noqa: E402
 from dllm_sampler.kernels.sampling import Sampling  # noqa: E402
 from tests.kernels import readout_checks as checks  # noqa: E402
+from tests.sampling import crossed  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-READOUT = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
+READOUT = {"triton": readout.readout, "torch": reference.readout}
 
 
-@READOUT
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 2), (3, 45), (5, 5000), (1100, 4099)])
-def test_readout_against_float64(kernel: Any, dtype: torch.dtype, rows: int, vocab: int) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "size"), crossed(READOUT, DTYPES, [(1, 2), (3, 45), (5, 5000), (1100, 4099)], together=2)
+)
+def test_readout_against_float64(kernel: Any, dtype: torch.dtype, size: tuple[int, int]) -> None:
+    rows, vocab = size
     checks.readout_against_float64(kernel, "cuda", dtype, rows, vocab)
 
 
@@ -30,9 +32,7 @@ def test_readout_of_a_large_vocabulary(vocab: int) -> None:
     checks.readout_against_float64(readout.readout, "cuda", torch.bfloat16, 6, vocab)
 
 
-@READOUT
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize(("kernel", "dtype", "temperature"), crossed(READOUT, DTYPES, [0.0, 0.6, 2.0], together=2))
 def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: float) -> None:
     checks.like_the_sampler(kernel, "cuda", dtype, temperature)
 
@@ -44,8 +44,7 @@ def test_a_temperature_divides_as_on_a_cpu(dtype: torch.dtype) -> None:
         assert torch.equal(tempered(logits.to("cuda"), value).cpu(), logits / value)
 
 
-@READOUT
-@pytest.mark.parametrize("vocab", [50, 8192, 9000])
+@pytest.mark.parametrize(("kernel", "vocab"), crossed(READOUT, [50, 8192, 9000], together=2))
 def test_rows_that_are_not_finite(kernel: Any, vocab: int) -> None:
     checks.rows_that_are_not_finite(kernel, "cuda", vocab)
 
@@ -54,11 +53,12 @@ def test_close_to_one() -> None:
     checks.close_to_one(readout.readout, "cuda", exact_entropy=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "vocab", "width"), [(7, 300, 70), (70, 1000, 128), (33, 126464, 64), (300, 1000, 70), (2500, 1000, 256)]
+    ("dtype", "size"),
+    crossed(DTYPES, [(7, 300, 70), (70, 1000, 128), (33, 126464, 64), (300, 1000, 70), (2500, 1000, 256)]),
 )
-def test_head_against_float64(dtype: torch.dtype, rows: int, vocab: int, width: int) -> None:
+def test_head_against_float64(dtype: torch.dtype, size: tuple[int, int, int]) -> None:
+    rows, vocab, width = size
     checks.head_against_float64(head.head, "cuda", dtype, rows, vocab, width)
 
 

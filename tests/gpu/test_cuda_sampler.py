@@ -1,6 +1,7 @@
 """The sampler on Triton's kernels and on CUDA graphs: the tokens of torch, step by step."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from tests import toys
+from tests.sampling import crossed, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -49,20 +51,14 @@ def same(it: Any, first: dict[str, Any], second: dict[str, Any], **plugins: Any)
     return samplers[1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "cache"),
-    [
-        ("gqa", "none"),
-        ("gqa", "dual"),
-        ("gqa", "prefix"),
-        ("dream", "dual"),
-        ("causal", "block_causal"),
-        ("gqa", "dkv"),
-    ],
-)
-@pytest.mark.parametrize("temperature", [None, 0.8])
-@pytest.mark.parametrize("graph", [False, True])
-def test_triton_answers_as_torch_does(kind: str, cache: str, temperature: float | None, graph: bool) -> None:
+MODELS = [
+    ("gqa", "none"), ("gqa", "dual"), ("gqa", "prefix"), ("dream", "dual"), ("causal", "block_causal"), ("gqa", "dkv"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "temperature", "graph"), crossed(MODELS, [None, 0.8], [False, True], together=2))
+def test_triton_answers_as_torch_does(model: tuple[str, str], temperature: float | None, graph: bool) -> None:
+    kind, cache = model
     it = denoiser(kind, torch.float32)
     ours = {"backend": "triton", "cuda_graph": graph}
     same(it, {"backend": "torch"}, ours, cache=cache, temperature=temperature)
@@ -83,9 +79,27 @@ def test_drafts(kind: str) -> None:
     same(denoiser(kind, torch.float32), {"backend": "torch"}, {"backend": "triton"}, cache=cache, scheduler="freedave")
 
 
-@pytest.mark.parametrize("cache", names("cache"))
-@pytest.mark.parametrize("scheduler", names("scheduler"))
-def test_a_graph_repeats_the_step(scheduler: str, cache: str) -> None:
+def met(pair: tuple[str, str]) -> list[str]:
+    """Scheduler and cache, if their steps are recorded."""
+    scheduler, cache = pair
+    try:
+        plugins = toys.sampler("causal" if cache == "block_causal" else "llada", **named(pair)).plugins
+    except UserError:
+        return ["refused"]
+    recorded = plugins.scheduler.traits.static and not plugins.cache.syncs
+    return [f"scheduler {scheduler}", f"cache {cache}"] if recorded else ["not recorded"]
+
+
+def named(pair: tuple[str, str]) -> dict[str, str]:
+    return dict(zip(("scheduler", "cache"), pair, strict=True))
+
+
+PAIRS = sampled(list(product(names("scheduler"), names("cache"))), met, "-".join)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_graph_repeats_the_step(pair: tuple[str, str]) -> None:
+    scheduler, cache = pair
     model = denoiser("causal" if cache == "block_causal" else "gqa", torch.float64)
     try:
         plugins = Sampler(model, scheduler=scheduler, cache=cache).plugins

@@ -57,11 +57,14 @@ def test_kernels_without_a_gpu_are_not_reported(
 def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module("decode_step").main(["--smoke", "--json", str(tmp_path / "steps.json")]) == 0
     rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
-    assert {row["kind"] for row in rows} == {"readout", "generate", "window", "refresh"}
+    assert {row["kind"] for row in rows} == {"readout", "generate", "uncached", "window", "refresh"}
     assert {(row["batch"], row["window"]) for row in rows if row["kind"] == "window"} == {(1, 8), (1, 4), (2, 8)}
     assert all(row["seconds"] and row["side"] == "torch" for row in rows)
-    assert all(row["floor"] > 0 for row in rows if row["kind"] != "generate")
-    assert next(row["note"] for row in rows if row["plain"]) == "16 tokens, 0 of them differ from the plain loop's"
+    assert all(row["read"] > 0 and row["copy"] > 0 for row in rows if not row["plain"])
+    answers = {row["kind"]: row["answers"] for row in rows if row["plain"]}
+    assert answers["generate"] == "16 tokens, 0 of them differ from the plain loop's"
+    # A cache changes the tokens of a random model: were they equal, the other loop would have one too.
+    assert re.fullmatch(r"16 tokens, [1-9]\d* of them differ from the loop's without a cache", answers["uncached"])
     printed = capsys.readouterr().out
     assert "nothing about a GPU was measured" in printed
     assert sum(line.split()[1:2] == ["torch"] for line in printed.splitlines()) == len(rows)
@@ -69,7 +72,7 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
 
 COMMANDS = (
     "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "step_operations", "branches",
-    "recording", "batching", "forms", "rewards",
+    "recording", "batching", "forms", "rewards", "in_flight", "ceilings", "products", "timeline", "campaign",
 )  # fmt: skip
 
 
@@ -92,6 +95,16 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step --smoke --sides tritn", "unknown side 'tritn', did you mean 'triton'"),
         ("decode_step --smoke --sides torch,triton", "--sides torch,triton: --smoke runs on the CPU"),
         ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
+        ("decode_step --smoke --kinds official", "say where it is with --official FILE"),
+        ("products", "a GPU is what this measures"),
+        ("timeline", "a GPU is what this measures"),
+        ("roofline --copy 4.3", "--bandwidth, --copy and --peak are figures of one GPU"),
+        ("in_flight --shortest 65", "--shortest 65: should be at most --tokens 64"),
+        ("in_flight --graph", "--graph needs a model on a GPU, which mini is not"),
+        ("campaign", "a GPU is what this measures"),
+        ("campaign --smoke --only batch", "unknown stage 'batch', did you mean 'batches'"),
+        ("campaign --smoke --continue", "there is no campaign/campaign.json to continue"),
+        ("campaign --smoke --official generate.py", "--official: there is no file generate.py"),
         ("step_overhead --smoke --caches elastic --kinds overhead", "computes one run of columns, and cache=elastic"),
         ("step_overhead --models llada-8b", "llada-8b needs a GPU"),
         ("scheduler_overhead --wanted nan", "--wanted: should be a number above 0, not 'nan'"),
@@ -123,18 +136,34 @@ def test_mistakes_are_one_sentence(
 
 def test_what_a_kernel_is_timed_by() -> None:
     bench = import_module("kernels")
-    case = bench.Case("one", lambda it: 0.5 if it is TORCH else 0.125, 8)
-    row = bench.measure(case, object(), lambda run: run(), repeats=2, inner=3)
+    cases, clocks = import_module("kernel_cases"), import_module("clocks")
+    made: list[int] = []
+
+    def make() -> Any:
+        made.append(len(made))
+        return cases.Work(lambda it, own=made[-1]: (own, 0.5 if it is TORCH else 0.125), 8)
+
+    class Clock(clocks.Clock):
+        def replayed(self, runs: Any) -> Any:
+            assert sorted(run()[0] for run in runs) == [0, 1, 2]  # each on data of its own
+            return lambda: runs[0]()[1]
+
+        def copies(self, moved: int) -> int:
+            return 3
+
+    row = bench.measure(cases.Case("one", make), object(), Clock(torch.device("cpu")), repeats=2)
     assert (row.kernel, row.reference, row.moved, row.ratios) == ([0.125] * 2, [0.5] * 2, 8, [4, 4])
-    shown = [next(column.cells) for column in bench.table([row], copied=128).columns]
-    assert shown[:6] == ["one", "125000.0", "500000.0", "4.00", "4.00 to 4.00", "50%"]
+    moves = clocks.Bandwidth(copy=64, read=128)
+    shown = [next(column.cells) for column in bench.table([row], moves).columns]
+    assert shown[:7] == ["one", "125000.0", "500000.0", "4.00", "4.00 to 4.00", "50%", "100%"]
 
     def falls(it: Any) -> None:
         if it is not TORCH:
             backend.warn("the Triton kernel one cannot run, torch takes its place: too large")
 
-    row = bench.noted(bench.Case("one", falls, 1), SimpleNamespace(), lambda timed: 1.0, 2, 1)
-    assert row.reference == [1.0, 1.0] and not row.kernel and "too large" in row.note
+    clock = clocks.Clock(torch.device("cpu"))
+    row = bench.noted(cases.Case("one", lambda: cases.Work(falls, 1)), SimpleNamespace(), clock, 2)
+    assert len(row.reference) == 2 and not row.kernel and "too large" in row.note
 
 
 PUBLISHED = """
@@ -159,6 +188,7 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
         ("forms --count 1 --vocab 400 --length 32 --repeats 1", "ms per step and row: 400 tokens"),
         ("rewards --count 1 --candidates 2", "sudoku"),
         ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),
+        ("decode_step --smoke --windows 4 --slots 16 --kinds uncached,official --official a.py", "of them differ from"),
         (
             "step_overhead --models smoke --batch 2 --steps 32 --repeats 1 --kinds speed --caches none --official a.py",
             "smoke batch 2 none official",

@@ -1,0 +1,185 @@
+"""How long the matrix products of a layer take with few rows: a library's, a kernel that splits the sum, the floor.
+
+    python benchmarks/products.py --json products.json         # LLaDA-8B's four shapes at 1 to 256 rows
+    python benchmarks/products.py --rows 32 --tiles            # the kernel in other tiles too
+    python benchmarks/products.py --smoke                      # tiny, on the CPU: does it run?
+
+These products read nine tenths of the bytes of a decoding step. `library` is torch's product (cuBLAS); `kernel` is the
+kernel of 8-bit weights (`kernels/linear.py`), which takes others too and deals the inputs of an output to several
+programs: up to 128 rows. Each is replayed in a CUDA graph of many calls, every call with a weight of its own, a
+gigabyte in all (`clocks.py`). `floor`: the weight, inputs and outputs at the bandwidth of reading, measured in the
+same process. `layer`: the four together, where all four were measured.
+"""
+
+# pyright: reportCallIssue=false
+# It knows nothing of the options of a kernel's launch.
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from circumstances import attempt, circumstances, show
+from clocks import Bandwidth, Clock, bandwidth, size
+from options import command, numbers, parsed, parser
+from rich.console import Console
+from torch import Tensor
+
+from dllm_sampler.core import files
+from dllm_sampler.eval.arguments import output, positive
+
+SHAPES = {"qkv": (12288, 4096), "o": (4096, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}  # outputs, inputs
+TINY = {"qkv": (192, 64), "o": (64, 64), "gate up": (256, 64), "down": (64, 128)}
+MANY = 128  # rows that the kernel takes
+TOLERANCE = 0.01  # of the norm: more is a wrong answer, which has no figure
+# Outputs and inputs of a tile, programs that share the inputs, stages, warps; `--tiles` tries each of them.
+TILES = [(64, 128, parts, 3, 4) for parts in (1, 2, 4, 8)] + [(64, 64, 4, 5, 4), (128, 64, 4, 4, 8), (64, 256, 2, 3, 8)]
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Row:
+    """One product by one side; seconds."""
+
+    shape: str
+    rows: int
+    side: str
+    moved: int
+    floor: float
+    seconds: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+def kernel(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` by the kernel of 8-bit weights, as it chooses its tiles."""
+    from dllm_sampler.kernels.linear import linear
+
+    return linear(x, weight, _ones(weight))
+
+
+def tiled(tile: tuple[int, int, int, int, int], x: Tensor, weight: Tensor) -> Tensor:
+    """The same in a tile of `TILES`."""
+    from dllm_sampler.kernels import linear
+
+    (tall, deep, parts, stages, warps), (outputs, inputs), rows = tile, weight.shape, len(x)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    into = out if parts == 1 else torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
+    lines = min(64, max(16, 1 << (rows - 1).bit_length()))
+    scale, grid = _ones(weight), (-(-rows // lines), -(-outputs // tall), parts)
+    linear.linear_kernel[grid](
+        x, weight, scale, None, into, rows, x.stride(0), outputs, inputs, lines, tall, deep, parts, False,
+        num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    if parts > 1:
+        linear.sum_kernel[rows, -(-outputs // linear.BLOCK)](
+            into, scale, None, out, rows, outputs, parts, linear.BLOCK, num_warps=4, enable_fp_fusion=True
+        )
+    return out
+
+
+_SCALES: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _ones(weight: Tensor) -> Tensor:
+    """What a number of each output is worth: made once, or a recording would fill it in every call."""
+    key = len(weight), weight.device
+    if key not in _SCALES:
+        _SCALES[key] = torch.ones(len(weight), device=weight.device)
+    return _SCALES[key]
+
+
+def sides(rows: int, tiles: bool, gpu: bool) -> Iterator[tuple[str, Product]]:
+    """Names and products of what can be measured."""
+    yield "library", F.linear
+    if gpu and rows <= MANY:
+        yield "kernel", kernel
+        for tile in TILES if tiles else ():
+            yield " ".join(map(str, tile)), partial(tiled, tile)
+
+
+def measure(
+    name: str, shape: tuple[int, int], rows: int, moves: Bandwidth, clock: Clock, options: argparse.Namespace
+) -> Iterator[Row]:
+    """Every side of one product."""
+    dtype = torch.bfloat16 if clock.gpu else torch.float32
+    (outputs, inputs), x = shape, torch.randn(rows, shape[1], device=clock.device, dtype=dtype)
+    first = torch.randn(shape, device=clock.device, dtype=dtype) / inputs**0.5
+    weights = [first, *(first.clone() for _ in range(clock.copies(size(first)) - 1))]
+    moved = size(first, x) + rows * outputs * x.element_size()
+    for side, product in sides(rows, options.tiles, clock.gpu):
+        row = Row(name, rows, side, moved, moved / moves.read)
+
+        def run(row: Row = row, product: Product = product) -> None:
+            error = float((product(x, first).double() - F.linear(x, first).double()).norm())
+            if not error <= TOLERANCE * float(F.linear(x, first).double().norm()):
+                raise RuntimeError("another answer than the library's")
+            timer = clock.replayed([partial(product, x, weight) for weight in weights])
+            row.seconds += [timer() for _ in range(options.repeats)]
+
+        row.note = attempt(run)[1]
+        yield row if not row.note else Row(name, rows, side, moved, row.floor, note=row.note)
+
+
+def layers(found: Sequence[Row]) -> Iterator[Row]:
+    """The four products of a layer together, by rows and side."""
+    for rows, side in dict.fromkeys((row.rows, row.side) for row in found):
+        each = [row for row in found if (row.rows, row.side) == (rows, side) and row.seconds]
+        if len(each) == len(SHAPES):
+            together = [sum(seconds, 0.0) for seconds in zip(*(row.seconds for row in each), strict=True)]
+            yield Row("layer", rows, side, sum(row.moved for row in each), sum(row.floor for row in each), together)
+
+
+def said(row: Row) -> str:
+    """A row as people read it."""
+    head = f"{row.shape:>8}  {row.rows:>4} rows  {row.side:<16}"
+    if not row.seconds:
+        return f"{head}  {row.note}"
+    ours = statistics.median(row.seconds)
+    spread = f"{min(row.seconds) * 1e6:.2f} to {max(row.seconds) * 1e6:.2f}"
+    return f"{head}  {ours * 1e6:9.2f} us ({spread}), {ours / row.floor:.2f} x the floor of {row.floor * 1e6:.2f}"
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    it = parser(__doc__)
+    add = it.add_argument
+    add("--rows", type=numbers, default="32,1,8,16,64,128,256", help="of the inputs (default %(default)s)")
+    add("--tiles", action="store_true", help="the kernel in other tiles too")
+    add("--repeats", type=positive, default=5, help="replays of a graph (default %(default)s)")
+    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
+    options = parsed(it, argv, rows="1,4", repeats=1)
+    if not options.smoke and not torch.cuda.is_available():
+        it.error("a GPU is what this measures: run it on one, or with --smoke")
+    return options
+
+
+@command
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    options = arguments(argv)
+    clock = Clock(torch.device("cpu" if options.smoke else "cuda"))
+    moves = bandwidth(clock)
+    about = circumstances() | moves.about()
+    show(Console(), about)
+    found: list[Row] = []
+    for rows in options.rows:
+        for name, shape in (TINY if options.smoke else SHAPES).items():
+            for row in measure(name, shape, rows, moves, clock, options):
+                found.append(row)
+                print(said(row), flush=True)
+                if options.json:
+                    every = [asdict(one) for one in (*found, *layers(found))]
+                    files.write(options.json, json.dumps({"about": about, "rows": every}, indent=1))
+        for row in layers([row for row in found if row.rows == rows]):
+            print(said(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
