@@ -81,11 +81,9 @@ class Serving:
     fixed: bool = field(init=False)  # the settings say how tokens are chosen, requests do not
 
     def __post_init__(self) -> None:
-        plugins = self.settings.checked(self.length).plugins
-        self.steps = plugins.bound(self.length) + 1
-        self.fixed = self.settings.temperature is not None or any(
-            guide.draws or guide.truncates for guide in plugins.guides
-        )
+        rule = self.settings.checked(self.length)
+        self.steps = rule.plugins.bound(self.length) + 1
+        self.fixed = self.settings.fixes(rule)
         self._rule = lru_cache(RULES)(self._make)
 
     def obstacle(self, sampling: Sampling) -> str | None:

@@ -17,6 +17,7 @@ from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.naming import named
 
 CPU = torch.device("cpu")
+LENGTH = 32  # of blocks to try settings on, where neither they nor a model say it
 
 
 class Sampling(NamedTuple):
@@ -125,3 +126,7 @@ class Settings:
                     f" guide.{name}.ids=[NUMBER]"
                 )
         return other
+
+    def fixes(self, rule: BlockRule) -> bool:
+        """Whether these settings, of which `rule` was made, say how tokens are chosen, so that requests do not."""
+        return self.temperature is not None or any(one.draws or one.truncates for one in rule.plugins.guides)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 NAME = "DllmSampler"
 CONFIG = "--dllm-algorithm-config"
 FAILED = -1  # SGLang ends a request at a token outside the vocabulary
-LENGTH = 32  # of blocks, where neither settings nor a loaded model say it
 EVERY_TOKEN = 2**30  # SGLang's top_k of a request that has none; 1: greedy, where its temperature says nothing
 
 # What a request may ask of SGLang's own sampler, and the value that asks for nothing.
@@ -45,9 +44,7 @@ NOT_FINITE = (
     "the model returned NaN or infinite logits; check the weights and the dtype (float16 overflows where bfloat16 does"
     " not)"
 )
-ENDLESS = (
-    "its block has had as many forwards as the scheduler can need; with compat: true the model may choose the mask"
-)
+ENDLESS = "its block is not decoded after the most forwards it can need; compat: true lets the model choose the mask"
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +83,7 @@ class BlockAlgorithm:
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
         """Refuse wrong settings before the model is loaded."""
-        from dllm_sampler.integrations.settings import Settings
+        from dllm_sampler.integrations.settings import LENGTH, Settings
 
         settings = Settings.load(server_args.dllm_algorithm_config, CONFIG)
         settings.checked(settings.block_size or LENGTH)
