@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dllm_sampler import config
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
@@ -83,6 +84,11 @@ class BlockRule:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kernels: Backend = TORCH,
     ):
+        whole = [one for one in config.build("guide", guide) if one.joint or one.vetoes]
+        if whole:
+            raise UserError(
+                f"guide={named(whole[0])} says what form a whole answer has, and an engine shows one block of it"
+            )
         self.plugins = assemble(
             spec,
             scheduler,
@@ -249,9 +255,6 @@ def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device
 def obstacle(plugins: Plugins) -> str | None:
     """Why the logits of one block are not all that the plug-ins want; None: they are."""
     rule, traits = plugins.scheduler, plugins.scheduler.traits
-    whole = [guide for guide in plugins.guides if guide.joint or guide.vetoes]
-    if whole:
-        return f"guide={named(whole[0])} says what form a whole answer has, and an engine shows one block of it"
     if "hidden" in plugins.needs:
         return f"scheduler={named(rule)} needs hidden states, and engines hand over logits only"
     if traits.scope != "model":

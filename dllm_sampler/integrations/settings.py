@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +90,25 @@ class Settings:
     ) -> BlockRule:
         """What decides over blocks of `length`; `sampling`: of a request, None: that of these settings.
 
+        It does not repeat the warnings of `checked`.
+
         Raises:
             UserError: see `BlockRule`.
         """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return self._rule(length, mask_id, sampling, vocab_size, eos_id, device, kernels)
+
+    def _rule(
+        self,
+        length: int,
+        mask_id: int = 0,
+        sampling: Sampling | None = None,
+        vocab_size: int = 1,
+        eos_id: int = 0,
+        device: torch.device = CPU,
+        kernels: Backend = TORCH,
+    ) -> BlockRule:
         spec = model(vocab_size, mask_id, eos_id, length, device)
         chosen = Sampling(self.temperature, self.top_k, self.top_p) if sampling is None else sampling
         return BlockRule(
@@ -112,7 +129,7 @@ class Settings:
         Raises:
             UserError: it cannot, or a setting is wrong.
         """
-        rule, other = self.rule(length).plugins, self.rule(length, eos_id=1)
+        rule, other = self._rule(length).plugins, self.rule(length, eos_id=1)
         if rule.scheduler != other.plugins.scheduler:
             raise UserError(
                 f"scheduler={named(rule.scheduler)} must know the model's end token, which the engine does not tell:"

@@ -230,7 +230,7 @@ WRONG = {
     "scheduler: wino": "scheduler=wino needs more than the logits of a block",
     "scheduler: eoser": "scheduler=eoser must know the model's end token",
     "{scheduler: threshold, guide: end_tokens}": "guide=end_tokens must know the model's end token",
-    "{scheduler: threshold, guide: {name: choices, choices: [a]}}": "guide=choices",
+    "{scheduler: threshold, guide: {name: choices, choices: [a]}}": "guide=choices says what form a whole answer",
     "{scheduler: threshold, top_k: 5}": "top_k changes nothing without a temperature",
     "block_size: 4": "names no scheduler",
     "[threshold]": "should have names with values",
