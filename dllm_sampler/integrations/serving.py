@@ -107,7 +107,7 @@ class Serving:
         over = ((ids != self.mask_id) | frozen).all(1).tolist()
         return [Row(rows, place, *one) for place, one in enumerate(zip(samplings, over, strict=True))]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self, rows: Sequence[Row], ids: Tensor, logits: Tensor, first: Tensor) -> Verdict:
         """Decide over the blocks of a round and keep the new state in `rows`. The device is read once, at the end.
 
@@ -128,7 +128,7 @@ class Serving:
             rule = self._rule(sampling, logits.shape[2], logits.device, logits.dtype)
             state = self._state([rows[place] for place in places], mine, rule)
             decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.row_seed)
-            after = replace(after, carry=_apart(after.carry, logits))
+            after = replace(after, carry=_apart(after.carry, logits, state.carry))
             together = Rows(state.canvas.frozen[:, :-1], state.canvas.row_seed, after)
             for number, place in enumerate(places):
                 rows[place].rows, rows[place].place = together, number
@@ -168,12 +168,30 @@ class Serving:
         return self.settings.rule(self.length, self.mask_id, own, vocab_size=vocab_size, device=device, kernels=kernels)
 
 
-def _apart(carry: Carry, logits: Tensor) -> Carry:
-    """What a scheduler remembers, without a part of `logits`: the engine's next forward writes there."""
-    place = logits.untyped_storage().data_ptr()
+def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
+    """What a scheduler remembers, without a part of `logits`: the engine's next forward writes there.
 
-    def own(_: str, leaf: Any) -> Any:
-        shared = isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == place
-        return leaf.clone() if shared else leaf
+    `spent` is what it remembered before. Its memory is used again: that of tables as large as the logits takes longer
+    to allocate than to fill.
+    """
+    if carry is None:
+        return None
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    walk(spent, before.__setitem__, "")
+    walk(carry, after.__setitem__, "")
+    used = {_memory(leaf) for leaf in after.values()}
 
-    return None if carry is None else walk(carry, own, "")
+    def own(path: str, leaf: Any) -> Any:
+        if _memory(leaf) != _memory(logits):
+            return leaf
+        old = before.get(path)
+        fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (leaf.shape, leaf.dtype)
+        return old.copy_(leaf) if old is not None and fits and _memory(old) not in used else leaf.clone()
+
+    return walk(carry, own, "")
+
+
+def _memory(leaf: Any) -> int | None:
+    """Where a tensor's numbers lie."""
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None

@@ -157,6 +157,7 @@ class Server:
     mask: float = 0.0  # added to the logit of the mask
     broken: str = ""  # the request for which the model returns NaN
     batch: list[Request] = field(default_factory=list)
+    seen: list[list[int]] = field(default_factory=list)  # the blocks that the last forward computed keys of
     buffer: Tensor | None = None  # where all logits of one batch size are written, as a CUDA graph does
 
     def serve(self, requests: list[Request], arrivals: list[int] | None = None) -> list[Request]:
@@ -185,6 +186,7 @@ class Server:
             if accepted is None and blocks:
                 decoded = decoded[: length - len(blocks[row])] + blocks[row].tolist()
             one.failed = min(blocks[row] if accepted is not None else decoded) < 0
+            assert one.failed or (decoded if accepted is None else blocks[row]) == self.seen[row], "its keys are stale"
             one.ids, one.block, one.state = one.ids + (decoded if accepted is None else blocks[row]), None, None
 
     def described(self) -> Any:
@@ -211,6 +213,7 @@ class Server:
         """Logits `[B*W, V]`, where those of the last forward were."""
         blocks = batch.input_ids.view(len(self.batch), -1).tolist()
         assert min(map(min, blocks)) >= 0, "no model embeds such a token"
+        self.seen = blocks
         logits = torch.cat(
             [
                 block_logits(self.model, [*one.ids, *block], len(block))[0]
