@@ -77,10 +77,13 @@ def test_served_requests_equal_sampler(registered: str, scheduler: Settings, fdf
     found = engine.serve(requests(), arrivals=[0, 2, 3, 0] if fdfo else None)
     for (prompt, tokens), one in zip(PROMPTS, found, strict=True):
         sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens))
+        if sampler.plugins.scheduler.traits.draws_order or scheduler["name"] in DRAWN:
+            again = server({"scheduler": mine}, fdfo).serve([Request(prompt, tokens, rid=one.rid)])
+            assert one.answer == again[0].answer
+            continue
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[sglang._seed(one.rid)])
+        assert one.answer == alone.tokens[0, -tokens:].tolist()
         blocks = -(-(len(prompt) + tokens) // LENGTH) - len(prompt) // LENGTH
-        if scheduler["name"] not in DRAWN:
-            assert one.answer == alone.tokens[0, -tokens:].tolist()
         if fdfo:  # a forward per block that sees the final tokens, unless the last one changed nothing
             assert int(alone.nfe[0]) <= one.forwards <= int(alone.nfe[0]) + blocks
 
@@ -125,6 +128,8 @@ def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo:
 def test_settings_may_fix_how_all_tokens_are_chosen(registered: str) -> None:
     plain = answers(server({"scheduler": "threshold", "temperature": 0}).serve(requests(top_k=2**30)))
     assert plain == answers(server({"scheduler": "threshold"}).serve(requests()))
+    warm = answers(server({"scheduler": "threshold", "temperature": 1.5}).serve(requests(temperature=0.1)))
+    assert warm == answers(server({"scheduler": "threshold"}).serve(requests(temperature=1.5, top_k=2**30)))
     hot = {"scheduler": "threshold", "guide": [{"name": "temperature", "value": 1.0}, {"name": "top_k", "k": 5}]}
     assert answers(server(hot).serve(requests())) == answers(server(hot).serve(requests(temperature=0.1)))
     assert answers(server(hot).serve(requests())) != plain
@@ -138,6 +143,13 @@ def test_ranks_decide_alike(registered: str) -> None:
     torch.rand(3)
     assert answers(one) == answers(server(settings).serve(requests(top_k=2**30), arrivals=[0, 1, 0, 3]))
     assert sglang._seed("chat-1") == 6559370723690537637, "a number of the name alone, not of the process"
+
+
+def test_numbers_of_a_request_are_those_that_were_typed() -> None:
+    kept = torch.tensor([0.7, 0.9])  # SGLang's, in float32
+    assert sglang._sampling(float(kept[0]), 2**30, float(kept[1])) == (0.7, None, 0.9)
+    assert sglang._sampling(0.7, 20, 1.0) == (0.7, 20, None)
+    assert sglang._sampling(1.0, 1, 0.5) == sglang._sampling(0.0, 2**30, 1.0) == (None, None, None)
 
 
 @pytest.mark.parametrize("fdfo", [True, False])
@@ -187,6 +199,28 @@ def test_a_state_is_kept_whole_while_the_batch_is_the_same(registered: str, monk
     assert some[0].forwards > 2 and not moved
     engine.serve([Request([5, 11], LENGTH, rid="x"), Request([5, 11, 3], 2, rid="y")])
     assert moved, "one of two is over"
+
+
+def test_a_batch_may_change_its_order(registered: str) -> None:
+    settings = {"scheduler": {"name": "klass", "steps": 6}}
+    found, engine = requests(top_k=2**30), server(settings)
+    while not all(one.over for one in found):
+        engine.batch = [one for one in reversed(found) if not one.over]
+        engine.round()
+        engine.batch = [one for one in found[2:] + found[:2] if not one.over]
+        if engine.batch:
+            engine.round()
+    assert answers(found) == answers(server(settings).serve(requests(top_k=2**30)))
+
+
+def test_what_a_scheduler_keeps_lies_nowhere_else() -> None:
+    """Neither in the logits, nor where it has put what it kept before."""
+    logits, one, two = torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3)
+    kept = serving._apart((logits[:1], logits, two), logits.clone(), (one, two, one))
+    assert kept[1] is logits and kept[2] is two, "another forward's logits"
+    fresh, again, other = serving._apart((logits.view(2, 3), logits.view(2, 3), two), logits, (one, two, two))
+    assert fresh.data_ptr() == one.data_ptr() and again.data_ptr() not in (two.data_ptr(), logits.data_ptr())
+    assert torch.equal(fresh, logits) and torch.equal(again, logits) and other is two
 
 
 class _Reads(TorchFunctionMode):
