@@ -101,11 +101,14 @@ def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo:
     wanted: list[dict[str, Any]] = [
         {"temperature": 0.7, "top_k": 2**30},
         {"temperature": 1.0, "top_k": 1},  # SGLang's greedy
-        {"temperature": 1.5, "top_k": 5},
+        {"temperature": 3.0, "top_k": 20},
         {"temperature": 0.7, "top_k": 2**30, "top_p": 0.8},
         {"temperature": 0.7, "top_k": 2**30},
     ]
-    every = [Request([5, 11, 3], 3 + LENGTH * (row % 2), rid=f"request {row}", **one) for row, one in enumerate(wanted)]
+    every = [
+        Request([5, 11, 3, *[7, 1, 30, 22, 9, 14] * (row // 2)], 3 + LENGTH * (row % 2), rid=f"request {row}", **one)
+        for row, one in enumerate(wanted)
+    ]
     settings = {"scheduler": {"name": "threshold", "threshold": 0.6}}
     server(settings, fdfo).serve(every, arrivals=[0, 1, 1, 2, 0] if fdfo else None)
     for one, options in zip(every, wanted, strict=True):
