@@ -119,7 +119,7 @@ def _check(word: str) -> None:
     if key in OURS or key not in {*config.GROUPS, *Options.__dataclass_fields__}:  # what nothing has is refused later
         return
     why = THEIRS.get(key, f"these have {', '.join(OURS)}")
-    raise UserError(f"{word} does not belong into an engine's settings: {why}")
+    raise UserError(f"{word} does not belong in an engine's settings: {why}")
 
 
 def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:

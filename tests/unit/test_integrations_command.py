@@ -71,7 +71,7 @@ WRONG = {
     "cache=dual": "the engine has a cache of its own",
     "stop=none": "the engine ends answers by itself",
     "max_new_tokens=9": "each request says it",
-    "stream=false": "stream=false does not belong into an engine's settings",
+    "stream=false": "stream=false does not belong in an engine's settings",
     "experiment=fast-dllm blocks=full": "experiment=fast-dllm sets blocks.length, and blocks=full has no such field",
 }
 
