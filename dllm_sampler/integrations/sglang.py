@@ -107,7 +107,7 @@ class BlockAlgorithm:
         return self.serving.steps
 
     def init_step_state(self, forward_batch: Any) -> list[Any]:
-        """What each request keeps until its block is over. Reads the device, which has nothing to do before a forward."""
+        """What each request keeps until its block is over. Reads the device, which waits for the forward anyway."""
         ids, frozen = self._ids(forward_batch), forward_batch.dllm_prompt_mask
         frozen = ids != self.mask_id if frozen is None else frozen
         names = forward_batch.rids or [str(row) for row in range(len(ids))]
