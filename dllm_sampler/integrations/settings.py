@@ -129,6 +129,12 @@ class Settings:
         Raises:
             UserError: it cannot, or a setting is wrong.
         """
+        for guide in config.build("guide", self.guide):
+            if guide.joint or guide.vetoes:
+                raise UserError(
+                    f"guide={named(guide)} says what form a whole answer has, and the engine tells neither its length"
+                    " nor the text of tokens: leave it out"
+                )
         rule, other = self._rule(length).plugins, self.rule(length, eos_id=1)
         if rule.scheduler != other.plugins.scheduler:
             raise UserError(
