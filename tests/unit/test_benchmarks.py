@@ -185,6 +185,7 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
     [
         ("recording --models smoke --batch 1 --steps 2 --repeats 1", "bytes per column: 20, with the entropy 24"),
         ("branches --model smoke --branches 1,4 --repeats 1", "over one branch"),
+        ("block_rule --smoke --schedulers threshold,klass", "ratio to plain"),
         ("forms --count 1 --vocab 400 --length 32 --repeats 1", "ms per step and row: 400 tokens"),
         ("rewards --count 1 --candidates 2", "sudoku"),
         ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),

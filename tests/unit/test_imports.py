@@ -40,6 +40,15 @@ TYPOS = {
         ["tune.name=a", "batch_siz=2"],
     ],
     "dllm_sampler.training.cli": [["train=min"], ["train=mini", "train.step=3"]],
+    "dllm_sampler.integrations.__main__": [
+        ["scheduler=klas"],
+        ["temperture=1"],
+        ["cache=dual"],
+        ["seed=3"],
+        ["klass"],
+        ["temperature=hot"],
+        ["experiment=gone"],
+    ],
     "dllm_sampler.eval.report.command": [["gone"], ["--replay=x"]],
 }
 

@@ -1,0 +1,167 @@
+"""`python -m dllm_sampler.integrations`: check settings, and write the YAML with which an engine runs them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+
+from dllm_sampler import config
+from dllm_sampler._version import __version__
+from dllm_sampler.cli.arguments import is_override
+from dllm_sampler.cli.compose import SAMPLE, App, Settings, composition, own, parts
+from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.help import defaults
+from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.request import check_experiments
+from dllm_sampler.errors import UserError
+
+COMMAND = "python -m dllm_sampler.integrations"
+APP = App(SAMPLE.name, SAMPLE.root, SAMPLE.groups)  # its words, but no prompts
+OURS = ("scheduler", "guide", "experiment", "blocks", "block_length", "temperature", "top_k", "top_p", "compat")
+THEIRS = {
+    "model": "the engine loads the model: --model-path of SGLang",
+    "cache": "the engine has a cache of its own, which is exact",
+    "stop": "the engine ends answers by itself",
+    "chat": "the engine's API applies the chat template",
+    "max_new_tokens": "each request says it",
+    "stop_strings": "each request says it",
+    "seed": "draws follow the request's id",
+    "samples": "each request says it, as n",
+}
+USAGE = f"""\
+Check a scheduler's settings, and write the YAML with which SGLang runs them.
+
+Usage: {COMMAND} [NAME=VALUE ...] > x.yaml
+
+  {COMMAND} scheduler=klass scheduler.threshold=0.9 > x.yaml
+  {COMMAND} experiment=sorting temperature=0 > x.yaml
+  sglang serve --model-path inclusionAI/LLaDA2.0-mini --trust-remote-code \\
+      --dllm-algorithm DllmSampler --dllm-algorithm-config x.yaml
+
+Words are those of dllm-sample (dllm-sample --help lists them):
+  scheduler=NAME  scheduler.FIELD=VALUE   what decides; its steps are those of a block
+  guide=NAME      guide.NAME.FIELD=VALUE  what changes logits, where it needs no text
+  temperature=VALUE  top_k=K  top_p=P     for all requests, and 0 is greedy. Without
+                                          temperature= each request's own count, and
+                                          SGLang gives 1 to one that names none
+  block_length=N                          another block than the model's, if it has one
+  experiment=NAME                         what dllm-tune found. What the engine has
+                                          itself (model, cache, stop) is left out
+  compat=true                             the mask may be chosen, as in published code
+
+Without a word the YAML has scheduler=threshold. It goes to stdout; errors, one
+sentence, and what was left out go to stderr. Exit status: 0, or 2 after an error.
+Flags: -h, --help   --version
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status.
+
+    Args:
+        words: the command line without the program's name; None: that of the process.
+    """
+    given = list(sys.argv[1:] if words is None else words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *_: _note(str(message))
+        return ending(COMMAND, lambda: _run(given))
+
+
+def _run(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        print(USAGE, end="")
+    elif "--version" in words:
+        print(f"{COMMAND} {__version__}")
+    else:
+        print(written(words), end="")
+    return 0
+
+
+def written(words: Sequence[str]) -> str:
+    """The YAML that the words ask for. What it leaves out, and what may surprise, is said on stderr.
+
+    Raises:
+        UserError: a word that cannot be read, an unknown name or a wrong value, or what no engine can run.
+    """
+    for word in words:
+        _check(word)
+    composed = composition(APP, words)
+    chosen = dict(composed.choices)
+    model, plugins = parts(composed)
+    options = Options(**config.check("", Options, composed.tree))
+    check_experiments(Settings(options, model, plugins), words)
+    from dllm_sampler.integrations.settings import LENGTH  # imports torch: a mistake need not wait for it
+    from dllm_sampler.integrations.settings import Settings as Served
+
+    settings = _settings(plugins, options)
+    served = Served.read(settings, COMMAND)
+    rule = served.checked(served.block_size or LENGTH)
+    notes = list(_notes(chosen, options, served.fixes(rule)))
+    for note in notes:
+        _note(note)
+    head = [shlex.join([*COMMAND.split(), *words]), f"dllm_sampler {__version__}", *notes]
+    return "".join(f"# {line}\n" for line in head) + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+
+
+def _check(word: str) -> None:
+    """Refuse a word that is no setting, or that sets what the engine or its requests say."""
+    if not is_override(word):
+        raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see {COMMAND} --help")
+    key = re.split(r"[.=@/]", word.lstrip("+~"))[0]
+    if key in OURS or key not in {*config.GROUPS, *Options.__dataclass_fields__}:  # what nothing has is refused later
+        return
+    why = THEIRS.get(key, f"these have {', '.join(OURS)}")
+    raise UserError(f"{word} does not belong in an engine's settings: {why}")
+
+
+def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """What `integrations.settings.Settings` reads."""
+    from dllm_sampler.blocks.fixed import FixedBlocks
+
+    blocks = config.build("blocks", plugins["blocks"])
+    if not isinstance(blocks, FixedBlocks):
+        raise UserError(f"blocks={plugins['blocks']['name']}: an engine's blocks have one length; use blocks=fixed")
+    guides = [_named("guide", one) for one in plugins["guide"]]
+    found = {
+        "scheduler": _named("scheduler", plugins["scheduler"]),
+        "guide": guides or None,
+        **{name: getattr(options, name) for name in ("temperature", "top_k", "top_p")},
+        "compat": options.compat or None,
+        "block_size": options.block_length or blocks.length,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _named(group: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A plug-in's settings: a name that every process knows stands for its class."""
+    return {name: value for name, value in given.items() if name != "_target_" or given["name"] in own(group)}
+
+
+def _notes(chosen: Mapping[str, object], options: Options, fixed: bool) -> Iterator[str]:
+    """What the YAML leaves to the engine and its requests, of which an experiment said something."""
+    plain, default = asdict(Options()), defaults()
+    left = [f"{group}={chosen[group]}" for group in ("model", "cache", "stop") if chosen[group] != default[group]]
+    left += [f"{key}={value}" for key, value in asdict(options).items() if value != plain[key] and key not in OURS]
+    if left:
+        yield f"left out, since the engine and its requests say it: {', '.join(left)}"
+    if not fixed:
+        yield (
+            "tokens are chosen at the temperature of each request, which SGLang takes for 1 where it is not given;"
+            " temperature=0 makes all greedy, as dllm-sample is without temperature="
+        )
+
+
+def _note(text: str) -> None:
+    print(f"{COMMAND}: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""`BlockRule` for an engine whose requests come and go, so that every forward has another batch.
+
+A round is one forward and its decision. Letters: B rows of a round, W positions of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.engine.tree import walk
+from dllm_sampler.errors import UserError
+from dllm_sampler.integrations.block import BlockRule, BlockState
+from dllm_sampler.integrations.rows import stacked, taken
+from dllm_sampler.integrations.settings import Sampling, Settings
+from dllm_sampler.kernels.backend import select
+
+RULES = 256  # kept at a time: requests may name as many temperatures as they like
+
+
+@dataclass
+class Rows:
+    """The state of rows that a round decided over together, or that opened their blocks together."""
+
+    frozen: Tensor  # [B, W] bool
+    seed: Tensor  # [B]
+    state: BlockState | None = None  # None: before the first forward
+
+    def of(self, places: Sequence[int], ids: Tensor, rule: BlockRule) -> BlockState:
+        """That of the rows at some places, where `ids [n, W]` stand."""
+        every = range(len(self.seed))
+        at = None if list(places) == list(every) else torch.tensor(places, device=ids.device)
+        if self.state is not None:
+            return self.state if at is None else taken(self.state, at)
+        frozen, seed = (self.frozen, self.seed) if at is None else (self.frozen[at], self.seed[at])
+        state = rule.open(ids, (ids == rule.spec.mask_id) & ~frozen, frozen)
+        return replace(state, canvas=replace(state.canvas, row_seed=seed))
+
+
+@dataclass
+class Row:
+    """A request in the middle of a block."""
+
+    rows: Rows
+    place: int  # in `rows`
+    sampling: Sampling
+    over: bool  # it has nothing to decode, or is through with it
+    lost: bool = False  # its block will never be decoded
+
+
+class Verdict(NamedTuple):
+    """What a round has come to."""
+
+    ids: Tensor  # [B, W]
+    settled: list[bool]  # the forward has seen the final tokens of the block, or none will: the row rests
+    failed: list[int]  # rows for which the model returned no finite numbers in this round
+    endless: list[int]  # rows that made as many forwards as a block can need; these rest too, and their masks stay
+
+
+@dataclass
+class Serving:
+    """Decides over the blocks of requests.
+
+    Args:
+        settings: of the engine.
+        length: W.
+        mask_id: what stands where something is to be decoded.
+    """
+
+    settings: Settings
+    length: int
+    mask_id: int
+    steps: int = field(init=False)  # forwards of a block at most, the one that settles it included
+    fixed: bool = field(init=False)  # the settings say how tokens are chosen, requests do not
+
+    def __post_init__(self) -> None:
+        rule = self.settings.checked(self.length)
+        self.steps = rule.plugins.bound(self.length) + 1
+        self.fixed = self.settings.fixes(rule)
+        self._rule = lru_cache(RULES)(self._make)
+
+    def obstacle(self, sampling: Sampling) -> str | None:
+        """Why tokens of a request cannot be chosen like this; None: they can."""
+        try:
+            self.settings.rule(self.length, sampling=None if self.fixed else sampling)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def open(self, ids: Tensor, frozen: Tensor, seed: Tensor, samplings: Sequence[Sampling]) -> list[Row]:
+        """Blocks before their first forward.
+
+        Args:
+            ids: `[B, W]` what stands there.
+            frozen: `[B, W] bool` the prompt's.
+            seed: `[B] int64` of the draws of each row.
+            samplings: of each row.
+        """
+        rows = Rows(frozen, seed)
+        over = ((ids != self.mask_id) | frozen).all(1).tolist()
+        return [Row(rows, place, *one) for place, one in enumerate(zip(samplings, over, strict=True))]
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row], ids: Tensor, logits: Tensor, first: Tensor) -> Verdict:
+        """Decide over the blocks of a round and keep the new state in `rows`. The device is read once, at the end.
+
+        Args:
+            rows: in the order of the batch.
+            ids: `[B, W] int64` what the forward saw.
+            logits: `[B, W, V]`, overwritten.
+            first: `[B] int64` column at which each block begins.
+        """
+        groups: dict[Sampling, list[int]] = {}
+        for place, row in enumerate(rows):
+            if not row.over:
+                groups.setdefault(row.sampling, []).append(place)
+        found = []
+        for sampling, places in groups.items():
+            at = None if len(places) == len(rows) else torch.tensor(places, device=ids.device)
+            mine, seen, start = (one if at is None else one.index_select(0, at) for one in (ids, logits, first))
+            rule = self._rule(sampling, logits.shape[2], logits.device, logits.dtype)
+            state = self._state([rows[place] for place in places], mine, rule)
+            decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.row_seed)
+            after = replace(after, carry=_apart(after.carry, logits, state.carry))
+            together = Rows(state.canvas.frozen[:, :-1], state.canvas.row_seed, after)
+            for number, place in enumerate(places):
+                rows[place].rows, rows[place].place = together, number
+            ids = decision.ids if at is None else ids.index_copy(0, at, decision.ids)
+            endless = (state.canvas.age + 1 >= self.steps) & ~decision.settled
+            found.append(torch.stack([decision.settled, decision.failed, endless]))
+        verdict = Verdict(ids, [row.over for row in rows], [], [])
+        read = torch.cat(found, 1).tolist() if found else [[]] * 3
+        for place, over, failed, endless in zip(chain(*groups.values()), *read, strict=True):
+            rows[place].lost = failed or endless
+            rows[place].over = verdict.settled[place] = over or rows[place].lost
+            verdict.failed.extend([place] * failed)
+            verdict.endless.extend([place] * (endless and not failed))
+        return verdict._replace(ids=ids)
+
+    def marked(self, rows: Sequence[Row], ids: Tensor, token: int) -> Tensor:
+        """`ids [B, W]` with `token` in place of what lost rows have left to decode."""
+        for place, row in enumerate(rows):
+            if row.lost:
+                left = (ids[place] == self.mask_id) & ~row.rows.frozen[row.place]
+                ids = torch.cat([ids[:place], ids[place].masked_fill(left, token)[None], ids[place + 1 :]])
+        return ids
+
+    def _state(self, rows: Sequence[Row], ids: Tensor, rule: BlockRule) -> BlockState:
+        """The state of some rows together: that of the last round, if it is of the same rows in the same order."""
+        parts, begin = [], 0
+        for _, run in groupby(rows, lambda row: id(row.rows)):
+            some = list(run)
+            places = [row.place for row in some]
+            parts.append(some[0].rows.of(places, ids[begin : begin + len(some)], rule))
+            begin += len(some)
+        return stacked(parts)
+
+    def _make(self, sampling: Sampling, vocab_size: int, device: torch.device, dtype: torch.dtype) -> BlockRule:
+        own = None if self.fixed else sampling
+        kernels = select("auto", device, dtype)
+        return self.settings.rule(self.length, self.mask_id, own, vocab_size=vocab_size, device=device, kernels=kernels)
+
+
+def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
+    """What a scheduler remembers, without a part of `logits`: the engine's next forward writes there.
+
+    `spent` is what it remembered before. Its memory is used again: that of tables as large as the logits takes longer
+    to allocate than to fill.
+    """
+    if carry is None:
+        return None
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    walk(spent, before.__setitem__, "")
+    walk(carry, after.__setitem__, "")
+    used = {_memory(leaf) for leaf in after.values()}
+
+    def own(path: str, leaf: Any) -> Any:
+        if _memory(leaf) != _memory(logits):
+            return leaf
+        old = before.get(path)
+        fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (leaf.shape, leaf.dtype)
+        return old.copy_(leaf) if old is not None and fits and _memory(old) not in used else leaf.clone()
+
+    return walk(carry, own, "")
+
+
+def _memory(leaf: Any) -> int | None:
+    """Where a tensor's numbers lie."""
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None

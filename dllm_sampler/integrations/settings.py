@@ -1,0 +1,155 @@
+"""What the configuration file of an engine says of our part: `python -m dllm_sampler.integrations` writes it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError
+from dllm_sampler.integrations.block import BlockRule, model
+from dllm_sampler.kernels.backend import TORCH, Backend
+from dllm_sampler.naming import named
+
+CPU = torch.device("cpu")
+LENGTH = 32  # of blocks to try settings on, where neither they nor a model say it
+
+
+class Sampling(NamedTuple):
+    """How the tokens of a request are chosen; the default is greedy."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine's configuration file says of our part.
+
+    Args:
+        scheduler, guide, compat: as `BlockRule`'s.
+        temperature, top_k, top_p: for all requests; without a temperature each request has its own.
+        block_size: positions of a block, which the engine reads; None: the model's.
+    """
+
+    scheduler: str | dict[str, Any]
+    guide: list[Any] | dict[str, Any] | str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    compat: bool = False
+    block_size: int | None = None
+
+    @staticmethod
+    def read(values: Mapping[str, Any], where: str) -> Settings:
+        """The settings in a mapping, which errors call `where`.
+
+        Raises:
+            UserError: an unknown name, a value of a wrong type, or no scheduler.
+        """
+        checked = config.check(where, Settings, values)
+        if "scheduler" not in checked:
+            raise UserError(
+                f"{where} names no scheduler: python -m dllm_sampler.integrations scheduler=NAME writes what it takes"
+            )
+        return Settings(**checked)
+
+    @staticmethod
+    def load(path: str | None, where: str) -> Settings:
+        """The settings in a YAML file; errors as `read`'s.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        if path is None:
+            return Settings.read({}, where)
+        try:
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"{where}: {path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{where}: {path} should have names with values, as scheduler: threshold")
+        return Settings.read(found, where)
+
+    def rule(
+        self,
+        length: int,
+        mask_id: int = 0,
+        sampling: Sampling | None = None,
+        vocab_size: int = 1,
+        eos_id: int = 0,
+        device: torch.device = CPU,
+        kernels: Backend = TORCH,
+    ) -> BlockRule:
+        """What decides over blocks of `length`; `sampling`: of a request, None: that of these settings.
+
+        It does not repeat the warnings of `checked`.
+
+        Raises:
+            UserError: see `BlockRule`.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return self._rule(length, mask_id, sampling, vocab_size, eos_id, device, kernels)
+
+    def _rule(
+        self,
+        length: int,
+        mask_id: int = 0,
+        sampling: Sampling | None = None,
+        vocab_size: int = 1,
+        eos_id: int = 0,
+        device: torch.device = CPU,
+        kernels: Backend = TORCH,
+    ) -> BlockRule:
+        spec = model(vocab_size, mask_id, eos_id, length, device)
+        chosen = Sampling(self.temperature, self.top_k, self.top_p) if sampling is None else sampling
+        return BlockRule(
+            self.scheduler,
+            spec,
+            length,
+            guide=self.guide,
+            temperature=chosen.temperature,
+            top_k=chosen.top_k,
+            top_p=chosen.top_p,
+            compat=self.compat,
+            kernels=kernels,
+        )
+
+    def checked(self, length: int) -> BlockRule:
+        """The rule without a request, if an engine that shows logits only can run it.
+
+        Raises:
+            UserError: it cannot, or a setting is wrong.
+        """
+        for guide in config.build("guide", self.guide):
+            if guide.joint or guide.vetoes:
+                raise UserError(
+                    f"guide={named(guide)} says what form a whole answer has, and the engine tells neither its length"
+                    " nor the text of tokens: leave it out"
+                )
+        rule, other = self._rule(length).plugins, self.rule(length, eos_id=1)
+        if rule.scheduler != other.plugins.scheduler:
+            raise UserError(
+                f"scheduler={named(rule.scheduler)} must know the model's end token, which the engine does not tell:"
+                " use another scheduler, threshold say"
+            )
+        for guide, its in zip(rule.guides, other.plugins.guides, strict=True):
+            if guide != its:
+                name = named(guide)
+                raise UserError(
+                    f"guide={name} must know the model's end token, which the engine does not tell: name it, as in"
+                    f" guide.{name}.ids=[NUMBER]"
+                )
+        return other
+
+    def fixes(self, rule: BlockRule) -> bool:
+        """Whether these settings, of which `rule` was made, say how tokens are chosen, so that requests do not."""
+        return self.temperature is not None or any(one.draws or one.truncates for one in rule.plugins.guides)

@@ -1,0 +1,165 @@
+"""Our schedulers in SGLang, 0.5.23 and later: `--dllm-algorithm DllmSampler --dllm-algorithm-config x.yaml`.
+
+`python -m dllm_sampler.integrations` writes the YAML. Every process of a server calls `register`, and few of them
+decode: this module imports the rest of the package when an algorithm is made, and SGLang when it is registered.
+Letters: B rows of a batch, W positions of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dllm_sampler.integrations.serving import Row, Serving
+    from dllm_sampler.integrations.settings import Sampling
+
+NAME = "DllmSampler"
+CONFIG = "--dllm-algorithm-config"
+FAILED = -1  # SGLang ends a request at a token outside the vocabulary
+EVERY_TOKEN = 2**30  # SGLang's top_k of a request that has none; 1: greedy, where its temperature says nothing
+
+# What a request may ask of SGLang's own sampler, and the value that asks for nothing.
+OTHERS = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "logit_bias": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+OF_REQUEST = ("return_logprob", "custom_logit_processor")
+
+NOT_FINITE = (
+    "the model returned NaN or infinite logits; check the weights and the dtype (float16 overflows where bfloat16 does"
+    " not)"
+)
+ENDLESS = "its block is not decoded after the most forwards it can need; compat: true lets the model choose the mask"
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Add the algorithm `DllmSampler` to SGLang's: the entry point of the group `sglang.srt.plugins`."""
+    base = import_module("sglang.srt.dllm.algorithm.base").DllmAlgorithm
+    algorithms = import_module("sglang.srt.dllm.algorithm").algo_name_to_cls
+    algorithms[NAME] = type(NAME, (BlockAlgorithm, base), {"__doc__": BlockAlgorithm.__doc__, "__module__": __name__})
+
+
+class BlockAlgorithm:
+    """Decides by any scheduler whose rule rests on the logits of a block; the other base class is SGLang's.
+
+    Nothing here depends on the rank: noise is a function of request id, step and column, so that the ranks of a
+    tensor-parallel group, which all see the same logits, write the same tokens.
+
+    Raises:
+        UserError: settings that are wrong, or that cannot run here.
+    """
+
+    block_size: int
+    mask_id: int
+    fdfo: bool
+    live: ClassVar[BlockAlgorithm | None] = None  # the one of this process, which SGLang asks about requests
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
+        from dllm_sampler.integrations.serving import Serving
+        from dllm_sampler.integrations.settings import Settings
+
+        settings = Settings.read(config.algorithm_config or {}, CONFIG)
+        self.serving: Serving = Serving(settings, self.block_size, self.mask_id)
+        BlockAlgorithm.live = self
+
+    @classmethod
+    def configure_server_args(cls, server_args: Any) -> None:
+        """Refuse wrong settings before the model is loaded."""
+        from dllm_sampler.integrations.settings import LENGTH, Settings
+
+        settings = Settings.load(server_args.dllm_algorithm_config, CONFIG)
+        settings.checked(settings.block_size or LENGTH)
+
+    @classmethod
+    def validate_request(cls, req: Any) -> str | None:
+        """Why a request cannot be served as it asks to be; None: it can."""
+        wanted = req.sampling_params
+        unknown = [name for name, plain in OTHERS.items() if (getattr(wanted, name, plain) or plain) != plain]
+        unknown += [name for name in OF_REQUEST if getattr(req, name, None)]
+        if unknown:
+            return f"{NAME} knows temperature, top_k and top_p of a request, and not {', '.join(unknown)}: leave it out"
+        if getattr(wanted, "sampling_seed", None) is not None:
+            return f"{NAME} draws by the request's id: give the same rid, and no seed, to draw the same tokens"
+        if cls.live is None:
+            return None
+        return cls.live.serving.obstacle(_sampling(wanted.temperature, wanted.top_k, wanted.top_p))
+
+    def max_steps(self, block_size: int) -> int:
+        """Forwards after which the synchronous mode gives up on a block."""
+        return self.serving.steps
+
+    def init_step_state(self, forward_batch: Any) -> list[Any]:
+        """What each request keeps until its block is over. Reads the device, which waits for the forward anyway."""
+        ids, frozen = self._ids(forward_batch), forward_batch.dllm_prompt_mask
+        frozen = ids != self.mask_id if frozen is None else frozen
+        names = forward_batch.rids or [str(row) for row in range(len(ids))]
+        seed = torch.tensor([_seed(name) for name in names], device=ids.device)
+        return list(self.serving.open(ids, frozen, seed, self._samplings(forward_batch, len(ids))))
+
+    def step(self, forward_batch: Any, full_logits: Tensor, states: Sequence[Any]) -> list[bool]:
+        """Write what a forward decides into `input_ids`, and say which blocks are final and were seen so.
+
+        Args:
+            forward_batch: SGLang's: the blocks `input_ids [B*W]`, and whose they are.
+            full_logits: `[B*W, V]`, overwritten.
+            states: of `init_step_state`, changed in place.
+        """
+        rows: Sequence[Row] = states
+        ids, first = self._ids(forward_batch), forward_batch.positions.view(-1, self.block_size)[:, 0].long()
+        verdict = self.serving.step(rows, ids, full_logits.view(*ids.shape, -1), first)
+        for places, why in ((verdict.failed, NOT_FINITE), (verdict.endless, ENDLESS)):
+            for place in places:
+                name = forward_batch.rids[place] if forward_batch.rids else place
+                logger.error(f"{NAME}: request {name} ends here: {why}")
+        # In the synchronous mode a lost row is in further forwards, and a token outside the vocabulary must not be.
+        last = self.fdfo or all(verdict.settled)
+        ids = self.serving.marked(rows, verdict.ids, FAILED) if last else verdict.ids
+        forward_batch.input_ids.copy_(ids.flatten())
+        return verdict.settled
+
+    def _ids(self, forward_batch: Any) -> Tensor:
+        """`[B, W] int64` the blocks of a batch."""
+        return forward_batch.input_ids.view(-1, self.block_size).long()
+
+    def _samplings(self, forward_batch: Any, count: int) -> list[Sampling]:
+        """How each of `count` requests wants its tokens to be chosen."""
+        from dllm_sampler.integrations.settings import Sampling
+
+        info = forward_batch.sampling_info
+        if self.serving.fixed or info is None or info.is_all_greedy:
+            return [Sampling()] * count
+        values = torch.stack([one.flatten().double() for one in (info.temperatures, info.top_ks, info.top_ps)], 1)
+        return [_sampling(temperature, int(top_k), top_p) for temperature, top_k, top_p in values.tolist()]
+
+
+def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
+    """A request's numbers, which SGLang keeps in float32, as they were typed."""
+    from dllm_sampler.integrations.settings import Sampling
+
+    if temperature == 0 or top_k == 1:
+        return Sampling()
+    cut = top_k if 1 < top_k < EVERY_TOKEN else None
+    return Sampling(float(f"{temperature:.6g}"), cut, None if top_p >= 1 else float(f"{top_p:.6g}"))
+
+
+def _seed(name: str) -> int:
+    """Of a request's draws: the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
