@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dllm_sampler import config
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
@@ -48,6 +49,7 @@ class Decision(NamedTuple):
     over: Tensor  # [B] bool: the block is decoded
     settled: Tensor  # [B] bool: it is, and this step wrote nothing: the forward has seen the final tokens
     failed: Tensor  # [B] bool: the model returned no finite statistics; nothing is written to such a row
+    logits: Tensor | None = None  # [B, W, V] what tokens were chosen from, for models that want it back
 
 
 class BlockRule:
@@ -83,9 +85,13 @@ class BlockRule:
         tokenizer: PreTrainedTokenizerBase | None = None,
         kernels: Backend = TORCH,
     ):
+        given = config.build("scheduler", scheduler)
+        why = beyond(given) if isinstance(given, Scheduler) else None  # before a second model is loaded
+        if why is not None:
+            raise UserError(why)
         self.plugins = assemble(
             spec,
-            scheduler,
+            given,
             blocks={"name": "fixed", "length": length},
             stop=None,
             cache=None,
@@ -107,7 +113,8 @@ class BlockRule:
                 " tokens differ from those of Sampler",
                 stacklevel=2,
             )
-        self.rule = readout.Rule(spec, self.plugins.guides, self.plugins.needs, compat)
+        needs = self.plugins.needs | {"logits"} if spec.self_conditioning else self.plugins.needs
+        self.rule = readout.Rule(spec, self.plugins.guides, needs, compat)
         self.asks = type(rule).ask is not Scheduler.ask  # it chooses what to ask; others judge the block as it lies
 
     def open(self, ids: Tensor, noise: Tensor, frozen: Tensor) -> BlockState:
@@ -156,6 +163,7 @@ class BlockRule:
             over=over,
             settled=over & ~wrote.any(1),
             failed=bad > 0,
+            logits=seen.logits[:, 0] if self.spec.self_conditioning and seen.logits is not None else None,
         )
         after = replace(after, ids=ids, noise=CounterNoise())
         return decision, BlockState(after.advance(torch.zeros_like(over), 0, over), carry)
@@ -248,12 +256,17 @@ def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device
 
 def obstacle(plugins: Plugins) -> str | None:
     """Why the logits of one block are not all that the plug-ins want; None: they are."""
-    rule, traits = plugins.scheduler, plugins.scheduler.traits
     whole = [guide for guide in plugins.guides if guide.joint or guide.vetoes]
     if whole:
         return f"guide={named(whole[0])} says what form a whole answer has, and an engine shows one block of it"
     if "hidden" in plugins.needs:
-        return f"scheduler={named(rule)} needs hidden states, and engines hand over logits only"
+        return f"scheduler={named(plugins.scheduler)} needs hidden states, and engines hand over logits only"
+    return None
+
+
+def beyond(rule: Scheduler) -> str | None:
+    """Why the logits of one block are not all that a scheduler rests on; None: they are."""
+    traits = rule.traits
     if traits.scope != "model":
         return None
     why = "it hides positions from the model"
