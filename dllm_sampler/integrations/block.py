@@ -6,23 +6,27 @@ Our loop, the forward and the cache belong to the engine. Letters: B rows, W pos
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dllm_sampler import config
 from dllm_sampler.core import select
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Readout, Sizes
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.engine import readout
-from dllm_sampler.engine.plugins import Plugins, assemble
+from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UserError
+from dllm_sampler.integrations.canvas import block
+from dllm_sampler.integrations.forms import OfAnswer
+from dllm_sampler.integrations.scope import beyond, obstacle
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.naming import named
 
@@ -36,6 +40,8 @@ class BlockState:
 
     canvas: Canvas  # `[B, W+1]`: the block, and the empty slot
     carry: Carry  # of the scheduler
+    before: Tensor | None = None  # [B, N] the answer in earlier blocks, for a guide on its form
+    count: Tensor | None = None  # [B] how many tokens that is
 
 
 class Decision(NamedTuple):
@@ -65,6 +71,7 @@ class BlockRule:
         guide, temperature, top_k, top_p: as `Sampler`'s.
         compat: let the mask id be chosen, as published code does.
         tokenizer: for guides that know text.
+        max_new_tokens: N, the length of an answer, which a guide on its form must know.
         kernels: what reads out the logits.
 
     Raises:
@@ -83,6 +90,7 @@ class BlockRule:
         top_p: float | None = None,
         compat: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        max_new_tokens: int | None = None,
         kernels: Backend = TORCH,
     ):
         given = config.build("scheduler", scheduler)
@@ -102,10 +110,18 @@ class BlockRule:
             compat=compat,
             tokenizer=tokenizer,
         )
-        self.spec, self.length, self.kernels = spec, length, kernels
+        self.spec, self.length, self.kernels, self.max_new_tokens = spec, length, kernels, max_new_tokens
         why = obstacle(self.plugins)
         if why is not None:
             raise UserError(why)
+        self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
+        if self.form is not None:
+            if max_new_tokens is None:
+                raise UserError(
+                    f"guide={named(self.form)} says what form a whole answer has, and must know how long that is: add"
+                    " max_new_tokens"
+                )
+            self.form.check_answer([FREE] * max_new_tokens)
         rule = self.plugins.scheduler
         if rule.traits.scope == "answer":
             warnings.warn(
@@ -117,16 +133,26 @@ class BlockRule:
         self.rule = readout.Rule(spec, self.plugins.guides, needs, compat)
         self.asks = type(rule).ask is not Scheduler.ask  # it chooses what to ask; others judge the block as it lies
 
-    def open(self, ids: Tensor, noise: Tensor, frozen: Tensor) -> BlockState:
+    def open(
+        self, ids: Tensor, noise: Tensor, frozen: Tensor, before: Sequence[Sequence[int]] | None = None
+    ) -> BlockState:
         """The state of blocks before their first forward.
 
         Args:
             ids: `[B, W] int64` what stands there.
             noise: `[B, W] bool` positions to be decoded.
             frozen: `[B, W] bool` positions that may not be changed, a prompt's: the first ones of a block.
+            before: tokens of each answer in earlier blocks, for a guide on its form; None: these are first blocks.
         """
         canvas = block(ids, noise, frozen, self.spec)
-        return BlockState(canvas, self.plugins.scheduler.init(canvas))
+        carry = self.plugins.scheduler.init(canvas)
+        if self.max_new_tokens is None:
+            return BlockState(canvas, carry)
+        known = [list(row)[: self.max_new_tokens] for row in before or [[]] * len(ids)]
+        filled = [row + [0] * (self.max_new_tokens - len(row)) for row in known]
+        return BlockState(
+            canvas, carry, *(torch.tensor(one, device=ids.device) for one in (filled, [len(row) for row in known]))
+        )
 
     def decide(
         self, state: BlockState, ids: Tensor, logits: Tensor, first: Tensor, step: Tensor, seed: Tensor
@@ -143,7 +169,7 @@ class BlockRule:
         """
         canvas, scheduler = self._seen(state.canvas, ids, first, step, seed), self.plugins.scheduler
         query = scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
-        seen = self._read(canvas, query, logits)
+        seen = self._read(canvas, query, logits, state)
         edit, carry = scheduler.tell(canvas, query, seen, state.carry)
         forbidden = self.spec.mask_id if self.plugins.compat else None
         bad, edit = canvas.reject_nonfinite(
@@ -166,7 +192,7 @@ class BlockRule:
             logits=seen.logits[:, 0] if self.spec.self_conditioning and seen.logits is not None else None,
         )
         after = replace(after, ids=ids, noise=CounterNoise())
-        return decision, BlockState(after.advance(torch.zeros_like(over), 0, over), carry)
+        return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)
 
     def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
         """`[B, W]` what the next forward is to see where noise are random tokens; arguments as `decide`'s."""
@@ -179,12 +205,16 @@ class BlockRule:
         masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.frozen
         return replace(canvas, ids=ids, masked=masked, step=step, row_seed=seed, noise=CounterNoise(begin=first))
 
-    def _read(self, canvas: Canvas, query: Query, logits: Tensor) -> Readout:
+    def _read(self, canvas: Canvas, query: Query, logits: Tensor, state: BlockState) -> Readout:
         """What the logits `[B, W, V]` say of the queried positions."""
         if self.asks:
             at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
             logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2]))
-        return readout.predict(_Given(), logits.flatten(0, 1), canvas, Answers.every(query), self.rule, self.kernels)
+        rule = self.rule
+        if state.before is not None and state.count is not None and self.spec.mask_id is not None:
+            about = state.before, state.count, self.spec.mask_id
+            rule = rule._replace(guides=tuple(OfAnswer(one, *about) if one.joint else one for one in rule.guides))
+        return readout.predict(_Given(), logits.flatten(0, 1), canvas, Answers.every(query), rule, self.kernels)
 
 
 class _Given:
@@ -199,41 +229,6 @@ class _Given:
 def _columns(canvas: Canvas) -> Tensor:
     """`[B, W]` all columns of the block."""
     return select.numbers(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
-
-
-def block(ids: Tensor, noise: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas:
-    """A canvas that is one block; arguments as `BlockRule.open`'s."""
-    batch, length = ids.shape
-
-    def slot(values: Tensor, empty: int | bool) -> Tensor:
-        return pad(values, (0, 1), value=empty)
-
-    zero = torch.zeros(batch, dtype=torch.long, device=ids.device)
-    start, end = frozen.long().cumprod(1).sum(1), zero + length
-    return Canvas(
-        ids=slot(ids, spec.pad_id),
-        masked=slot(noise, False),
-        frozen=slot(frozen, True),
-        first=start,
-        end=end,
-        start=start,
-        stop=end,
-        age=zero,
-        step=zero,
-        done=zero > 0,
-        nfe=zero,
-        computed=zero,
-        row_seed=zero,
-        new_tokens=end,
-        shortest=length,
-        longest=length,
-        padded=False,
-        sizes=Sizes(length, length, batch * length, batch * length, length, whole=True),
-        noise=CounterNoise(),
-        lookahead=end,
-        width=length,
-        grid=length,
-    )
 
 
 def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device: torch.device) -> ModelSpec:
@@ -251,34 +246,4 @@ def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device
         device=device,
         attention="block_causal",
         block_length=length,
-    )
-
-
-def obstacle(plugins: Plugins) -> str | None:
-    """Why the logits of one block are not all that the plug-ins want; None: they are."""
-    whole = [guide for guide in plugins.guides if guide.joint or guide.vetoes]
-    if whole:
-        return f"guide={named(whole[0])} says what form a whole answer has, and an engine shows one block of it"
-    if "hidden" in plugins.needs:
-        return f"scheduler={named(plugins.scheduler)} needs hidden states, and engines hand over logits only"
-    return None
-
-
-def beyond(rule: Scheduler) -> str | None:
-    """Why the logits of one block are not all that a scheduler rests on; None: they are."""
-    traits = rule.traits
-    if traits.scope != "model":
-        return None
-    why = "it hides positions from the model"
-    if traits.leave_one_out:
-        why = "it adds shadow rows to the forward"
-    elif traits.drafts:
-        why = "it asks about several states in one forward"
-    elif traits.shared:
-        why = "it asks a second model"
-    elif not traits.static:
-        why = "it judges whole answers"
-    return (
-        f"scheduler={named(rule)} needs more than the logits of a block, which are all that an engine hands over:"
-        f" {why}; use another scheduler, threshold say"
     )

@@ -54,7 +54,7 @@ def round_(rule: BlockRule, model: TransformerDenoiser, batch: list[Request]) ->
             frozen = torch.arange(rule.length)[None] < len(inside)
             mask = model.mask_id if model.mask_id is not None else 0
             one.block = [*inside, *[mask] * (rule.length - len(inside))]
-            one.state = rule.open(torch.tensor([one.block]), ~frozen, frozen)
+            one.state = rule.open(torch.tensor([one.block]), ~frozen, frozen, [one.ids[len(one.prompt) :]])
     logits = torch.cat([block_logits(model, [*one.ids, *one.block], rule.length) for one in batch])
     decision, states = rule.decide(
         stacked([one.state for one in batch if one.state is not None]),

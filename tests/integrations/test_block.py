@@ -88,7 +88,48 @@ def test_a_decided_block_stays_as_it_is() -> None:
     assert two.settled.tolist() == [True] and torch.equal(two.ids, one.ids) and not two.commit.any()
 
 
-@pytest.mark.parametrize("guide", [{"name": "choices", "choices": ["ab"]}, {"name": "grammar", "grammar": "json"}])
-def test_forms_of_whole_answers_are_refused(guide: Settings) -> None:
-    with pytest.raises(UserError, match=f"guide={guide['name']} says what form a whole answer has"):
+PATTERN = "([a-j]{1,3}[0-9]-?)*[a-j]"
+
+
+@pytest.mark.parametrize("posterior", [False, True])
+@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.parametrize("scheduler", [{"name": "threshold", "threshold": 0.6}, "random_order", "klass"])
+def test_forms_of_answers_hold_across_blocks(scheduler: Any, temperature: float | None, posterior: bool) -> None:
+    guide = {"name": "regex", "pattern": PATTERN, "posterior": posterior}
+    for seed, (prompt, tokens) in enumerate(PROMPTS):
+        mine = rule(scheduler, guide=guide, temperature=temperature, tokenizer=toys.tokenizer(), max_new_tokens=tokens)
+        one = Request(prompt, tokens, seed)
+        serve(mine, causal(), [one], [0])
+        sampler = toys.sampler("causal", scheduler=scheduler, guide=guide, temperature=temperature)
+        alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[seed])
+        assert (one.answer, one.forwards) == (alone.tokens[0, -tokens:].tolist(), int(alone.nfe[0]))
+        assert alone.valid is not None and alone.valid.all()
+
+
+def test_forms_hold_in_a_batch_of_rows_of_different_ages() -> None:
+    guide = {"name": "regex", "pattern": PATTERN}
+    mine = rule("threshold", guide=guide, tokenizer=toys.tokenizer(), max_new_tokens=9)
+    together = [Request(prompt, 9, seed) for seed, (prompt, tokens) in enumerate(PROMPTS) if tokens == 9]
+    serve(mine, causal(), together, [0, 3])
+    alone = [Request(one.prompt, 9, one.seed) for one in together]
+    for one in alone:
+        serve(mine, causal(), [one], [0])
+    assert [one.answer for one in together] == [one.answer for one in alone]
+
+
+@pytest.mark.parametrize(
+    ("guide", "says"),
+    [
+        ({"name": "choices", "choices": ["ab"]}, "guide=choices says what form a whole answer has"),
+        ({"name": "choices", "choices": [["ab"], ["c"]]}, "guide=choices has a list of forms"),
+        ({"name": "grammar", "grammar": "json"}, "guide=grammar judges whole answers"),
+    ],
+)
+def test_forms_that_cannot_be_served_are_refused(guide: Settings, says: str) -> None:
+    with pytest.raises(UserError, match=says):
         rule("threshold", guide=guide, tokenizer=toys.tokenizer())
+
+
+def test_a_form_too_long_for_the_answer_is_refused() -> None:
+    with pytest.raises(UserError, match="max_new_tokens is 2"):
+        rule("threshold", guide={"name": "regex", "pattern": "a{7}"}, tokenizer=toys.tokenizer(), max_new_tokens=2)

@@ -306,4 +306,6 @@ def unasked(canvas: Canvas, query: Query, edges: Edges) -> Tensor:
     step = canvas.step[:, None] if query.step is None else query.step
     step = step.expand(-1, candidates).flatten()  # [N]
     seeds, answer = (one.repeat_interleave(candidates, 0) for one in (canvas.row_seed, canvas.answer()))
+    begin = canvas.noise.begin
+    answer = answer if begin is None else answer + begin.repeat_interleave(candidates, 0)[:, None]
     return token_noise(hashed(seeds, step, answer, FORMS), edges.accepts.shape[1]).double()

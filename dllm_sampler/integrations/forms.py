@@ -1,0 +1,90 @@
+"""Guides on the form of an answer, in an engine that shows one block of it at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Guide, Whole
+from dllm_sampler.core.values import Canvas
+
+
+@dataclass(frozen=True)
+class OfAnswer(Guide):
+    """A joint guide that gets the whole answer to see: earlier blocks, the active one, and masks up to the end.
+
+    Args:
+        guide: a bound guide.
+        before: `[B, N]` tokens of the answer in earlier blocks, filled up by any; N is the length of an answer.
+        count: `[B]` how many tokens of the answer are in earlier blocks.
+        mask_id: of the model.
+    """
+
+    joint: ClassVar[bool] = True
+
+    guide: Guide
+    before: Tensor
+    count: Tensor
+    mask_id: int
+
+    @property
+    def measures(self) -> bool:
+        """See `Guide.measures`."""
+        return self.guide.measures
+
+    @property
+    def draws(self) -> bool:
+        """See `Guide.draws`."""
+        return self.guide.draws
+
+    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.__call__`."""
+        return self.guide(logits, *self.whole(canvas, answers))
+
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
+        """See `Guide.choose`."""
+        return self.guide.choose(logits, noisy, whole, *self.whole(canvas, answers))
+
+    def whole(self, canvas: Canvas, answers: Answers) -> tuple[Canvas, Answers]:
+        """A canvas `[B, N+1]` of answers alone, and the answers about its columns, for those about a block."""
+        length, column = self.before.shape[1], select.numbers(self.before.shape[1] + 1, canvas.ids.device)  # [N+1]
+        shift = (canvas.start - self.count)[:, None]  # from a column of the answer to one of the block
+        inside = column + shift
+        there = (inside >= canvas.start[:, None]) & (inside < canvas.length) & (column < length)
+        inside = inside.clamp(0, canvas.length)
+        earlier = column < self.count[:, None]
+        rest = torch.full_like(inside, self.mask_id).where(~earlier, _padded(self.before, self.mask_id))
+        ids = canvas.ids.gather(1, inside).where(there, rest)
+        masked = canvas.masked.gather(1, inside).where(there, ~earlier) & (column < length)
+        zero, end = torch.zeros_like(canvas.start), torch.full_like(canvas.start, length)
+        assert isinstance(canvas.noise, CounterNoise) and canvas.noise.begin is not None
+        answer = replace(
+            canvas,
+            ids=ids,
+            masked=masked,
+            frozen=~masked,
+            first=zero,
+            end=end,
+            start=zero,
+            stop=end,
+            new_tokens=end,
+            shortest=length,
+            longest=length,
+            noise=CounterNoise(begin=shift[:, 0] + canvas.noise.begin),
+            width=length,
+        )
+        at = answers.query.positions
+        place = at - shift
+        place = place.where((at >= canvas.start[:, None]) & (at < canvas.length) & (place < length), length)
+        return answer, replace(answers, query=replace(answers.query, positions=place))
+
+
+def _padded(values: Tensor, value: int) -> Tensor:
+    """Values `[B, N]` and one more column of `value`."""
+    return torch.nn.functional.pad(values, (0, 1), value=value)

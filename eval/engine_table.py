@@ -1,0 +1,74 @@
+"""Which schedulers run inside other engines, by their traits.
+
+    python -m dllm_sampler.eval.engine_table
+    python -m dllm_sampler.eval.engine_table --docs docs/engines.md
+
+The first column of engines is for models with a mask token (LLaDA2, SDAR), the second for uniform diffusion
+(DiffusionGemma).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dllm_sampler import config
+from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import Parser
+from dllm_sampler.integrations.scope import reason
+
+COMMAND = "python -m dllm_sampler.eval.engine_table"
+SECTION = "engines"
+HEAD = ("scheduler", "SGLang, and `LLaDA2Pipeline` of diffusers", "`DiffusionGemmaPipeline` of diffusers")
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """A line for each scheduler of `conf/`, under its defaults."""
+    for name in config.names("scheduler"):
+        scheduler: Scheduler = config.build("scheduler", name)
+        masks = serves(scheduler)
+        yield f"`{name}`", masks, masks if scheduler.traits.uniform else "no: it fills masks"
+
+
+def serves(scheduler: Scheduler) -> str:
+    """What becomes of a scheduler in an engine that shows one block."""
+    why = reason(scheduler.traits)
+    if why is not None:
+        return f"no: {why}"
+    return "yes" if scheduler.traits.scope == "block" else "counts over each block, and warns"
+
+
+def content() -> str:
+    """The table as Markdown, with the command that makes it."""
+    return f"`{COMMAND} --docs docs/engines.md`; under default settings.\n\n{markdown.table(HEAD, rows())}"
+
+
+def run(argv: Sequence[str] | None) -> None:
+    """Print the table, or put it into a document."""
+    it = Parser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    it.add_argument(
+        "--docs", type=Path, metavar="FILE", help=f"fill its section {SECTION!r} (default: print the table)"
+    )
+    options = it.parse_args(argv)
+    if options.docs is None:
+        print(content())
+    else:
+        markdown.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, content()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status of the command."""
+    try:
+        run(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
