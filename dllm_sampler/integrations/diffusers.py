@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import compress
 from os import PathLike
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import NotFiniteError, UserError, installing
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
 from dllm_sampler.integrations.saving import check_json, written
@@ -24,42 +26,16 @@ from dllm_sampler.integrations.timesteps import Timesteps
 from dllm_sampler.naming import described, named
 
 try:
-    from diffusers.configuration_utils import ConfigMixin, register_to_config
+    from diffusers.configuration_utils import ConfigMixin, FrozenDict, register_to_config
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
-    from diffusers.utils.outputs import BaseOutput
+
+    from dllm_sampler.integrations.diffusers_output import DllmSchedulerOutput
 except ImportError as error:
     raise UserError(f"DllmScheduler needs the package diffusers: {installing('diffusers')}") from error
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
 NO_END = 2**31 - 1  # stands for an end token that is not known
-
-
-@dataclass
-class DllmSchedulerOutput(BaseOutput):
-    """What a step changes, in the fields that discrete schedulers of diffusers have in common (PR #14741)."""
-
-    prev_sample: Tensor  # [B, W] the block that the next forward is to see
-    pred_original_sample: Tensor  # [B, W] the token that the model would write, everywhere
-    sampled_probs: Tensor  # [B, W] float32 its probability, before temperature and truncation
-    pred_logits: Tensor  # [B, W, V] logits; where noise are random tokens, those that the tokens were chosen from
-    committed_mask: Tensor  # [B, W] bool: was noise, and is none any more
-    edited_mask: Tensor  # [B, W] bool: was no noise, and has become another token or noise
-
-    @property
-    def transfer_index(self) -> Tensor:
-        """`committed_mask`, as diffusers 0.42 calls it."""
-        return self.committed_mask
-
-    @property
-    def editing_transfer_index(self) -> Tensor:
-        """`edited_mask`, as diffusers 0.42 calls it."""
-        return self.edited_mask
-
-    @property
-    def sampled_tokens(self) -> Tensor:
-        """`pred_original_sample`, as diffusers 0.42 calls it."""
-        return self.pred_original_sample
 
 
 class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
@@ -73,8 +49,10 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         block_length: W, positions of a block, where the pipeline is not told.
         mask_token_id: the token that stands for noise, where the pipeline does not tell. None, from both: noise are
             random tokens (DiffusionGemma).
-        eos_token_id: the end token, for schedulers and guides that treat it in a way of its own.
+        eos_token_id: the end token, for schedulers and guides that treat it in a way of its own; None: the tokenizer's.
         guide, temperature, top_k, top_p, compat: as `BlockRule`'s. What a pipeline is given of these has no effect.
+        tokenizer, max_new_tokens: for a guide on the form of answers, the pipeline's `tokenizer` and `gen_length`. A
+            file holds no tokenizer: give it again, `from_pretrained(folder, tokenizer=...)`.
 
     Raises:
         UserError: an unknown name, a wrong setting, or a scheduler that wants more than the logits of a block.
@@ -95,6 +73,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         top_k: int | None = None,
         top_p: float | None = None,
         compat: bool = False,
+        tokenizer: Any = None,
+        max_new_tokens: int | None = None,
     ):
         check_count("block_length", block_length)
         check_count("mask_token_id", mask_token_id, 0, optional=True)
@@ -103,21 +83,23 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         # A config must not take what was given by position for a default.
         self.register_to_config(**given, _use_default_values=[])
         # The vocabulary is known when the first logits are there; a mistake should show before the model is loaded.
-        known = max(mask_token_id or 0, eos_token_id or 0)
-        self._rule = self._built(known + 1, mask_token_id or 0, block_length, torch.device("cpu"))
+        known = max(mask_token_id or 0, eos_token_id or 0, 0 if tokenizer is None else len(tokenizer))
+        noise = known + 1 if mask_token_id is None else mask_token_id
+        self._rule = self._built(known + 2, noise, block_length, torch.device("cpu"))
         self._built_for: tuple[Any, ...] = ()
         self._reset(None)
 
     def _built(self, vocab: int, mask_id: int | None, length: int, device: torch.device) -> BlockRule:
         """The rule for blocks of a length and a model's tokens."""
-        told, eos = self.config, self.config["eos_token_id"]
+        told, tokenizer = self.config, self.config["tokenizer"]
+        eos = getattr(tokenizer, "eos_token_id", None) if told["eos_token_id"] is None else told["eos_token_id"]
         spec = replace(
             model(vocab, mask_id, eos or 0, length, device),
             eos_id=NO_END if eos is None else eos,
             self_conditioning=mask_id is None,
         )
-        options = {name: told[name] for name in ("guide", "temperature", "top_k", "top_p", "compat")}
-        rule = BlockRule(told["scheduler"], spec, length, **options)
+        names = ("guide", "temperature", "top_k", "top_p", "compat", "tokenizer", "max_new_tokens")
+        rule = BlockRule(told["scheduler"], spec, length, **{name: told[name] for name in names})
         for one in (rule.plugins.scheduler, *rule.plugins.guides):
             if NO_END in (getattr(one, "eos", None), *(getattr(one, "ids", None) or ())):
                 raise UserError(
@@ -131,6 +113,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         self._state: BlockState | None = None
         self._over = self._finished = torch.tensor(False)  # [B] rows whose block is decoded, and whose answer is
         self._blocks = 0  # opened so far
+        self._answers: list[list[int]] = []  # of each row, in earlier blocks
         self._made = self._seeds = torch.empty(0, dtype=torch.long)  # [B] forwards of each row, and its seed
 
     def set_timesteps(
@@ -191,8 +174,9 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             self._state, sample, model_output.clone(), first, self._made, self._seeds
         )
         self._made, self.step_index = self._made + ~canvas.done, index + 1
-        if bool(decision.failed.any()):
-            raise NotFiniteError(index + 1, [row + 1 for row, bad in enumerate(decision.failed.tolist()) if bad])
+        failed = decision.failed & ~self._finished
+        if bool(failed.any()):
+            raise NotFiniteError(index + 1, [row + 1 for row, bad in enumerate(failed.tolist()) if bad])
 
         token, ids, left, self._over = decision.token, decision.ids, decision.noise, decision.over
         if mask_id is not None and (self._rule.asks or self.config["compat"]):
@@ -240,6 +224,15 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         for group in ("scheduler", "guide"):
             check_json(group, self.config[group])
         super().save_config(save_directory, push_to_hub, **kwargs)
+
+    def to_json_string(self) -> str:
+        """The settings, without the tokenizer."""
+        whole = self._internal_dict
+        self._internal_dict = FrozenDict({name: value for name, value in whole.items() if name != "tokenizer"})
+        try:
+            return super().to_json_string()
+        finally:
+            self._internal_dict = whole
 
     def __repr__(self) -> str:
         return f"DllmScheduler({described(self._rule.plugins.scheduler)})"
@@ -313,5 +306,24 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             seed = torch.randint(2**62, (1,), generator=source, device=device).to(sample.device)
             self._seeds = seed + torch.arange(len(sample), device=sample.device)
             self._made = torch.zeros_like(self._seeds)
+        before = None if self._rule.form is None else self._earlier(self._rule.form, mask_id)
         self._blocks += 1
-        self._state = self._rule.open(sample, ~frozen, frozen)
+        self._state = self._rule.open(sample, ~frozen, frozen, before)
+
+    def _earlier(self, form: Guide, mask_id: int | None) -> list[list[int]] | None:
+        """Tokens of each answer in earlier blocks, for a guide on its form; None: there are none."""
+        if mask_id is None or self._length is None:
+            raise UserError(
+                f"guide={named(form)} says what form a whole answer has, and this pipeline does not show where one"
+                " begins: use LLaDA2Pipeline of diffusers 0.42"
+            )
+        if self._state is None:
+            return None
+        canvas, eos = self._state.canvas, self._rule.spec.eos_id
+        rows, told = canvas.ids[:, :-1].tolist(), (~canvas.frozen[:, :-1]).tolist()
+        for row, (ids, own) in enumerate(zip(rows, told, strict=True)):
+            text = [*(self._answers[row] if self._answers else []), *compress(ids, own)]
+            end = text.index(eos) if eos in text else len(text)
+            rows[row] = text[:end] + [eos] * (len(text) - end)  # nothing is written behind an end token
+        self._answers = rows
+        return rows

@@ -45,15 +45,14 @@ class Network(nn.Module):
 
     device = torch.device("cpu")
 
-    def __init__(self, broken: bool = False) -> None:
+    def __init__(self, model: TransformerDenoiser) -> None:
         super().__init__()
-        self.calls, self.broken = 0, broken
+        self.calls, self.transformer = 0, model.transformer
 
     def forward(self, ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> SimpleNamespace:
         self.calls += 1
         at = position_ids[:1]
-        logits = denoiser().transformer(ids, keys=block_causal(at, at, LENGTH))
-        return SimpleNamespace(logits=logits * torch.nan if self.broken else logits)
+        return SimpleNamespace(logits=self.transformer(ids, keys=block_causal(at, at, LENGTH)))
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,14 @@ class Run:
     forwards: int
 
 
-def run(scheduler: Any, prompts: list[list[int]], *, tokens: int = TOKENS, broken: bool = False, **options: Any) -> Run:
+def run(scheduler: Any, prompts: list[list[int]], *, tokens: int = TOKENS, model: Any = None, **options: Any) -> Run:
     """An answer of `LLaDA2Pipeline` 0.42, with as many steps per block as a scheduler may take."""
-    network = Network(broken)
+    network = Network(model or denoiser())
     pipeline = LLaDA2Pipeline(model=network, scheduler=scheduler, tokenizer=None)
     pipeline.set_progress_bar_config(disable=True)
     given = {"num_inference_steps": 64, "eos_early_stop": False, "block_length": LENGTH, "mask_token_id": MASK}
-    out = pipeline(input_ids=torch.tensor(prompts), gen_length=tokens, output_type="seq", **given | options)
+    given |= {"input_ids": torch.tensor(prompts), "gen_length": tokens, "output_type": "seq"}
+    out = pipeline(**given | options)
     assert not isinstance(out, tuple)
     return Run(torch.as_tensor(out.sequences), network.calls)
 

@@ -140,8 +140,25 @@ def test_the_mask_token_may_be_chosen_where_published_code_lets_it() -> None:
 
 
 def test_nan_is_an_error() -> None:
-    with pytest.raises(NotFiniteError, match="at step 1 for prompt 1, 2, 3"):
-        run(adapter("threshold"), PROMPTS, broken=True)
+    broken = toys.wrapped(toys.causal_transformer())
+    torch.nn.init.constant_(broken.transformer.lm_head.weight, torch.nan)
+    with pytest.raises(NotFiniteError, match="at step 1 for prompt 1, 2:"):
+        run(adapter("threshold"), toys.PROMPTS[:1] * 2, model=broken, mask_token_id=toys.MASK)
+
+
+@pytest.mark.parametrize("temperature", [None, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheduler", ["threshold", pytest.param("klass", marks=pytest.mark.slow)])
+def test_an_answer_has_the_form_of_a_guide(scheduler: str, temperature: float | None) -> None:
+    model, guide = toys.denoiser("causal"), {"name": "regex", "pattern": "([a-j]{1,3}[0-9]-?)*[a-j]"}
+    mine = adapter(scheduler, guide=guide, temperature=temperature, tokenizer=toys.tokenizer(), max_new_tokens=TOKENS)
+    prompts, (generator, seed) = [[5, 11, 3], [16, 2, 8]], drawn(1)
+    options = {"model": model, "mask_token_id": toys.MASK, "eos_token_id": toys.EOS, "eos_early_stop": True}
+    made = run(mine, prompts, generator=generator, **options)
+    given = {"stop": "prefix", "guide": guide, "temperature": temperature, "tokenizer": toys.tokenizer()}
+    expected = ours(scheduler, prompts, seed, model=model, **given)
+    assert expected.valid is not None and expected.valid.all()
+    for row, length in enumerate(expected.lengths.tolist()):
+        assert torch.equal(made.tokens[row, :length], expected.tokens[row, :length])
 
 
 def test_rules_that_count_over_an_answer_run() -> None:

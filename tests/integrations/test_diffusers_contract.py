@@ -17,7 +17,8 @@ from dllm_sampler import UserError, config
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.guides import Temperature
-from dllm_sampler.integrations.diffusers import DllmScheduler, DllmSchedulerOutput
+from dllm_sampler.integrations.diffusers import DllmScheduler
+from dllm_sampler.integrations.diffusers_output import DllmSchedulerOutput
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.localleap import LocalLeap
@@ -40,6 +41,7 @@ def scope(name: str) -> str:
     return config.build("scheduler", name).traits.scope
 
 
+FORM = {"tokenizer": toys.tokenizer(), "max_new_tokens": 12}
 CASES = [*((name, MASK) for name in names()), *((name, None) for name in UNIFORM)]
 
 
@@ -186,6 +188,16 @@ def test_settings_are_saved_and_loaded(scheduler: Any, options: dict[str, Any], 
         assert one.config["mask_token_id"] == made.config["mask_token_id"]
 
 
+def test_a_tokenizer_is_not_saved(tmp_path: Path) -> None:
+    made = DllmScheduler(guide={"name": "regex", "pattern": "a*"}, **FORM)
+    made.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="tokenizer"):
+        DllmScheduler.from_pretrained(tmp_path)
+    again = DllmScheduler.from_pretrained(tmp_path, tokenizer=FORM["tokenizer"])
+    assert isinstance(again, DllmScheduler) and again.config["max_new_tokens"] == 12
+    assert isinstance(DllmScheduler.from_config(made.config), DllmScheduler)
+
+
 def test_another_scheduler_takes_the_place_of_one() -> None:
     theirs = BlockRefinementScheduler(block_length=16)
     mine = DllmScheduler.from_config(theirs.config, scheduler="klass")
@@ -208,6 +220,8 @@ def test_another_scheduler_takes_the_place_of_one() -> None:
         ({"guide": "end_tokens"}, "end_tokens treats the end token in its own way"),
         ({"block_length": 0}, "block_length must be a whole number of at least 1, not 0"),
         ({"mask_token_id": -1}, "mask_token_id must be a whole number of at least 0"),
+        ({"guide": {"name": "regex", "pattern": "a"}}, "guide=regex.*tokenizer"),
+        ({"guide": {"name": "regex", "pattern": "a"}, "tokenizer": toys.tokenizer()}, "add max_new_tokens"),
         ({"top_k": 3}, "top_k changes nothing without a temperature"),
     ],
 )
@@ -236,6 +250,10 @@ def test_mistakes_in_a_step() -> None:
         UserError, match=r"sample has the shape \(2, 6\), and the block has \(2, 8\) rows and positions"
     ):
         made.step(logits()[:, :6], made.timesteps[1], block()[:, :6])
+    form = quiet("threshold", mask_token_id=toys.MASK, guide={"name": "regex", "pattern": "a*"}, **FORM)
+    form.set_timesteps(STEPS)
+    with pytest.raises(UserError, match="guide=regex says what form a whole answer has, and this pipeline does not"):
+        form.step(torch.zeros(1, LENGTH, toys.VOCAB), form.timesteps[0], torch.full((1, LENGTH), toys.MASK))
     made.set_timesteps(STEPS, block_length=6)
     with pytest.raises(UserError, match=r"sample has the shape \(2, 8\), and the block has \(2, 6\) rows"):
         made.step(logits(), 0, block())
@@ -245,4 +263,4 @@ def test_nothing_else_imports_diffusers() -> None:
     package = Path(config.__file__).parent
     users = [path.name for path in package.rglob("*.py") if "import diffusers" in (text := path.read_text())
              or "from diffusers" in text]  # fmt: skip
-    assert users == ["diffusers.py"]
+    assert sorted(users) == ["diffusers.py", "diffusers_output.py"]
