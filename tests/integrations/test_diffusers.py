@@ -36,7 +36,7 @@ def drawn(number: int) -> tuple[torch.Generator, int]:
 @pytest.mark.parametrize("scheduler", one_each("scheduler"))
 @pytest.mark.parametrize("temperature", [None, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_pipeline_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
-    mine, whole = in_blocks(scheduler)
+    mine, _ = in_blocks(scheduler)
     traits = config.build("scheduler", scheduler).traits
     if traits.scope == "model":
         with pytest.raises(UserError, match=f"scheduler={scheduler['name']} needs more than the logits of a block"):
@@ -46,15 +46,31 @@ def test_the_pipeline_decides_as_sampler_does(scheduler: Settings, temperature: 
         with pytest.warns(UserWarning, match=f"scheduler={scheduler['name']} counts over an answer"):
             adapter(mine, eos_token_id=toys.EOS)
         return
+    check(scheduler, PROMPTS[:1], temperature)
+
+
+@pytest.mark.parametrize("scheduler", one_each("scheduler"))
+@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.slow
+def test_the_pipeline_decides_so_for_a_batch(scheduler: Settings, temperature: float | None) -> None:
+    if config.build("scheduler", scheduler).traits.scope == "block":
+        check(scheduler, PROMPTS, temperature)
+
+
+@pytest.mark.parametrize("name", ["threshold", "klass", "remdm", "random_order"])
+def test_rows_of_a_batch_are_decided_alike(name: str) -> None:
+    check({"name": name}, PROMPTS, 1.0)
+
+
+def check(scheduler: Settings, prompts: list[list[int]], temperature: float | None) -> None:
+    """The pipeline's answers, which end inside a block that is decoded whole, are those of `Sampler`."""
+    mine, whole = in_blocks(scheduler)
     generator, seed = drawn(3)
-    expected = ours(whole, PROMPTS, seed, temperature=temperature)
-    batch = run(adapter(mine, temperature=temperature), PROMPTS, generator=generator)
-    assert torch.equal(batch.tokens, expected.tokens)
-    # A block that the answer ends in is decoded whole.
-    options = {"tokens": TOKENS - 2, "generator": drawn(3)[0]}
-    alone = run(adapter(mine, temperature=temperature), PROMPTS[:1], **options)
-    assert torch.equal(alone.tokens[0], expected.tokens[0, : TOKENS - 2])
-    assert alone.forwards == int(expected.nfe[0])
+    made = run(adapter(mine, temperature=temperature), prompts, tokens=TOKENS - 2, generator=generator)
+    expected = ours(whole, prompts, seed, temperature=temperature)
+    assert torch.equal(made.tokens, expected.tokens[:, : TOKENS - 2])
+    if len(prompts) == 1:
+        assert made.forwards == int(expected.nfe[0])
 
 
 def test_a_generator_goes_on() -> None:

@@ -107,7 +107,8 @@ def test_one_loop_serves_every_scheduler(name: str, mask_id: int | None) -> None
 
 @pytest.mark.parametrize(("name", "mask_id"), [("threshold", MASK), ("remdm", MASK), ("block_refine", None)])
 def test_a_tuple_has_the_same_six(name: str, mask_id: int | None) -> None:
-    made, given = opened(name, mask_id), {"sample": block(mask_id), "timestep": torch.tensor(1.0)}
+    given: dict[str, Any] = {"sample": block(mask_id), "timestep": torch.tensor(1.0)}
+    made = opened(name, mask_id)
     plain = made.step(logits(), **given, generator=torch.Generator().manual_seed(0), return_dict=False)
     made.set_timesteps(STEPS)
     output = made.step(logits(), **given, generator=torch.Generator().manual_seed(0))
