@@ -319,11 +319,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             )
         if self._state is None:
             return None
-        canvas, eos = self._state.canvas, self._rule.spec.eos_id
-        rows, told = canvas.ids[:, :-1].tolist(), (~canvas.frozen[:, :-1]).tolist()
-        for row, (ids, own) in enumerate(zip(rows, told, strict=True)):
-            text = [*(self._answers[row] if self._answers else []), *compress(ids, own)]
-            end = text.index(eos) if eos in text else len(text)
-            rows[row] = text[:end] + [eos] * (len(text) - end)  # nothing is written behind an end token
-        self._answers = rows
-        return rows
+        canvas = self._state.canvas
+        ids, own = canvas.ids[:, :-1].tolist(), (~canvas.frozen[:, :-1]).tolist()
+        earlier = self._answers or [[] for _ in ids]
+        self._answers = [[*row, *compress(*last)] for row, *last in zip(earlier, ids, own, strict=True)]
+        return self._answers

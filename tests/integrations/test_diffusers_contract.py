@@ -13,7 +13,7 @@ import torch
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementScheduler
 from torch import Tensor
 
-from dllm_sampler import UserError, config
+from dllm_sampler import UserError, config, naming
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.guides import Temperature
@@ -45,7 +45,7 @@ FORM = {"tokenizer": toys.tokenizer(), "max_new_tokens": 12}
 CASES = [*((name, MASK) for name in names()), *((name, None) for name in UNIFORM)]
 
 
-def opened(name: str, mask_id: int | None = MASK, steps: int = STEPS) -> DllmScheduler:
+def opened(name: Any, mask_id: int | None = MASK, steps: int = STEPS) -> DllmScheduler:
     made = quiet(name, mask_token_id=mask_id, eos_token_id=3)
     made.set_timesteps(steps)
     return made
@@ -127,7 +127,29 @@ def test_a_block_may_be_entered_later() -> None:
     with pytest.warns(
         UserWarning, match="scheduler=threshold was not through with a block after num_inference_steps=4"
     ):
-        assert (made.step(logits(), made.timesteps[3], block(), return_dict=False)[0] != MASK).all()
+        # What a pipeline says is not read from the timestep.
+        assert (made.step(logits(), made.timesteps[0], block(), return_dict=False)[0] != MASK).all()
+    assert made.step_index == STEPS
+
+
+@pytest.mark.parametrize(
+    ("rule", "mask_id"),
+    [({"name": "editing", "threshold": 0.9, "edit": 0.0}, MASK), ({"name": "block_refine", "threshold": 1.0}, None)],
+)
+@pytest.mark.filterwarnings("ignore:scheduler=.* was not through")
+def test_nothing_changes_behind_the_last_step(rule: dict[str, Any], mask_id: int | None) -> None:
+    made = opened(rule, mask_id, steps=2)
+    sample, draws = block(mask_id), torch.Generator().manual_seed(0)
+    for index in range(2):
+        sample = made.step(logits(index), index, sample, generator=draws, return_dict=False)[0]
+    assert torch.equal(made.step(logits(5), 2, sample, generator=draws, return_dict=False)[0], sample)
+
+
+@pytest.mark.filterwarnings("ignore:scheduler=.* was not through")
+def test_a_mask_token_of_the_prompt_stays() -> None:
+    made, prompt = opened("threshold", None), torch.arange(LENGTH) < 3
+    given = {"mask_token_id": MASK, "prompt_mask": prompt, "return_dict": False}
+    assert (made.step(logits(), STEPS - 1, block(), **given)[0] == MASK).eq(prompt).all()
 
 
 def test_blocks_follow_one_another() -> None:
@@ -187,6 +209,11 @@ def test_settings_are_saved_and_loaded(scheduler: Any, options: dict[str, Any], 
         assert one._rule.plugins.guides == made._rule.plugins.guides
         assert one.config["block_length"] == made.config["block_length"]
         assert one.config["mask_token_id"] == made.config["mask_token_id"]
+
+
+def test_a_class_under_a_name_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(naming._TYPED, First, "threshold")
+    assert DllmScheduler(First()).config["scheduler"] == First()
 
 
 def test_a_tokenizer_is_not_saved(tmp_path: Path) -> None:
