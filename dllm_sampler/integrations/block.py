@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_sampler import config
 from dllm_sampler.core import select
 from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
@@ -25,7 +26,7 @@ from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations.canvas import block
 from dllm_sampler.integrations.forms import OfAnswer
-from dllm_sampler.integrations.scope import obstacle
+from dllm_sampler.integrations.scope import beyond, obstacle
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.naming import named
 
@@ -54,6 +55,7 @@ class Decision(NamedTuple):
     over: Tensor  # [B] bool: the block is decoded
     settled: Tensor  # [B] bool: it is, and this step wrote nothing: the forward has seen the final tokens
     failed: Tensor  # [B] bool: the model returned no finite statistics; nothing is written to such a row
+    logits: Tensor | None = None  # [B, W, V] what tokens were chosen from, for models that want it back
 
 
 class BlockRule:
@@ -91,9 +93,13 @@ class BlockRule:
         max_new_tokens: int | None = None,
         kernels: Backend = TORCH,
     ):
+        given = config.build("scheduler", scheduler)
+        why = beyond(given) if isinstance(given, Scheduler) else None  # before a second model is loaded
+        if why is not None:
+            raise UserError(why)
         self.plugins = assemble(
             spec,
-            scheduler,
+            given,
             blocks={"name": "fixed", "length": length},
             stop=None,
             cache=None,
@@ -123,7 +129,8 @@ class BlockRule:
                 " tokens differ from those of Sampler",
                 stacklevel=2,
             )
-        self.rule = readout.Rule(spec, self.plugins.guides, self.plugins.needs, compat)
+        needs = self.plugins.needs | {"logits"} if spec.self_conditioning else self.plugins.needs
+        self.rule = readout.Rule(spec, self.plugins.guides, needs, compat)
         self.asks = type(rule).ask is not Scheduler.ask  # it chooses what to ask; others judge the block as it lies
 
     def open(
@@ -182,6 +189,7 @@ class BlockRule:
             over=over,
             settled=over & ~wrote.any(1),
             failed=bad > 0,
+            logits=seen.logits[:, 0] if self.spec.self_conditioning and seen.logits is not None else None,
         )
         after = replace(after, ids=ids, noise=CounterNoise())
         return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.naming import named
@@ -14,13 +15,18 @@ def obstacle(plugins: Plugins) -> str | None:
             return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
         if guide.forms:
             return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
-    name = f"scheduler={named(plugins.scheduler)}"
     if "hidden" in plugins.needs:
-        return f"{name} needs hidden states, and engines hand over logits only: use another scheduler, threshold say"
-    why = reason(plugins.scheduler.traits)
+        name = named(plugins.scheduler)
+        return f"scheduler={name} needs hidden states, and engines hand over logits only: use another, threshold say"
+    return beyond(plugins.scheduler)
+
+
+def beyond(scheduler: Scheduler) -> str | None:
+    """Why the logits of one block are not all that a scheduler wants, as far as it says so before it is bound."""
+    why = reason(scheduler.traits)
     return why and (
-        f"{name} needs more than the logits of a block, which are all that an engine hands over: {why}; use another"
-        " scheduler, threshold say"
+        f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine hands over:"
+        f" {why}; use another scheduler, threshold say"
     )
 
 

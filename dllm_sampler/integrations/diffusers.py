@@ -1,0 +1,326 @@
+"""Schedulers of this library in pipelines of diffusers: `LLaDA2Pipeline` and `DiffusionGemmaPipeline`.
+
+    pipe = LLaDA2Pipeline(model=model, scheduler=DllmScheduler("localleap"), tokenizer=tokenizer)
+
+Letters: B rows, W positions of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import compress
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.protocols import Guide
+from dllm_sampler.errors import NotFiniteError, UserError, installing
+from dllm_sampler.integrations.block import BlockRule, BlockState, model
+from dllm_sampler.integrations.saving import check_json, written
+from dllm_sampler.integrations.timesteps import Timesteps
+from dllm_sampler.naming import described, named
+
+try:
+    from diffusers.configuration_utils import ConfigMixin, FrozenDict, register_to_config
+    from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+    from dllm_sampler.integrations.diffusers_output import DllmSchedulerOutput
+except ImportError as error:
+    raise UserError(f"DllmScheduler needs the package diffusers: {installing('diffusers')}") from error
+
+# What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
+UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
+NO_END = 2**31 - 1  # stands for an end token that is not known
+
+
+class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
+    """A scheduler of this library for `LLaDA2Pipeline` and `DiffusionGemmaPipeline` of diffusers.
+
+    It commits what `Sampler` with the same scheduler commits. It serves the pipelines of diffusers 0.42 and those of
+    PR #14741, which call `set_timesteps` for each block.
+
+    Args:
+        scheduler: a name, a dict with `name` and settings, or a `Scheduler`; `steps` are forwards per full block.
+        block_length: W, positions of a block, where the pipeline is not told.
+        mask_token_id: the token that stands for noise, where the pipeline does not tell. None, from both: noise are
+            random tokens (DiffusionGemma).
+        eos_token_id: the end token, for schedulers and guides that treat it in a way of its own; None: the tokenizer's.
+        guide, temperature, top_k, top_p, compat: as `BlockRule`'s. What a pipeline is given of these has no effect.
+        tokenizer, max_new_tokens: for a guide on the form of answers, the pipeline's `tokenizer` and `gen_length`. A
+            file holds no tokenizer: give it again, `from_pretrained(folder, tokenizer=...)`.
+
+    Raises:
+        UserError: an unknown name, a wrong setting, or a scheduler that wants more than the logits of a block.
+    """
+
+    order = 1
+
+    @register_to_config
+    def __init__(
+        self,
+        scheduler: object = "threshold",
+        *,
+        block_length: int = 32,
+        mask_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        guide: object = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        compat: bool = False,
+        tokenizer: Any = None,
+        max_new_tokens: int | None = None,
+    ):
+        check_count("block_length", block_length)
+        check_count("mask_token_id", mask_token_id, 0, optional=True)
+        check_count("eos_token_id", eos_token_id, 0, optional=True)
+        given = {"scheduler": written("scheduler", scheduler), "guide": written("guide", guide)}
+        # A config must not take what was given by position for a default.
+        self.register_to_config(**given, _use_default_values=[])
+        # The vocabulary is known when the first logits are there; a mistake should show before the model is loaded.
+        known = max(mask_token_id or 0, eos_token_id or 0, 0 if tokenizer is None else len(tokenizer))
+        noise = known + 1 if mask_token_id is None else mask_token_id
+        self._rule = self._built(known + 2, noise, block_length, torch.device("cpu"))
+        self._built_for: tuple[Any, ...] = ()
+        self._reset(None)
+
+    def _built(self, vocab: int, mask_id: int | None, length: int, device: torch.device) -> BlockRule:
+        """The rule for blocks of a length and a model's tokens."""
+        told, tokenizer = self.config, self.config["tokenizer"]
+        eos = getattr(tokenizer, "eos_token_id", None) if told["eos_token_id"] is None else told["eos_token_id"]
+        spec = replace(
+            model(vocab, mask_id, eos or 0, length, device),
+            eos_id=NO_END if eos is None else eos,
+            self_conditioning=mask_id is None,
+        )
+        names = ("guide", "temperature", "top_k", "top_p", "compat", "tokenizer", "max_new_tokens")
+        rule = BlockRule(told["scheduler"], spec, length, **{name: told[name] for name in names})
+        for one in (rule.plugins.scheduler, *rule.plugins.guides):
+            if NO_END in (getattr(one, "eos", None), *(getattr(one, "ids", None) or ())):
+                raise UserError(
+                    f"{named(one)} treats the end token in its own way: give DllmScheduler its eos_token_id"
+                )
+        return rule
+
+    def _reset(self, block_length: int | None) -> None:
+        """Forget the last block; `block_length`: of the blocks of a whole call, which the pipeline tells in 0.42."""
+        self._length = block_length
+        self._state: BlockState | None = None
+        self._over = self._finished = torch.tensor(False)  # [B] rows whose block is decoded, and whose answer is
+        self._blocks = 0  # opened so far
+        self._answers: list[list[int]] = []  # of each row, in earlier blocks
+        self._made = self._seeds = torch.empty(0, dtype=torch.long)  # [B] forwards of each row, and its seed
+
+    def set_timesteps(
+        self, num_inference_steps: int, device: str | torch.device | None = None, *, block_length: int | None = None
+    ) -> None:
+        """Say how many forwards a block may take, and forget the last block.
+
+        Args:
+            num_inference_steps: N; the last step commits all that is left.
+            device: of `timesteps`, `[N] float32` from 1 to 1/N.
+            block_length: of all blocks that follow, from pipelines that call this once for all of them.
+
+        Raises:
+            UserError: no such number.
+        """
+        check_count("block_length", block_length, optional=True)
+        self.clock(num_inference_steps, device)
+        self._reset(block_length)
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: int | float | Tensor,
+        sample: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        return_dict: bool = True,
+        **others: Any,
+    ) -> DllmSchedulerOutput | tuple[Tensor, ...]:
+        """Decide what a forward over a block changes. Reads the device, as the pipelines do in each step.
+
+        Args:
+            model_output: `[B, W, V]` logits.
+            timestep: one of `timesteps`, or the number of the step in its block (diffusers 0.42); 0 opens a block.
+            sample: `[B, W] int64` what the forward saw.
+            generator: seeds all noise; draws the tokens that replace noise, `[B, W]` in each step, where there is no
+                mask token.
+            return_dict: False: the output's fields as a tuple.
+            others: what `LLaDA2Pipeline` 0.42 says more: `mask_token_id`, `prompt_mask [W]`, and settings of diffusers'
+                own scheduler, which have no effect here.
+
+        Raises:
+            UserError: no mask token where the scheduler needs one, or tensors of other shapes than before.
+            NotFiniteError: the model returned NaN.
+        """
+        index = self.index(timestep)
+        mask_id = others.get("mask_token_id")
+        mask_id = self.config["mask_token_id"] if mask_id is None else mask_id
+        opens = self._state is None or index == 0
+        self._check(sample, model_output, opens)
+        if opens:
+            self._open(model_output, sample, mask_id, generator, others)
+        assert self._state is not None
+        canvas = self._state.canvas
+        noise = canvas.masked[:, :-1] if mask_id is None else (sample == mask_id) & ~canvas.frozen[:, :-1]
+        first = torch.full_like(self._made, (self._blocks - 1) * canvas.length)
+        decision, self._state = self._rule.decide(
+            self._state, sample, model_output.clone(), first, self._made, self._seeds
+        )
+        self._made, self.step_index = self._made + ~canvas.done, index + 1
+        failed = decision.failed & ~self._finished
+        if bool(failed.any()):
+            raise NotFiniteError(index + 1, [row + 1 for row, bad in enumerate(failed.tolist()) if bad])
+
+        token, ids, left, self._over = decision.token, decision.ids, decision.noise, decision.over
+        if mask_id is not None and (self._rule.asks or self.config["compat"]):
+            # The mask token was chosen, or stands where the scheduler did not ask.
+            best = model_output.index_fill(-1, sample.new_tensor([mask_id]), -torch.inf).argmax(-1)
+            token = torch.where(token == mask_id, best, token)
+        if index + 1 >= self.steps:
+            ids, left = self._filled(ids, left, token)
+        changed = (ids != sample) | left
+        if mask_id is None:
+            vocab = model_output.shape[-1]
+            fresh = torch.randint(vocab, sample.shape, generator=generator, device=sample.device)
+            ids = torch.where(left, fresh, ids)
+        raw = model_output.float()
+        output = DllmSchedulerOutput(
+            prev_sample=ids,
+            pred_original_sample=token,
+            sampled_probs=(raw.gather(-1, token[..., None])[..., 0] - raw.logsumexp(-1)).exp(),
+            pred_logits=model_output if decision.logits is None else decision.logits.to(model_output.dtype),
+            committed_mask=noise & ~left,
+            edited_mask=~noise & changed,
+        )
+        return output if return_dict else output.to_tuple()
+
+    def check_eos_finished(
+        self, cur_x: Tensor, finished: Tensor, eos_token_id: int, mask_token_id: int, prompt_length: int, **_: Any
+    ) -> Tensor:
+        """`[B] bool` rows of text `cur_x [B, L]` that end: `finished` ones, and those with an end token and no mask
+        before it. With a scheduler that takes tokens back, once the block is decoded. Called by diffusers 0.42."""
+        answer = cur_x[:, prompt_length:]
+        ends = ((answer == eos_token_id) & ((answer == mask_token_id).cumsum(1) == 0)).any(1)
+        self._finished = finished | (ends & self._over if self._rule.plugins.scheduler.traits.revises else ends)
+        return self._finished
+
+    def check_block_should_continue(self, finished: Tensor, **_: Any) -> bool:
+        """Whether some row that is not `finished [B]` has not decoded its block. Called by diffusers 0.42."""
+        return not bool((self._over | finished).all())
+
+    def save_config(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write `scheduler_config.json`, as `save_pretrained` does.
+
+        Raises:
+            UserError: a plug-in that no file can hold.
+        """
+        for group in ("scheduler", "guide"):
+            check_json(group, self.config[group])
+        super().save_config(save_directory, push_to_hub, **kwargs)
+
+    def to_json_string(self) -> str:
+        """The settings, without the tokenizer."""
+        whole = self._internal_dict
+        self._internal_dict = FrozenDict({name: value for name, value in whole.items() if name != "tokenizer"})
+        try:
+            return super().to_json_string()
+        finally:
+            self._internal_dict = whole
+
+    def __repr__(self) -> str:
+        return f"DllmScheduler({described(self._rule.plugins.scheduler)})"
+
+    def _check(self, sample: Tensor, logits: Tensor, opens: bool) -> None:
+        """Refuse a block of another size than those before it, and logits of other positions."""
+        length = self._length or sample.shape[-1]
+        shape = (len(sample), length) if opens or self._state is None else self._state.canvas.frozen[:, 1:].shape
+        if tuple(sample.shape) != tuple(shape):
+            raise UserError(
+                f"sample has the shape {tuple(sample.shape)}, and the block has {tuple(shape)} rows and positions: call"
+                " set_timesteps before blocks of another size"
+            )
+        if logits.dim() != 3 or logits.shape[:2] != sample.shape:
+            raise UserError(
+                f"model_output should hold logits of the {tuple(shape)} rows and positions of sample, and has the shape"
+                f" {tuple(logits.shape)}"
+            )
+
+    def _filled(self, ids: Tensor, left: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """The block with a `token [B, W]` wherever noise is `left`, and no noise."""
+        rows = left.any(1)
+        if bool((rows & ~self._finished).any()):
+            warnings.warn(
+                f"scheduler={named(self._rule.plugins.scheduler)} was not through with a block after"
+                f" num_inference_steps={self.num_inference_steps}, whose last step wrote all that was left: give the"
+                " pipeline more steps, or the scheduler settings with which it takes fewer",
+                stacklevel=3,
+            )
+        assert self._state is not None
+        self._over = self._over | rows
+        canvas = replace(self._state.canvas, masked=self._state.canvas.masked & ~rows[:, None], done=self._over)
+        self._state = replace(self._state, canvas=canvas)
+        return torch.where(left, token, ids), torch.zeros_like(left)
+
+    def _open(
+        self,
+        logits: Tensor,
+        sample: Tensor,
+        mask_id: int | None,
+        generator: torch.Generator | None,
+        others: Mapping[str, Any],
+    ) -> None:
+        """Begin a block."""
+        if mask_id is None and not self._rule.plugins.scheduler.traits.uniform:
+            raise UserError(
+                f"scheduler={named(self._rule.plugins.scheduler)} fills masks, and no mask_token_id says which token"
+                " that is: give DllmScheduler one, or take block_refine or entropy_renoise for noise of random tokens"
+            )
+        frozen = torch.zeros_like(sample, dtype=torch.bool) if mask_id is None else sample != mask_id
+        if others.get("prompt_mask") is not None:
+            frozen = frozen | others["prompt_mask"]
+        if bool(frozen.all()):
+            raise UserError(f"sample holds nothing to decode: no token of it is the mask token {mask_id}")
+        made_for = (logits.shape[-1], mask_id, sample.shape[1], sample.device)
+        if self._built_for != made_for:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # said when this object was made
+                self._rule, self._built_for = self._built(*made_for), made_for
+        if not self._blocks:
+            said = [f"{name}={others[name]}" for name in UNSAID if others.get(name, UNSAID[name]) != UNSAID[name]]
+            if said:
+                warnings.warn(
+                    f"{', '.join(said)} of the pipeline has no effect: give settings to DllmScheduler, as in"
+                    ' DllmScheduler({"name": "threshold", "threshold": 0.8}, temperature=1.0)',
+                    stacklevel=3,
+                )
+            # Renoising draws from the generator; where there is none, its next call must find another state.
+            source = generator if mask_id is not None or generator is None else generator.clone_state()
+            device = "cpu" if generator is None else generator.device
+            seed = torch.randint(2**62, (1,), generator=source, device=device).to(sample.device)
+            self._seeds = seed + torch.arange(len(sample), device=sample.device)
+            self._made = torch.zeros_like(self._seeds)
+        before = None if self._rule.form is None else self._earlier(self._rule.form, mask_id)
+        self._blocks += 1
+        self._state = self._rule.open(sample, ~frozen, frozen, before)
+
+    def _earlier(self, form: Guide, mask_id: int | None) -> list[list[int]] | None:
+        """Tokens of each answer in earlier blocks, for a guide on its form; None: there are none."""
+        if mask_id is None or self._length is None:
+            raise UserError(
+                f"guide={named(form)} says what form a whole answer has, and this pipeline does not show where one"
+                " begins: use LLaDA2Pipeline of diffusers 0.42"
+            )
+        if self._state is None:
+            return None
+        canvas = self._state.canvas
+        ids, own = canvas.ids[:, :-1].tolist(), (~canvas.frozen[:, :-1]).tolist()
+        earlier = self._answers or [[] for _ in ids]
+        self._answers = [[*row, *compress(*last)] for row, *last in zip(earlier, ids, own, strict=True)]
+        return self._answers
