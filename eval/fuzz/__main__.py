@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name, outcome = harness.replayed(options.case)
             print(f"{name}: {outcome.kind}{outcome.about and f', {outcome.about}'}")
             return int(outcome.failed)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of the run end, too
         seconds = options.seconds or (60 if options.count is None else float("inf"))
         tally = harness.run(
             options.cases,

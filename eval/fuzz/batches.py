@@ -111,7 +111,7 @@ def _token(random: Random) -> int:
 
 def _plugin(random: Random, group: str, family: str) -> dict[str, Any]:
     """One of a group, under settings that tests know, or near them."""
-    every = settings(group)
+    every: list[dict[str, Any]] = settings(group)
     if group == "cache" and family in models.BLOCK_CAUSAL and random.random() < 0.8:
         every = [one for one in every if one["name"] in ("none", "block_causal", "exact")]
     elif group == "cache" and family in ("bert", "gemma") and random.random() < 0.8:
@@ -122,7 +122,7 @@ def _plugin(random: Random, group: str, family: str) -> dict[str, Any]:
         every = [one for one in every if one["name"] in UNIFORM]
     # by name first: some have seven settings, others one
     name = random.choice(sorted({one["name"] for one in every}))
-    chosen = copy.deepcopy(random.choice([one for one in every if one["name"] == name]))
+    chosen: dict[str, Any] = copy.deepcopy(random.choice([one for one in every if one["name"] == name]))
     if "verifier" in chosen:
         chosen["verifier"] = f"{LIVE}, {chosen['verifier'].config.vocab_size}"
     if "inner" in chosen and random.random() < 0.5:
