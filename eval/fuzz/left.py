@@ -49,6 +49,7 @@ def result(what: str, folder: Path) -> dict[str, Any]:
     parts = [file.name for file in out.glob("*/part-*")]
     if what != "tune":
         about = {file.parent.name: json.loads(file.read_text()) for file in out.glob("*/run.json")}
+        about = {name: {**one, "environments": len(one["environments"])} for name, one in about.items()}
         return {"runs": runs, "parts": parts, "about": about}
     chosen = folder / "conf/experiment/tuned.yaml"
     return {"runs": runs, "parts": parts, "winner": chosen.read_text() if chosen.exists() else None}
