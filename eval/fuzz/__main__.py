@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         console = Console()
         console.print(tally.table())
+        if tally.troubles:
+            console.print(f"{tally.troubles} times a run was killed or disturbed")
         for note, count in tally.notes.most_common():
             console.print(f"{count} passed: {note}")
         for fault, count in tally.faults.most_common():

@@ -100,14 +100,14 @@ def guarded(check: Callable[[Case], Outcome], case: Case) -> Outcome:
         return crashed(error)
 
 
+LONGEST = 3000  # characters of a refusal: the longest lists all settings of a group
+
+
 def sentence(said: str) -> Outcome:
     """A refusal, which is one sentence of a readable length."""
     if not said.strip() or "Traceback" in said or len(said) > LONGEST:
         return Outcome("wrong", f"the refusal is no sentence: {said[:200]!r}", "refusal")
     return Outcome("refused", said)
-
-
-LONGEST = 3000  # characters of a refusal: the longest lists all settings of a group
 
 
 def crashed(error: BaseException) -> Outcome:
@@ -203,6 +203,7 @@ class Tally:
     """What a run found.
 
     counts: outcomes by kind; faults: how many cases showed each; saved: the file of the smallest case of each
+    troubles: how often a run was killed or disturbed; notes: what cases that passed said
     """
 
     name: str
@@ -212,6 +213,7 @@ class Tally:
     saved: dict[str, Path] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
+    troubles: int = 0
 
     @property
     def tried(self) -> int:
@@ -270,6 +272,7 @@ def run(
                 case = drawn(name, seed, number)
                 outcome = attempt(case)
                 tally.counts[outcome.kind] += 1
+                tally.troubles += len(case.get("troubles", ()))
                 if outcome.failed:
                     _fail(fuzz, attempt, tally, case, outcome, number, folder, console)
                 elif outcome.kind == "passed" and outcome.about:

@@ -92,7 +92,6 @@ class Inputs:
     """Words, files and arguments with mistakes in them."""
 
     limit: ClassVar[float] = 60.0
-    slow: ClassVar[float] = 20.0  # seconds after which a refusal or a small answer is too late
 
     def draw(self, random: Random) -> Case:
         """A command with a mistake, or a call."""
@@ -206,7 +205,7 @@ def _file(random: Random) -> Case:
     for _ in range(random.choice([1, 1, 2])):
         try:
             content = mutations.file(random, content, name)
-        except (ValueError, IndexError, RecursionError):  # a file that was broken before
+        except (ValueError, IndexError, RecursionError, OverflowError):  # a file that was broken before
             break
     return _case(random, command, list(words), {"name": name, "content": base64.b64encode(content).decode()})
 

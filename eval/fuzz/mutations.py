@@ -85,7 +85,7 @@ def _other(random: Random, node: Any, how: str) -> Any:
 
 def file(random: Random, content: bytes, name: str) -> bytes:
     """A file as it comes out of a bad copy, or of an editor."""
-    if random.random() < 0.3:
+    if random.random() < 0.3 or len(content) < 8:
         return _broken(random, content)
     if name.endswith(".safetensors"):
         return _tensors(random, content)

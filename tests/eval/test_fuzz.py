@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_mutations_change_what_they_are_given() -> None:
 class Planted:
     """Cases of numbers; what takes too long, dies or is even shows."""
 
-    limit = 1.0
+    limit: ClassVar[float] = 1.0
 
     def draw(self, random: Random) -> Case:
         return {"items": [random.randint(0, 99) for _ in range(6)]}
