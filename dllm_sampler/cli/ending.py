@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from dllm_sampler.errors import UserError
 
+LONGEST = 400  # letters of a word that an error quotes whole
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -22,7 +23,8 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
     try:
         return run()
     except UserError as error:
-        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        said = (word if len(word) <= LONGEST else f"{word[:60]}...{word[-20:]}" for word in str(error).split())
+        print(f"{command}: {' '.join(said)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"{command}: {interrupted}", file=sys.stderr)

@@ -195,6 +195,8 @@ def _words(random: Random) -> Case:
     return _case(random, command, words, None)
 
 
+SIZES = ("d_model", "n_layers", "mlp_hidden_size", "embedding_size", "n_heads")
+SURE = {"ck/config.json": SIZES, "ck/model.safetensors": ()}  # files of which some changes may never be accepted
 OWNED = ("stream", "train", "tune")  # another value of these may make other words right
 
 
@@ -202,12 +204,19 @@ def _file(random: Random) -> Case:
     """A command that reads a changed file."""
     command, words, name = random.choice(FILES)
     content = (scene.scene() / name).read_bytes()
+    if command == "dllm-sample" and name in SURE and random.random() < 0.4:
+        content, must = mutations.wrong_size(random, content, SURE[name])
+        return _case(random, command, list(words), _saved(name, content), must)
     for _ in range(random.choice([1, 1, 2])):
         try:
             content = mutations.file(random, content, name)
         except (ValueError, IndexError, RecursionError, OverflowError):  # a file that was broken before
             break
-    return _case(random, command, list(words), {"name": name, "content": base64.b64encode(content).decode()})
+    return _case(random, command, list(words), _saved(name, content))
+
+
+def _saved(name: str, content: bytes) -> dict[str, str]:
+    return {"name": name, "content": base64.b64encode(content).decode()}
 
 
 def changed(case: Case, folder: Path) -> None:

@@ -129,9 +129,24 @@ def _tensors(random: Random, content: bytes) -> bytes:
     header, data = content[8 : 8 + size], content[8 + size :]
     how = random.randrange(3)
     if how == 0:
-        return struct.pack("<Q", random.choice([0, size - 1, size + 1, 2**40, 2**63])) + content[8:]
+        return struct.pack("<Q", random.choice([0, max(0, size - 1), size + 1, 2**40, 2**63])) + content[8:]
     if how == 1:
         header = _json(value(random, json.loads(header)))
     else:
         data = data[: random.randint(0, len(data))]
     return struct.pack("<Q", len(header)) + header + data
+
+
+def wrong_size(random: Random, content: bytes, keys: tuple[str, ...]) -> tuple[bytes, str]:
+    """A config with another size, or a safetensors file with a tensor of another name; and what may not be accepted."""
+    if keys:
+        node = json.loads(content)
+        key = random.choice([one for one in keys if one in node])
+        return _json(
+            node | {key: random.choice([0, -1, 7 * node[key], node[key] + 1, str(node[key])])}
+        ), f"another {key}"
+    size = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + size])
+    name = random.choice([one for one in header if one != "__metadata__"])
+    renamed = _json({(f"{key}x" if key == name else key): one for key, one in header.items()})
+    return struct.pack("<Q", len(renamed)) + renamed + content[8 + size :], "a tensor of another name"
