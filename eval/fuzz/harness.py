@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from rich.console import Console
@@ -129,6 +131,7 @@ class Worker:
         self.name, self.limit = name, named(name).limit
         self.process: SpawnProcess | None = None
         self.line: Connection | None = None
+        self.place = TemporaryDirectory(prefix="dllm-fuzz-", ignore_cleanup_errors=True)  # of all that cases write
 
     def __call__(self, case: Case) -> Outcome:
         """How a case ends."""
@@ -157,16 +160,17 @@ class Worker:
         if self.process is None or self.line is None or not self.process.is_alive():
             processes = multiprocessing.get_context("spawn")
             self.line, other = processes.Pipe()
-            self.process = processes.Process(target=serve, args=(self.name, other))
+            self.process = processes.Process(target=serve, args=(self.name, other, self.place.name))
             self.process.start()
             other.close()
             self.line.recv()  # it has imported all it needs: from here on the time counts
         return self.process, self.line
 
 
-def serve(name: str, line: Connection) -> None:
-    """What a worker does: a case comes, its outcome goes."""
+def serve(name: str, line: Connection, place: str) -> None:
+    """What a worker does: a case comes, its outcome goes; temporary files lie in `place`."""
     os.setsid()
+    os.environ["TMPDIR"] = tempfile.tempdir = place
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     quiet = os.open(os.devnull, os.O_RDWR)

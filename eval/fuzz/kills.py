@@ -26,7 +26,13 @@ MAIN = {  # words of each kind of run; a small one is over in about a second
     "sample": ["prompts_file=many.txt", "model=ck", "max_new_tokens=12", "batch_size=3", "output=out/o.jsonl"],
     "eval": ["scheduler=threshold,wino", "task.operation=copy", "task.count=9", "batch_size=3", "dtype=float64"],
     "workers": ["scheduler=threshold", "task.operation=copy", "task.count=9", "batch_size=2", "dtype=float64"],
-    "train": ["train=mini", "train.steps=12", "train.checkpoint_every=2", "train.data.size=64", "train.output=out/t"],
+    "train": [
+        "train=mini",
+        "train.steps=12",
+        f"train.checkpoint_every={left.EVERY}",
+        "train.data.size=64",
+        "train.output=out/t",
+    ],
     "tune": ["task.operation=copy", "task.count=4", "tune.trials=3", "tune.space={cache: {none: {}}}", "output=out"],
 }
 MAIN["sample"] += ["device=cpu", "dtype=float64", "samples=2", "temperature=0.7"]

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+EVERY = 2  # steps from one line of a training's log to the next
 TIMES = ("time", "times", "seconds", "peak_memory")
 
 
@@ -44,7 +45,10 @@ def result(what: str, folder: Path) -> dict[str, Any]:
         weights = out / "t/model.safetensors"
         digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None
         rest = sorted(file.name for file in (out / "t").iterdir() if not file.name.startswith("."))
-        return {"weights": digest, "log": lines(out / "t/log.jsonl"), "files": rest}
+        log = [(line["step"], line["tokens"]) for line in lines(out / "t/log.jsonl")]
+        # Ctrl-C writes a line of its own, between those of whole intervals.
+        whole = [one for one in log if one[0] % EVERY == 0]
+        return {"weights": digest, "log": whole, "doubled": len(log) - len(set(log)), "files": rest}
     runs = {file.parent.name: lines(file) for file in sorted(out.glob("*/samples.jsonl"))}
     parts = [file.name for file in out.glob("*/part-*")]
     if what != "tune":

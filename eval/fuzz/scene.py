@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
@@ -61,7 +62,8 @@ class Ended:
 def scene() -> Path:
     """The folder, made once for each process."""
     folder = Path(tempfile.mkdtemp(prefix="dllm-fuzz-"))
-    os.environ["DLLM_SAMPLER_CACHE"] = str(folder.with_suffix(".cache"))  # automata of forms
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["DLLM_SAMPLER_CACHE"] = str(folder / ".cache")  # automata of forms
     (folder / "ck").mkdir()
     checkpoint.write(folder / "ck")
     for name, content in TEXTS.items():
@@ -88,7 +90,7 @@ def copied() -> Iterator[Path]:
     """A copy of the scene, as the working directory."""
     with tempfile.TemporaryDirectory(prefix="dllm-fuzz-") as name:
         folder = Path(name) / "here"
-        shutil.copytree(scene(), folder)
+        shutil.copytree(scene(), folder, ignore=shutil.ignore_patterns(".cache"))
         with inside(folder):
             yield folder
 

@@ -338,7 +338,5 @@ def test_a_longest_text_that_is_no_number(checkpoint: Path, tmp_path: Path) -> N
     shutil.copytree(checkpoint, copy)
     file = copy / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": {}}))
-    with pytest.raises(
-        UserError, match=r"tokenizer_config\.json: model_max_length should be a number of tokens, not {}"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: model_max_length should be a number of tokens"):
         loading.load_tokenizer(copy)
