@@ -8,7 +8,8 @@ from typing import Any
 from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
 from dllm_sampler.errors import UserError
 
-LARGEST_SEED = 2**31 - 1  # the steps of a run are seeded with seed * 2**32 + step, in 64 bits
+# The steps of a run are seeded with seed * 2**32 + step, in 64 bits.
+LARGEST_SEED, LARGEST_STEP = 2**31 - 1, 2**32 - 1
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
 
@@ -33,6 +34,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             check_share(field, value)
         elif name == "betas" and not all(0 <= beta < 1 for beta in value):
             raise UserError(f"{field} must be two numbers from 0 to below 1, not {list(value)}")
+        elif name == "steps" and value > LARGEST_STEP:
+            raise UserError(f"{field} must be a whole number up to {LARGEST_STEP}, not {value}")
         elif name == "seed" and abs(value) > LARGEST_SEED:
             raise UserError(f"{field} must be a whole number up to {LARGEST_SEED}, not {value}")
 

@@ -31,7 +31,7 @@ def tried(name: str, count: int, first: int = 0, folder: Path | None = None) -> 
 
 
 def test_a_row_is_the_row_alone_whatever_the_configuration() -> None:
-    tally = tried("batches", 25)
+    tally = tried("batches", 18)
     assert tally.failed == 0, tally.faults
     assert tally.counts["passed"] >= 5 and tally.counts["refused"] >= 5
 
@@ -59,8 +59,8 @@ def test_a_fault_of_the_batch_is_found_and_made_smaller(tmp_path: Path, monkeypa
         return after
 
     monkeypatch.setattr(Canvas, "advance", wrong)
-    tally = tried("batches", 12, folder=tmp_path)
-    assert tally.failed > 0 and tally.tried == 12
+    tally = tried("batches", 6, folder=tmp_path)
+    assert tally.failed > 0 and tally.tried == 6
     (file, *_) = tmp_path.iterdir()
     saved = json.loads(file.read_text())["case"]
     assert len(saved["prompts"]) == 2 and saved["guide"] == [] and saved["many"] is None

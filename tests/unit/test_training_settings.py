@@ -20,6 +20,7 @@ from dllm_sampler.training.settings import check_shape
         ("decay=2", "decay must be a share between 0 and 1"),
         ("warmup=-1", "warmup must be a whole number of at least 0"),
         ("betas=[0.9,1.0]", "betas must be two numbers from 0 to below 1"),
+        ("steps=99999999999", "steps must be a whole number up to 4294967295"),
         ("seed=99999999999", "seed must be a whole number up to 2147483647"),
     ],
 )
