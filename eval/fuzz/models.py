@@ -77,4 +77,6 @@ def _gemma(dtype: torch.dtype) -> DiffusionGemmaDenoiser:
         image_token_id=38, boi_token_id=37, eoi_token_id=36,
     )  # fmt: skip
     made: Any = DiffusionGemmaForBlockDiffusion._from_config(config, attn_implementation="sdpa")  # pyright: ignore
+    if dtype == torch.float64:
+        made.set_experts_implementation("batched_mm")  # the grouped product that transformers takes has no float64
     return DiffusionGemmaDenoiser(made.eval().to(dtype), toys.EOS, 0)
