@@ -21,7 +21,7 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler
 
 GROUPS = ("scheduler", "cache", "blocks", "stop")
-UNIFORM = ("entropy_renoise", "block_refine", "editing", "threshold")  # schedulers that a model without masks may take
+UNIFORM = ("entropy_renoise", "block_refine")  # schedulers of models without masks
 LIVE = "a live model"  # stands for an object, which JSON does not have
 OPTIONAL = {  # what a smaller case does without
     "temperature": None, "top_k": None, "top_p": None, "guide": [], "compat": False, "max_steps": None,
@@ -65,6 +65,8 @@ class Batches:
         if random.random() < 0.05:
             draft, scheduled = random.choice([0, 1, 3, 8]), random.random() < 0.3
             case |= {"target": {"draft_length": draft, "scheduled": scheduled}, "guide": [], "given": None}
+        if family == "gemma" and random.random() < 0.8:
+            case |= {"guide": [], "given": None, "target": None}
         return case
 
     def check(self, case: Case) -> Outcome:
@@ -118,7 +120,7 @@ def _plugin(random: Random, group: str, family: str) -> dict[str, Any]:
         every = [one for one in every if one["name"] in ("none", "exact")]
     elif group == "blocks" and family in ("causal", "sdar", "gemma") and random.random() < 0.8:
         every = [{"name": "fixed"}]
-    elif group == "scheduler" and family == "gemma" and random.random() < 0.7:
+    elif group == "scheduler" and family == "gemma" and random.random() < 0.85:
         every = [one for one in every if one["name"] in UNIFORM]
     # by name first: some have seven settings, others one
     name = random.choice(sorted({one["name"] for one in every}))
