@@ -1,18 +1,13 @@
 """What every test stands on: one thread per worker, and a tiny random LLaDA checkpoint with a tokenizer."""
 
 import gc
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler.models.families import llada_config, to_checkpoint
-from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.eval.testbeds.checkpoint import SPECIAL, WORDS, write  # noqa: F401 - tests import the words from here
 
 # Automata of forms stay in the checkout, not in a home folder.
 os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
@@ -29,34 +24,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-SPECIAL = ["<pad>", "<eos>", "<mask>", "<unk>"]
-WORDS = [*SPECIAL, "user", "copy", "reverse", ":", ",", "Ada", "Ben", "Cal", "Dan", "Eve", "1", "2", "3", "é"]
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer LLaDA over `WORDS`, context 64, and its word tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    config = TransformerConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        max_positions=64,
-    )
-    model = Transformer(config)
-    model.init_weights(std=0.3, embedding_std=1.0, generator=torch.Generator().manual_seed(0))
-    save_file(to_checkpoint(model), folder / "model.safetensors", metadata={"format": "pt"})
-    ids = {f"{name}_token_id": WORDS.index(f"<{name}>") for name in ("mask", "eos", "pad")}
-    (folder / "config.json").write_text(json.dumps(llada_config(config, **ids)))
-
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    named = {f"{name}_token": f"<{name}>" for name in ("pad", "eos", "mask", "unk")}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **named)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write(tmp_path_factory.mktemp("checkpoint"))

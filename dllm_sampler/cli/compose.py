@@ -32,7 +32,7 @@ LOCAL = Path("conf")  # the user's own YAML files: found before the packaged one
 PACKAGED = "dllm_sampler.conf"
 
 # What Hydra raises for input it does not like; the last two come from its own code, unprepared for it.
-HYDRA_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
+HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError)
 
 # Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
 _LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
@@ -264,6 +264,8 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or name not in choices(key):
                 return unknown(key, "" if name is None else str(name), choices(key))
+            if isinstance(error, YAMLError):  # it does not say which file is no YAML
+                entry(key, name)
         chosen.append(str(override.input_line))
     try:
         cfg, named = _compose(app, chosen)

@@ -12,6 +12,7 @@ from dllm_sampler.errors import UserError
 
 # Errors of a system that cannot take what is written: it is full, has a limit, is broken or read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+LONGEST = 400  # letters of a word that an error quotes whole
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -29,7 +30,8 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
             sys.stdout.flush()  # at exit it would be too late to say that the disk is full
         return status
     except UserError as error:
-        print(f"{command}: {' '.join(str(error).split())}", file=sys.stderr)
+        said = (word if len(word) <= LONGEST else f"{word[:60]}...{word[-20:]}" for word in str(error).split())
+        print(f"{command}: {' '.join(said)}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"{command}: {interrupted}", file=sys.stderr)

@@ -180,10 +180,16 @@ def load_tokenizer(
         raise UserError(f"the tokenizer of {folder} is code of its own: allow it to run with trust_remote_code=true")
     try:
         if config is not None and not code and "tokenizer_class" not in settings and (folder / files[0]).is_file():
-            return PreTrainedTokenizerFast.from_pretrained(folder)  # nothing names a class: tokenizer.json says it all
-        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
+            # nothing names a class: tokenizer.json says it all
+            found: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
+            found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
         raise UserError(f"the tokenizer of {folder} cannot be loaded ({_reason(error)})") from None
+    longest = getattr(found, "model_max_length", 0)
+    if isinstance(longest, bool) or not isinstance(longest, int | float):
+        raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {longest!r}")
+    return found
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

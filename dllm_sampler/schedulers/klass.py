@@ -14,6 +14,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Take = Literal["all", "surest", "steadiest"]
+ROUNDING = 1e-12  # nats: two predictions that are nearer than this are the same
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Klass(FixedSteps):
         past = past.masked_fill(new[..., None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
         ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
-        score = -move if self.take == "steadiest" else sure
+        still = -move.masked_fill(move < ROUNDING, 0)  # else equal predictions were ranked by how a sum was rounded
+        score = still if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
         # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
         free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])

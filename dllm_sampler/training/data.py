@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from random import Random
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler.errors import unknown
+from dllm_sampler.core.checks import check_count, check_share
+from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.training.tasks import LESSONS, draw_example
 from dllm_sampler.training.tokenizer import EOS
 
@@ -49,10 +51,19 @@ class Pools:
     max_response: int
 
     def __post_init__(self) -> None:
-        for shares in self.phases.values():
+        for name in ("size", "batch_tokens", "max_response"):
+            check_count(f"train.data.{name}", getattr(self, name))
+        check_share("train.data.long", self.long)
+        _check_shares("train.data.tails", self.tails)
+        if not self.phases or any(not first.isdecimal() for first in self.phases) or "0" not in self.phases:
+            raise UserError(
+                f"train.data.phases must begin with the pool 0 and name pools by number, not {', '.join(self.phases)}"
+            )
+        for first, shares in self.phases.items():
             for name in shares:
                 if name not in LESSONS:
                     raise unknown("task", name, LESSONS)
+            _check_shares(f"train.data.phases.{first}", list(shares.values()))
 
     def batches(self, tokenizer: PreTrainedTokenizerFast, pool: int) -> list[Batch]:
         """The batches of one pool, always the same for the same index."""
@@ -82,6 +93,12 @@ class Pools:
                 yield first, index
                 first = index
         yield first, len(rows)
+
+
+def _check_shares(name: str, shares: Sequence[float]) -> None:
+    """Refuse shares of which none can be drawn."""
+    if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
+        raise UserError(f"{name} must be numbers of at least 0, one of them above, not {list(shares)}")
 
 
 def collate(rows: list[tuple[list[int], list[int], int]], eos: int) -> Batch:

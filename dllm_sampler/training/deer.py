@@ -28,6 +28,7 @@ from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.deer_losses import Rows, distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
+from dllm_sampler.training.settings import check_settings
 from dllm_sampler.training.tasks import LESSONS, draw_example
 from dllm_sampler.training.tokenizer import EOS, build_tokenizer, vocabulary
 
@@ -101,6 +102,7 @@ class DeerTrainer:
             raise UserError(f"train.least_t must be above 0 and at most 1, not {self.least_t}")
         if not 0 < self.alpha < math.inf:
             raise UserError(f"train.alpha must be a number above 0, not {self.alpha}")
+        check_settings(vars(self))
         for name in self.tasks:
             if name not in LESSONS:
                 raise unknown("task", name, LESSONS)

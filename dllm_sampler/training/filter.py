@@ -33,6 +33,7 @@ from dllm_sampler.training.checkpoint import write_json, write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
+from dllm_sampler.training.settings import check_settings
 from dllm_sampler.training.tokenizer import vocabulary
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
@@ -97,6 +98,7 @@ class FilterTrainer:
             raise UserError(f"train.caution must be a number above 0, not {self.caution}")
         if not 0 <= self.threshold <= 1:
             raise UserError(f"train.threshold must be a probability between 0 and 1, not {self.threshold}")
+        check_settings(vars(self))
         journal.check(self.tracker)
 
     def run(self) -> Path:

@@ -30,6 +30,7 @@ from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.rewards import solved
+from dllm_sampler.training.settings import check_settings
 from dllm_sampler.training.tasks import LESSONS, draw_example
 from dllm_sampler.training.tokenizer import build_tokenizer
 
@@ -95,9 +96,7 @@ class FineTuner:
         for name, value in {**least, "evaluate_every": 1, "held_out": 1}.items():
             if getattr(self, name) < value:
                 raise UserError(f"train.{name} must be at least {value}, not {getattr(self, name)}")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"train.{name} must be a number above 0, not {getattr(self, name)}")
+        check_settings(vars(self))
         for name, choices in (("schedule", ("constant", "cosine")), ("precision", ("no", "bf16"))):
             if getattr(self, name) not in choices:
                 raise unknown(f"train.{name}", getattr(self, name), choices)

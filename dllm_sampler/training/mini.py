@@ -23,6 +23,7 @@ from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
+from dllm_sampler.training.settings import check_settings, check_shape
 from dllm_sampler.training.tokenizer import MASK, build_tokenizer
 
 # A resumed run may change these; anything else would make it another run.
@@ -67,6 +68,7 @@ class MiniTrainer:
         for name in ("steps", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+        check_settings(vars(self))
         journal.check(self.tracker)
 
     def run(self) -> Path:
@@ -107,6 +109,7 @@ class MiniTrainer:
         self._mask_id = self.tokenizer.get_vocab()[MASK]
         self.pools = Pools(**check("train.data", Pools, {"seed": self.seed, **self.data}))
         shape = check("train.model", TransformerConfig, {"vocab_size": len(self.tokenizer), **self.model})
+        check_shape(shape)
         self.network = Transformer(TransformerConfig(**shape))
         generator = torch.Generator().manual_seed(self.seed)
         self.network.init_weights(std=self.init_std, embedding_std=self.embedding_std, generator=generator)

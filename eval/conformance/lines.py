@@ -179,7 +179,7 @@ def _lines(file: Path) -> Iterator[Line]:
         if not isinstance(raw, dict):
             raise UserError(f"{where}: should be a JSON object")
         raw = {**raw, "where": where}
-        if raw.get("system") in RECORDS:
+        if isinstance(raw.get("system"), str) and raw["system"] in RECORDS:
             try:
                 raw = RECORDS[raw["system"]](raw)
             except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -174,7 +174,11 @@ def read(paths: Sequence[Path]) -> list[Run]:
     """
     folders: dict[Path, None] = {}
     for path in paths:
-        if not path.is_dir():
+        try:
+            there = path.is_dir()
+        except (OSError, ValueError):  # a name that is too long, or has a NUL
+            there = False
+        if not there:
             raise UserError(f"there is no folder {path}: name directories that dllm-eval wrote")
         folders |= dict.fromkeys(sorted(file.parent.resolve() for file in path.rglob(ABOUT)))
     runs = []

@@ -257,3 +257,10 @@ def test_rows_of_a_batch_wait_for_each_other():
 def test_waste_follows_a_block_that_one_forward_filled():
     steps = [[0, 1], [], [2], [3], [], [4, 5]]
     assert compare.without_waste(steps, 2) == [[0, 1], [2], [3], [], [4, 5]]
+
+
+def test_a_system_that_is_no_name(folder: Path, capsys: pytest.CaptureFixture[str]):
+    write(folder, recorded("llada-vanilla-01") | {"system": {"a": 1}})
+    assert main([str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "some.jsonl, line 1" in said and "system" in said

@@ -271,6 +271,8 @@ def test_the_csv_of_the_page() -> None:
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path / "nowhere")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    assert command.main(["x" * 5000]) == 2
+    assert "there is no folder xxx" in capsys.readouterr().err
     assert command.main([str(tmp_path)]) == 2
     assert "there are no samples under" in capsys.readouterr().err
     assert command.main([str(tmp_path), "--output", "report.pdf"]) == 2

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from dllm_sampler import sampler
+from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.main import main
-from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.errors import NotFiniteError, UserError
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
@@ -121,3 +122,12 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait() == 141
+
+
+def test_a_long_word_is_not_quoted_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise UserError(f"there is no file {'x' * 5000}end: name one")
+
+    assert ending("it", run) == 2
+    said = capsys.readouterr().err
+    assert len(said) < 200 and said.startswith("it: there is no file xxx") and said.endswith("xend: name one\n")

@@ -186,3 +186,14 @@ def test_every_trait_has_words() -> None:
     for group, kind in {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}.items():
         facts = {name for name, hint in inspect.get_annotations(kind).items() if "ClassVar" in str(hint)}
         assert set(explain.OTHERS[group]) == facts, group
+
+
+def test_a_yaml_of_ones_own_that_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "conf/scheduler").mkdir(parents=True)
+    (tmp_path / "conf/scheduler/own.yaml").write_text("@ Mine\nthreshold: 0.7\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["copy: Ada", "scheduler=own"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "own.yaml" in said

@@ -258,6 +258,14 @@ def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "say `anyOf` if any may"),
         ({"enum": []}, "an empty `enum`"),
         ({"type": "object", "required": "a"}, "which is no list of names"),
+        ({"type": "object", "required": [["a"]]}, "which is no list of names"),
+        ({"type": "object", "properties": ["a"]}, "`properties`: .*, which is no object of schemas"),
+        ({"$defs": "a"}, "`[$]defs`: .*, which is no object of schemas"),
+        ({"anyOf": 2**70}, "`anyOf`: .*, which is no list of schemas"),
+        ({"enum": "abc"}, "`enum`: .*, which is no list of values"),
+        ({"type": 5}, "`type`: 5, which is no name of a type"),
+        ({"type": [{}]}, "`type`: .*, which is no name of a type"),
+        ({"format": []}, "`format`: .*, which is no name"),
     ],
 )
 def test_keywords_of_which_one_would_be_lost(schema: dict[str, Any], said: str) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: what loads, and the one sentence each broken one gets."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -330,3 +331,12 @@ def test_llada_format_cannot_say_everything():
     with pytest.raises(UserError, match="norms on queries and keys"):
         llada_config(replace(TINY, qk_norm=True), mask_token_id=1, eos_token_id=2, pad_token_id=3)
     assert LLADA.config(llada_config(TINY, mask_token_id=1, eos_token_id=2, pad_token_id=3)) == TINY
+
+
+def test_a_longest_text_that_is_no_number(checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    file = copy / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": {}}))
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: model_max_length should be a number of tokens"):
+        loading.load_tokenizer(copy)

@@ -23,6 +23,7 @@ from dllm_sampler.schedulers.slowfast import SlowFast
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops.prophet import Prophet
+from tests import toys
 from tests.scripted import INF, PROMPTS, TOKENS, history, run, same_answers, sampler, written
 from tests.toys import MASK
 
@@ -150,3 +151,12 @@ class TestSlowFast:
     def test_without_a_slow_phase_it_is_the_threshold(self, bar: float) -> None:
         assert same_answers(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
         assert same_answers(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
+
+
+def test_predictions_that_did_not_move_are_not_ranked_by_rounding() -> None:
+    """Under a cache that shows nothing of the block they stay as they are: the first of them is taken, in any batch."""
+    plugins = {"scheduler": {"name": "klass", "take": "steadiest"}, "cache": {"name": "trailing", "window": 0}}
+    own = toys.sampler(**plugins, blocks="fixed")
+    batch = own.generate([[33], [24]], max_new_tokens=24, seed=[0, 7])
+    alone = own.generate([[33]], max_new_tokens=24, seed=[0])
+    assert torch.equal(batch.tokens[0], alone.tokens[0]) and torch.equal(batch.step_map[0], alone.step_map[0])

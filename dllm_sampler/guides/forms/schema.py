@@ -60,6 +60,14 @@ KINDS = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict,
     "array": list,
 }  # fmt: skip
+SHAPES = {  # what reading relies on, by the words that stand in front of it
+    "object of schemas": ("properties", "$defs", "definitions"),
+    "list of schemas": ("anyOf", "allOf", "prefixItems"),
+    "list of values": ("enum",),
+    "list of names": ("required",),
+    "name of a type, or list of these": ("type",),
+    "name": ("format",),
+}
 LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
 
 
@@ -72,6 +80,16 @@ def _is(value: Any, kind: str) -> bool:
     )
 
 
+def _has(value: Any, shape: str) -> bool:
+    """Whether a value has one of `SHAPES`."""
+    if shape == "object of schemas":
+        return isinstance(value, Mapping)
+    names = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if shape.startswith("list"):
+        return names if shape == "list of names" else isinstance(value, list)
+    return isinstance(value, str) or (names and shape != "name")
+
+
 def check_schema(schema: Any) -> None:
     """Refuse what a regular expression would not keep.
 
@@ -80,6 +98,11 @@ def check_schema(schema: Any) -> None:
     """
     if not isinstance(schema, Mapping):
         return
+    for shape, words in SHAPES.items():
+        for word in words:
+            if word in schema and not _has(schema[word], shape):
+                said = json.dumps(schema[word])[:200]
+                raise UserError(f"guide.json_schema.schema has `{word}`: {said}, which is no {shape}")
     names = schema.get("properties", {})
     unknown = sorted(str(name) for name in schema if name not in KNOWN)
     together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
@@ -88,7 +111,7 @@ def check_schema(schema: Any) -> None:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     wrong = [one for one in listed if kinds and not any(_is(one, kind) for kind in kinds)]
     required = schema.get("required", [])
-    missing = [name for name in required if name not in names] if isinstance(required, list) else []
+    missing = [name for name in required if name not in names]
     odd = [name for name in names if json.dumps(name) != f'"{name}"']
     pattern = schema.get("pattern")
     why = None
@@ -102,8 +125,6 @@ def check_schema(schema: Any) -> None:
         why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
     elif schema.get("enum") == []:
         why = "an empty `enum`, which no document meets"
-    elif not isinstance(required, list):
-        why = f"`required`: {json.dumps(required)}, which is no list of names"
     elif missing:
         why = f"'{missing[0]}' among `required`, which is not among `properties`"
     elif odd:
@@ -116,7 +137,7 @@ def check_schema(schema: Any) -> None:
         why = "an `allOf` of several schemas"
     if why:
         raise UserError(f"guide.json_schema.schema has {why}")
-    inner = [*names.values(), *(schema.get("$defs") or {}).values(), *(schema.get("definitions") or {}).values()]
+    inner = [*names.values(), *schema.get("$defs", {}).values(), *schema.get("definitions", {}).values()]
     inner += [schema.get("items"), schema.get("additionalProperties")]
     for group in ("prefixItems", "anyOf", "allOf"):
         inner += schema.get(group, [])

@@ -1,0 +1,59 @@
+"""Checks of the numbers that trainers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
+from dllm_sampler.errors import UserError
+
+# The steps of a run are seeded with seed * 2**32 + step, in 64 bits.
+LARGEST_SEED, LARGEST_STEP = 2**31 - 1, 2**32 - 1
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Refuse numbers with which no optimizer can train, wherever a trainer has them.
+
+    Args:
+        settings: the fields of a trainer; those that it lacks are not looked at.
+
+    Raises:
+        UserError: the first such number, by its name.
+    """
+    for name, value in settings.items():
+        field = f"train.{name}"
+        if name in ("learning_rate", "clip"):
+            check_positive(field, value)
+        elif name in ("weight_decay", "init_std", "embedding_std"):
+            check_number(field, value, finite=True)
+        elif name == "warmup":
+            check_count(field, value, 0)
+        elif name == "decay":
+            check_share(field, value)
+        elif name == "betas" and not all(0 <= beta < 1 for beta in value):
+            raise UserError(f"{field} must be two numbers from 0 to below 1, not {list(value)}")
+        elif name == "steps" and value > LARGEST_STEP:
+            raise UserError(f"{field} must be a whole number up to {LARGEST_STEP}, not {value}")
+        elif name == "seed" and abs(value) > LARGEST_SEED:
+            raise UserError(f"{field} must be a whole number up to {LARGEST_SEED}, not {value}")
+
+
+def check_shape(shape: Mapping[str, Any]) -> None:
+    """Refuse sizes of a network to be trained that are no sizes.
+
+    Raises:
+        UserError: the first such size, by its name.
+    """
+    for name in SIZES:
+        if name in shape:
+            check_count(f"train.model.{name}", shape[name])
+    for name in ("rope_theta", "norm_eps"):
+        if name in shape:
+            check_positive(f"train.model.{name}", shape[name])
+    heads, keys, dim = (shape.get(name) for name in ("num_heads", "num_kv_heads", "head_dim"))
+    if heads and keys and heads % keys:
+        raise UserError(f"train.model.num_heads must be a multiple of num_kv_heads, and {heads} is none of {keys}")
+    if dim and dim % 2:
+        raise UserError(f"train.model.head_dim must be even, its dimensions are rotated in pairs, and {dim} is odd")

@@ -1,0 +1,339 @@
+"""What the three kinds of fuzzing share: cases by number, outcomes, time limits, smaller failures, and the table."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, Literal, Protocol, get_args
+
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from dllm_sampler.core.files import write
+from dllm_sampler.errors import UserError
+
+Case = dict[str, Any]  # as JSON has it
+Kind = Literal["passed", "refused", "traceback", "hang", "wrong", "loss"]
+FAILURES: tuple[Kind, ...] = ("traceback", "hang", "wrong", "loss")
+MEMORY = 12 * 2**30  # bytes of address space that a case may take
+SMALLER = 60  # cases that are tried to make a failure smaller
+PATIENCE = 40.0  # seconds for that
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    kind: `wrong`: the result breaks a promise, or a mistake was accepted; `loss`: records were lost or doubled
+    about: what happened, in one line
+    fault: what two cases with the same fault have in common
+    """
+
+    kind: Kind
+    about: str = ""
+    fault: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it must not have ended like this."""
+        return self.kind in FAILURES
+
+
+PASSED = Outcome("passed")
+
+
+class Fuzz(Protocol):
+    """A class of cases. `limit`: seconds that one may take."""
+
+    limit: ClassVar[float]
+
+    def draw(self, random: Random) -> Case:
+        """A case by chance."""
+        ...
+
+    def check(self, case: Case) -> Outcome:
+        """Try it; what it raises is judged by `guarded`."""
+        ...
+
+    def simpler(self, case: Case) -> Iterator[Case]:
+        """Cases that are a little smaller, the smallest first."""
+        ...
+
+    def command(self, case: Case) -> str | None:
+        """The case as a command of its own, where it is one."""
+        ...
+
+
+def named(name: str) -> Fuzz:
+    """The class of cases `batches`, `inputs` or `kills`."""
+    return import_module(f"dllm_sampler.eval.fuzz.{name}").FUZZ
+
+
+def drawn(name: str, seed: int, number: int) -> Case:
+    """Case `number` of a seed: the same in every process."""
+    return named(name).draw(Random(f"{name} {seed} {number}"))
+
+
+def guarded(check: Callable[[Case], Outcome], case: Case) -> Outcome:
+    """The outcome of a check, with what it raised."""
+    try:
+        return check(case)
+    except UserError as error:
+        return sentence(str(error))
+    except Exception as error:
+        return crashed(error)
+
+
+LONGEST = 3000  # characters of a refusal: the longest lists all settings of a group
+
+
+def sentence(said: str) -> Outcome:
+    """A refusal, which is one sentence of a readable length."""
+    if not said.strip() or "Traceback" in said or len(said) > LONGEST:
+        return Outcome("wrong", f"the refusal is no sentence: {said[:200]!r}", "refusal")
+    return Outcome("refused", said)
+
+
+def crashed(error: BaseException) -> Outcome:
+    """An exception that is no `UserError`: its fault is its type and the innermost place in this package."""
+    frames = [
+        f"{Path(one.filename).name}:{one.name}"
+        for one in traceback.extract_tb(error.__traceback__)
+        if "dllm_sampler" in one.filename or "/eval/" in one.filename
+    ]
+    where = next((one for one in reversed(frames) if not one.startswith("harness")), "")
+    said = next(iter(str(error).splitlines()), "")
+    return Outcome("traceback", f"{type(error).__name__} in {where}: {said[:300]}", f"{type(error).__name__} {where}")
+
+
+class Worker:
+    """A process that tries one case after another; one that takes too long is ended, and the next gets a new one."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.limit = name, named(name).limit
+        self.process: SpawnProcess | None = None
+        self.line: Connection | None = None
+        self.place = TemporaryDirectory(prefix="dllm-fuzz-", ignore_cleanup_errors=True)  # of all that cases write
+
+    def __call__(self, case: Case) -> Outcome:
+        """How a case ends."""
+        process, line = self._running()
+        try:
+            line.send(case)
+            if line.poll(self.limit):
+                return Outcome(**line.recv())
+        except (EOFError, OSError):
+            process.join()
+            code = process.exitcode
+            self.process = None
+            return Outcome("traceback", f"the process ended with status {code}", f"status {code}")
+        self.close()
+        return Outcome("hang", f"no end after {self.limit:.0f} s", "hang")
+
+    def close(self) -> None:
+        """End the process and those that it started."""
+        if self.process is not None and self.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.join()
+            self.process = None
+
+    def _running(self) -> tuple[SpawnProcess, Connection]:
+        if self.process is None or self.line is None or not self.process.is_alive():
+            processes = multiprocessing.get_context("spawn")
+            self.line, other = processes.Pipe()
+            self.process = processes.Process(target=serve, args=(self.name, other, self.place.name))
+            self.process.start()
+            other.close()
+            self.line.recv()  # it has imported all it needs: from here on the time counts
+        return self.process, self.line
+
+
+def serve(name: str, line: Connection, place: str) -> None:
+    """What a worker does: a case comes, its outcome goes; temporary files lie in `place`."""
+    os.setsid()
+    os.environ["TMPDIR"] = tempfile.tempdir = place
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(quiet, stream)
+    fuzz = named(name)
+    line.send(None)
+    while True:
+        try:
+            case = line.recv()
+        except EOFError:
+            return
+        line.send(asdict(guarded(fuzz.check, case)))
+
+
+def shrunk(fuzz: Fuzz, attempt: Callable[[Case], Outcome], case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
+    """The smallest case found with the same fault, and its outcome."""
+    begun, tried, smaller = time.monotonic(), 0, True
+    while smaller:
+        smaller = False
+        for one in fuzz.simpler(case):
+            if tried >= SMALLER or time.monotonic() - begun > PATIENCE:
+                return case, outcome
+            tried += 1
+            found = attempt(one)
+            if (found.kind, found.fault) == (outcome.kind, outcome.fault):
+                case, outcome, smaller = one, found, True
+                break
+    return case, outcome
+
+
+@dataclass
+class Tally:
+    """What a run found.
+
+    counts: outcomes by kind; faults: how many cases showed each; saved: the file of the smallest case of each
+    troubles: how often a run was killed or disturbed; notes: what cases that passed said
+    """
+
+    name: str
+    seed: int
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    saved: dict[str, Path] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    troubles: int = 0
+
+    @property
+    def tried(self) -> int:
+        """Cases in all."""
+        return self.counts.total()
+
+    @property
+    def failed(self) -> int:
+        """Cases that failed."""
+        return sum(self.counts[kind] for kind in FAILURES)
+
+    def table(self) -> Table:
+        """The figures of the run."""
+        table = Table(box=None, pad_edge=False)
+        titles = ("cases", "tried", *get_args(Kind)[:2], "tracebacks", "hangs", "silent wrongs", "losses", "seed", "s")
+        for title in titles:
+            table.add_column(title, justify="left" if title == "cases" else "right")
+        figures = [self.tried, *(self.counts[kind] for kind in get_args(Kind)), self.seed, round(self.seconds)]
+        table.add_row(self.name, *map(str, figures))
+        return table
+
+
+def run(
+    name: str,
+    seed: int,
+    *,
+    seconds: float = float("inf"),
+    cases: int | None = None,
+    first: int = 0,
+    folder: Path | None = None,
+    attempt: Callable[[Case], Outcome] | None = None,
+    console: Console | None = None,
+) -> Tally:
+    """Try cases until the time is over or there are enough.
+
+    Args:
+        name: `batches`, `inputs` or `kills`.
+        seed: with the number of a case it says which case that is.
+        seconds: from the first case on.
+        cases: how many at most.
+        first: number of the first one.
+        folder: failures are saved there; None: nowhere.
+        attempt: tries a case; None: a process of its own does.
+        console: where failures are told; None: standard error.
+    """
+    console = Console(stderr=True) if console is None else console
+    fuzz, tally, worker = named(name), Tally(name, seed), None
+    if attempt is None:
+        attempt = worker = Worker(name)
+    begun, number = time.monotonic(), first
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            bar = progress.add_task(name, total=None)
+            while time.monotonic() - begun < seconds and (cases is None or number < first + cases):
+                case = drawn(name, seed, number)
+                outcome = attempt(case)
+                tally.counts[outcome.kind] += 1
+                tally.troubles += len(case.get("troubles", ()))
+                if outcome.failed:
+                    _fail(fuzz, attempt, tally, case, outcome, number, folder, console)
+                elif outcome.kind == "passed" and outcome.about:
+                    tally.notes[outcome.about] += 1
+                number += 1
+                tally.seconds = time.monotonic() - begun
+                about = f"{name}: {tally.tried} tried, {tally.counts['refused']} refused, {tally.failed} failed"
+                progress.update(bar, description=about)
+    finally:
+        if worker is not None:
+            worker.close()
+    return tally
+
+
+def _fail(
+    fuzz: Fuzz,
+    attempt: Callable[[Case], Outcome],
+    tally: Tally,
+    case: Case,
+    outcome: Outcome,
+    number: int,
+    folder: Path | None,
+    console: Console,
+) -> None:
+    """Tell a failure; of each fault the first is made smaller and saved."""
+    fault = f"{outcome.kind} {outcome.fault}"
+    tally.faults[fault] += 1
+    if tally.faults[fault] > 1:
+        return
+    case, outcome = shrunk(fuzz, attempt, case, outcome)
+    console.print(Text(f"{outcome.kind}, case {number} of seed {tally.seed}: {outcome.about}"), soft_wrap=True)
+    if (line := fuzz.command(case)) is not None:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    if folder is not None:
+        path = folder / f"{tally.name}-{tally.seed}-{number}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps({"cases": tally.name, "case": case, "outcome": asdict(outcome)}, indent=1) + "\n")
+        tally.saved[fault] = path
+        console.print(Text(f"  python -m dllm_sampler.eval.fuzz {tally.name} --case {path}"), soft_wrap=True)
+
+
+def replayed(path: Path) -> tuple[str, Outcome]:
+    """The class of a saved case, and how it ends now.
+
+    Raises:
+        UserError: the file holds no case.
+    """
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        name, case = saved["cases"], saved["case"]
+        named(name)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, ImportError):
+        raise UserError(f"{path} is no case that a fuzz run saved") from None
+    worker = Worker(name)
+    try:
+        return name, worker(case)
+    finally:
+        worker.close()

@@ -1,0 +1,224 @@
+"""Bad inputs: each command, and each call of Python, ends in one sentence or in a right answer."""
+
+from __future__ import annotations
+
+import base64
+import shlex
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import ClassVar
+
+from dllm_sampler.eval.fuzz import calls, mutations, scene
+from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome
+
+CONFORMANCE = "python -m dllm_sampler.eval.conformance"
+LINES = 12  # of a refusal, warnings included
+MINI = ["task.operation=copy", "task.count=2", "max_new_tokens=8", "device=cpu"]
+TRAIN = ["train=mini", "train.steps=1", "train.data.size=64", "train.data.batch_tokens=100", "train.output=new"]
+BASE = {  # words that run in a moment
+    "dllm-sample": ["copy: Ada", "model=ck", "max_new_tokens=6", "device=cpu"],
+    "dllm-eval": [*MINI, "output=new", "oracle=false"],
+    "dllm-train": TRAIN,
+    "dllm-tune": [*MINI, "tune.trials=1", "output=new"],
+    "dllm-report": ["runs", "--csv", "-"],
+    CONFORMANCE: ["."],
+}
+WHOLE, REAL, TRUTH, NAME = "whole", "real", "truth", "name"
+KEYS: dict[str, list[tuple[str, str, str]]] = {  # settings of each command: key, a right value, what it is
+    "dllm-sample": [
+        *((key, "2", WHOLE) for key in ("samples", "block_length", "batch_size", "max_steps", "poll_every")),
+        *((key, "2", WHOLE) for key in ("top_k", "max_new_tokens", "draft_length", "blocks.length")),
+        *((key, "0.5", REAL) for key in ("temperature", "top_p", "scheduler.threshold", "model.cfg_scale")),
+        *((key, "false", TRUTH) for key in ("compat", "chat", "draft_scheduled", "stream")),
+        *(("scheduler", name, NAME) for name in ("threshold", "wino", "klass", "own", "apd", "freedave")),
+        *(("cache", name, NAME) for name in ("none", "dual", "dkv", "block_causal", "elastic")),
+        ("stop", "truncate", NAME), ("blocks", "full", NAME), ("guide", "top_k", NAME), ("dtype", "float32", NAME),
+        ("batching", "static", NAME), ("backend", "torch", NAME), ("device", "cpu", NAME), ("seed", "3", "seed"),
+        ("experiment", "mine", NAME), ("stop_strings", "Ben", "text"), ("prefix", "Ada", "text"),
+        ("infill", "Ada {gap:3} Ben", "text"), ("forms", "0", "text"), ("output", "out.jsonl", "text"),
+        ("prompts_file", "prompts.jsonl", "text"), ("target", "ck", "text"), ("cuda_graph", "auto", "text"),
+        ("compile", "false", "text"), ("stream_delay", "0.1", "text"), ("separator", "1", "text"),
+    ],
+    "dllm-eval": [
+        *((key, "2", WHOLE) for key in ("max_new_tokens", "batch_size", "task.count", "max_steps", "block_length")),
+        ("temperature", "0.5", REAL), ("oracle", "false", TRUTH), ("guided", "false", TRUTH), ("seed", "3", "seed"),
+        ("task", "copy", NAME), ("scheduler", "threshold", NAME), ("suite", "compare", NAME), ("cache", "dual", NAME),
+        ("report", "r.html", "text"), ("task.operation", "sort", NAME), ("batching", "static", NAME),
+    ],
+    "dllm-train": [
+        *((f"train.{key}", "1", WHOLE) for key in ("steps", "checkpoint_every", "model.num_layers", "data.size")),
+        *((f"train.{key}", "0.1", REAL) for key in ("learning_rate", "decay", "clip", "init_std", "data.long")),
+        ("train", "mini", NAME), ("train.seed", "1", "seed"), ("train.betas", "[0.9,0.9]", "text"),
+        ("train.tracker", "null", "text"), ("train.device", "cpu", NAME), ("train.data.tails", "[1,0]", "text"),
+        ("train.data.phases", "{'0': {copy: 1}}", "text"),
+    ],
+    "dllm-tune": [
+        ("tune.trials", "1", WHOLE), ("tune.loss", "1.0", REAL), ("tune", "fast", NAME), ("tune.seed", "1", "seed"),
+        ("tune.measure", "answer_tokens_per_forward", NAME), ("tune.space", "{cache: {none: {}}}", "text"),
+    ],
+}  # fmt: skip
+WRONG = {  # values that no setting of a kind has
+    WHOLE: ("abc", "1.5", "[1]", "{a: 1}", "nan", "-1", "-99999999999999999999", "true", "1e3x"),
+    REAL: ("abc", "[1]", "{a: 1}", "nan", "true", "-1", "0..5"),
+    TRUTH: ("maybe", "2", "[true]", "1.5"),
+    NAME: ("nothing_of_that_name", "{a: 1}", "12"),
+    "seed": ("abc", "1.5", "[1]", "{a: 1}", "9" * 30),
+}
+FORM = ["a", "max_new_tokens=9"]
+FILES: list[tuple[str, list[str], str]] = [  # a command, its words, and the file that is changed
+    *(("dllm-sample", BASE["dllm-sample"], f"ck/{name}.json") for name in ("config", "tokenizer", "tokenizer_config")),
+    ("dllm-sample", [*BASE["dllm-sample"], "chat=true"], "ck/tokenizer_config.json"),
+    ("dllm-sample", BASE["dllm-sample"], "ck/config.json"),
+    ("dllm-sample", BASE["dllm-sample"], "ck/model.safetensors"),
+    ("dllm-sample", [*BASE["dllm-sample"][1:], "prompts_file=prompts.jsonl"], "prompts.jsonl"),
+    ("dllm-sample", [*BASE["dllm-sample"][1:], "prompts_file=prompts.txt"], "prompts.txt"),
+    ("dllm-sample", [*FORM, "guide=json_schema", "guide.json_schema.schema=schema.json"], "schema.json"),
+    ("dllm-sample", [*FORM, "guide=grammar", "guide.grammar.grammar=own.grammar"], "own.grammar"),
+    ("dllm-sample", [*BASE["dllm-sample"], "scheduler=own"], "conf/scheduler/own.yaml"),
+    ("dllm-sample", [*BASE["dllm-sample"], "experiment=mine"], "conf/experiment/mine.yaml"),
+    ("dllm-sample", ["a", "scheduler=learn2pd", "scheduler.filter=filter.safetensors"], "filter.safetensors"),
+    ("dllm-eval", ["task=jsonl", "task.file=task.jsonl", "max_new_tokens=4", "output=new"], "task.jsonl"),
+    ("dllm-report", ["runs", "--csv", "-"], "runs/one/run.json"),
+    ("dllm-report", ["runs", "--csv", "-"], "runs/one/samples.jsonl"),
+    (CONFORMANCE, ["."], "traces/t.jsonl"),
+    (CONFORMANCE, ["."], "ck/config.json"),
+]  # fmt: skip
+
+
+class Inputs:
+    """Words, files and arguments with mistakes in them."""
+
+    limit: ClassVar[float] = 60.0
+
+    def draw(self, random: Random) -> Case:
+        """A command with a mistake, or a call."""
+        how = random.random()
+        if how < 0.2:
+            return calls.draw(random)
+        if how < 0.6:
+            return _file(random)
+        return _words(random)
+
+    def check(self, case: Case) -> Outcome:
+        """Run it where nothing else is."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if case["command"] == "call":
+                return calls.check(case)
+            with scene.copied() as folder:
+                if case["file"] is not None:
+                    changed(case, folder)
+                return self._judged(case)
+
+    def _judged(self, case: Case) -> Outcome:
+        """What the command's end means."""
+        command, words = case["command"], case["words"]
+        try:
+            late = self.limit - 5
+            ended = scene.started(command, words, late) if case["process"] else scene.called(command, words)
+        except subprocess.TimeoutExpired:
+            return Outcome("hang", f"no end after {self.limit - 5:.0f} s", "hang")
+        if "Traceback (most recent call last)" in ended.err:
+            last = ended.err.strip().splitlines()[-1][:300]
+            return Outcome("traceback", last, last.partition(":")[0])
+        if ended.status == 0 or (command == CONFORMANCE and ended.status == 1):
+            if case["must"]:
+                return Outcome("wrong", f"exit 0 in spite of {case['must']}", f"accepted {case['must']}")
+            return PASSED
+        lines = ended.err.strip().splitlines()
+        if ended.status != 2:
+            return Outcome("wrong", f"exit {ended.status}: {lines[-1:]}", f"exit {ended.status}")
+        if not lines or len(lines) > LINES or len(ended.err) > LONGEST:
+            about = f"{len(lines)} lines of {len(ended.err)} signs: {ended.err[:200]!r}"
+            return Outcome("wrong", f"the refusal is no sentence, {about}", "refusal")
+        return Outcome("refused", lines[-1])
+
+    def simpler(self, case: Case) -> Iterator[Case]:
+        """Without one of the words."""
+        if case["command"] == "call":
+            return
+        if case["process"]:
+            yield case | {"process": False}
+        for at in range(len(case["words"])):
+            yield case | {"words": case["words"][:at] + case["words"][at + 1 :]}
+
+    def command(self, case: Case) -> str | None:
+        """The command line, where no file is needed and a shell can say it."""
+        if case["command"] == "call" or case["file"] is not None or any("\x00" in word for word in case["words"]):
+            return None
+        return f"{case['command']} {shlex.join(case['words'])}"
+
+
+FUZZ = Inputs()
+
+
+def _case(random: Random, command: str, words: list[str], file: dict[str, str] | None, must: str = "") -> Case:
+    sayable = all("\x00" not in word and len(word) < 10_000 for word in words)
+    try:
+        "".join(words).encode()
+    except UnicodeEncodeError:
+        sayable = False
+    process = sayable and random.random() < 0.02
+    return {"command": command, "words": words, "file": file, "must": must, "process": process}
+
+
+def _words(random: Random) -> Case:
+    """A command line with one or two strange words; `must` says which mistake may not be accepted."""
+    command = random.choices([*BASE], [8, 3, 3, 1, 2, 1])[0]
+    words, must = list(BASE[command]), ""
+    if command not in KEYS:
+        strange = random.choice([*mutations.WORDS, "--title", "--replays=-1", "--nothing", "--json=x/y", "--output=x"])
+        words.insert(random.randint(0, len(words)), strange)
+        return _case(random, command, words, None)
+    key, right, kind = random.choice(KEYS[command])
+    how = random.choice(["typo", "name", "kind", "kind", "any", "any", "text"])
+    if how == "typo":
+        wrong, known = mutations.typo(random, key), {one for one, _, _ in KEYS[command]}
+        must = "an unknown key" if wrong.isidentifier() and wrong not in known and len(wrong) > 2 else ""
+        word = f"{wrong}={right}"
+    elif how == "name" and kind == NAME:
+        word = f"{key}={mutations.typo(random, right)}"
+    elif how == "kind" and kind in WRONG:
+        word, must = f"{key}={random.choice(WRONG[kind])}", "a value of another kind"
+    elif how == "text":
+        word = mutations.text(random, f"{key}={right}")
+    else:
+        word = f"{key}={random.choice(mutations.WORDS)}"
+    words = [one for one in words if not one.startswith(f"{key}=")]
+    if must and key not in OWNED:
+        words.append(word)
+        return _case(random, command, words, None, must)
+    words.append(word)
+    return _case(random, command, words, None)
+
+
+SIZES = ("d_model", "n_layers", "mlp_hidden_size", "embedding_size", "n_heads")
+SURE = {"ck/config.json": SIZES, "ck/model.safetensors": ()}  # files of which some changes may never be accepted
+OWNED = ("stream", "train", "tune")  # another value of these may make other words right
+
+
+def _file(random: Random) -> Case:
+    """A command that reads a changed file."""
+    command, words, name = random.choice(FILES)
+    content = (scene.scene() / name).read_bytes()
+    if command == "dllm-sample" and name in SURE and random.random() < 0.4:
+        content, must = mutations.wrong_size(random, content, SURE[name])
+        return _case(random, command, list(words), _saved(name, content), must)
+    for _ in range(random.choice([1, 1, 2])):
+        try:
+            content = mutations.file(random, content, name)
+        except (ValueError, IndexError, RecursionError, OverflowError):  # a file that was broken before
+            break
+    return _case(random, command, list(words), _saved(name, content))
+
+
+def _saved(name: str, content: bytes) -> dict[str, str]:
+    return {"name": name, "content": base64.b64encode(content).decode()}
+
+
+def changed(case: Case, folder: Path) -> None:
+    """Put the case's file into the scene."""
+    (folder / case["file"]["name"]).write_bytes(base64.b64decode(case["file"]["content"]))

@@ -1,0 +1,224 @@
+"""The fuzz: a short run of each kind finds nothing, a planted fault is found, made smaller, saved and replayed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from rich.console import Console
+
+from dllm_sampler import UserError
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, kills, left, mutations, rows
+from dllm_sampler.eval.fuzz.__main__ import main
+from dllm_sampler.eval.fuzz.harness import PASSED, Case, Outcome, crashed, drawn, guarded, sentence, shrunk
+
+QUIET = Console(quiet=True)
+
+
+def tried(name: str, count: int, first: int = 0, folder: Path | None = None) -> harness.Tally:
+    """Cases of seed 0, in this process."""
+    check = harness.named(name).check
+    return harness.run(
+        name, 0, cases=count, first=first, folder=folder, attempt=lambda case: guarded(check, case), console=QUIET
+    )
+
+
+def test_a_row_is_the_row_alone_whatever_the_configuration() -> None:
+    tally = tried("batches", 18)
+    assert tally.failed == 0, tally.faults
+    assert tally.counts["passed"] >= 5 and tally.counts["refused"] >= 5
+
+
+def test_bad_inputs_end_in_a_sentence() -> None:
+    tally = tried("inputs", 12, first=100)
+    assert tally.failed == 0, tally.faults
+    assert tally.counts["refused"] >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "seconds"), [("batches", 120), ("inputs", 120), ("kills", 240)])
+def test_a_long_run(name: str, seconds: int, tmp_path: Path) -> None:
+    assert main([name, "--seconds", str(seconds), "--seed", "1", "--output", str(tmp_path)]) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_of_the_batch_is_found_and_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that count a step too many where there are two of them."""
+    advance = Canvas.advance
+
+    def wrong(self: Canvas, *given: Any, **named: Any) -> Canvas:
+        after = advance(self, *given, **named)
+        vars(after)["nfe"] = after.nfe + (len(after.nfe) > 1)
+        return after
+
+    monkeypatch.setattr(Canvas, "advance", wrong)
+    tally = tried("batches", 6, folder=tmp_path)
+    assert tally.failed > 0 and tally.tried == 6
+    (file, *_) = tmp_path.iterdir()
+    saved = json.loads(file.read_text())["case"]
+    assert len(saved["prompts"]) == 2 and saved["guide"] == [] and saved["many"] is None
+    assert guarded(batches.FUZZ.check, saved).kind == "wrong"
+    monkeypatch.setattr(Canvas, "advance", advance)
+    assert guarded(batches.FUZZ.check, saved).kind in ("passed", "refused")
+
+
+@pytest.mark.parametrize("name", ["batches", "inputs", "kills"])
+def test_a_case_is_the_same_in_every_process(name: str) -> None:
+    for number in range(30):
+        case = drawn(name, 3, number)
+        assert case == drawn(name, 3, number) == json.loads(json.dumps(case))
+        for one in harness.named(name).simpler(case):
+            assert one != case and one.keys() == case.keys()
+
+
+def test_every_broken_promise_of_a_result_is_seen() -> None:
+    plain = {group: {"name": name} for group, name in (("cache", "none"), ("blocks", "fixed"), ("stop", "none"))}
+    case: Case = {
+        **batches.OPTIONAL, **plain, "family": "llada", "dtype": "float64", "scheduler": {"name": "threshold"},
+        "prompts": [[5, 11], [7]], "tokens": 6, "seeds": [1, 2],
+    }  # fmt: skip
+    sampler = batches.built(case)
+
+    def result() -> Any:
+        return sampler.generate(case["prompts"], max_new_tokens=6, seed=case["seeds"])
+
+    assert rows.broken(result(), case, sampler) == ""
+    for field, value, says in [
+        ("tokens", 39, "mask"), ("tokens", -1, "vocabulary"), ("lengths", 9, "length"), ("nfe", 0, "forward"),
+        ("complete", False, "reason"),
+    ]:  # fmt: skip
+        bad = result()
+        getattr(bad, field)[1] = value
+        assert says in rows.broken(bad, case, sampler), field
+    for field, value, says in [
+        ("ids", 3, "prompt changed"),
+        ("logprob", float("nan"), "not finite"),
+        ("logprob", 1, "1"),
+    ]:
+        bad = result()
+        getattr(bad.trace, field)[:] = value
+        assert says in rows.broken(bad, case, sampler), field
+    given = case | {"given": {"suffix": [[1], [2]]}}
+    assert "given token" in rows.broken(result(), given, sampler)
+    assert "max_steps" in rows.broken(result(), case | {"max_steps": 1}, sampler)
+    one, two = result(), result()
+    assert rows.unlike(one, 0, two, exact=True, computed=True) == ""
+    two.trace.logprob[0] += 1e-6
+    assert "logprob" in rows.unlike(one, 0, two, exact=True, computed=True)
+    assert rows.unlike(one, 0, two, exact=False, computed=True) == ""
+    two.tokens[0, 2] += 1
+    assert "tokens" in rows.unlike(one, 0, two, exact=False, computed=True)
+
+
+def test_what_an_ending_means() -> None:
+    def ended(words: list[str], must: str = "") -> Outcome:
+        case = {"command": "dllm-sample", "words": words, "file": None, "must": must, "process": False}
+        return guarded(inputs.FUZZ.check, case)
+
+    right = ["copy: Ada", "model=ck", "max_new_tokens=4", "device=cpu"]
+    assert ended(right) == PASSED
+    assert ended(right, "a mistake").kind == "wrong"
+    assert ended([*right, "shceduler=fixed"]).kind == "refused"
+    assert sentence("a sentence").kind == "refused"
+    assert sentence("").kind == sentence("x" * 99999).kind == "wrong"
+    with pytest.raises(IndexError) as raised:
+        torch.zeros(2)[5]
+    assert crashed(raised.value).kind == "traceback" and "IndexError" in crashed(raised.value).fault
+    assert guarded(lambda case: calls.check(case), {"call": "generate", "given": {}, "family": "llada"}) == PASSED
+
+
+def test_mutations_change_what_they_are_given() -> None:
+    random = Random(0)
+    node = {"a": [1, {"b": "c"}], "d": 2.5}
+    changed = sum(mutations.value(random, node) != node for _ in range(50))
+    assert changed > 40 and node == {"a": [1, {"b": "c"}], "d": 2.5}
+    assert sum(mutations.typo(random, "threshold") != "threshold" for _ in range(50)) > 40
+    assert len({mutations.file(random, b'{"a": 1}', "x.json") for _ in range(50)}) > 10
+
+
+class Planted:
+    """Cases of numbers; what takes too long, dies or is even shows."""
+
+    limit: ClassVar[float] = 1.0
+
+    def draw(self, random: Random) -> Case:
+        return {"items": [random.randint(0, 99) for _ in range(6)]}
+
+    def check(self, case: Case) -> Outcome:
+        if case["items"] == ["sleep"]:
+            time.sleep(60)
+        if case["items"] == ["die"]:
+            raise SystemExit(3)
+        if case["items"] == ["refuse"]:
+            raise UserError("no")
+        return Outcome("wrong", "an even one", "even") if any(one % 2 == 0 for one in case["items"]) else PASSED
+
+    def simpler(self, case: Case) -> Iterator[Case]:
+        for at in range(len(case["items"])):
+            yield {"items": case["items"][:at] + case["items"][at + 1 :]}
+
+    def command(self, case: Case) -> str | None:
+        return "echo" if case["items"] else None
+
+
+def test_shrinking_ends_at_one_item() -> None:
+    fuzz, case = Planted(), {"items": [1, 3, 4, 5, 6]}
+    small, outcome = shrunk(fuzz, fuzz.check, case, fuzz.check(case))
+    assert len(small["items"]) == 1 and small["items"][0] % 2 == 0 and outcome.fault == "even"
+
+
+@pytest.mark.slow
+def test_what_hangs_or_dies_is_told_and_the_next_case_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from multiprocessing import get_context
+
+    monkeypatch.setattr(harness, "named", lambda name: Planted())
+    monkeypatch.setattr(harness.multiprocessing, "get_context", lambda kind: get_context("fork"))
+    worker = harness.Worker("planted")
+    kinds = [worker({"items": items}).kind for items in (["sleep"], ["die"], ["refuse"], [1], [2])]
+    worker.close()
+    assert kinds == ["hang", "traceback", "refused", "passed", "wrong"]
+
+
+def test_mistakes_of_the_command_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    for words in (
+        ["nothing"],
+        ["batches", "--seconds", "0"],
+        ["batches", "--first", "-1"],
+        ["batches", "--case", "no"],
+    ):
+        assert main(words) == 2
+    assert main(["batches", "--case", str(tmp_path / "x.json")]) == 2
+    assert capsys.readouterr().err.count("fuzz: ") == 5
+
+
+def test_lost_and_doubled_records_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    file = tmp_path / "out/o.jsonl"
+    whole = [json.dumps({"index": at, "time": at / 7}) + "\n" for at in range(4)]
+    file.write_text("".join(whole))
+    result = left.result("sample", tmp_path)
+    assert left.unlike("sample", tmp_path, result) == left.torn("sample", tmp_path, result) == ""
+    file.write_text("".join(whole).replace("0.", "1."))
+    assert left.unlike("sample", tmp_path, result) == "", "times may differ"
+    file.write_text("".join(whole[:3]))
+    assert "3 of 4" in left.unlike("sample", tmp_path, result) and left.torn("sample", tmp_path, result) == ""
+    file.write_text("".join([*whole, whole[1]]))
+    assert "twice" in left.torn("sample", tmp_path, result) and left.unlike("sample", tmp_path, result)
+    file.write_text(whole[0] + '{"ind' + whole[1])
+    assert "broken line" in left.torn("sample", tmp_path, result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["sample", "eval", "train", "tune"])
+@pytest.mark.parametrize("how", ["kill", "int", "full", "two", "clock"])
+def test_a_disturbed_run_is_completed(what: str, how: str) -> None:
+    case = {"what": what, "troubles": [{"how": how, "share": 0.5, "delay": 0}], "seed": 1}
+    assert guarded(kills.FUZZ.check, case).kind == "passed"

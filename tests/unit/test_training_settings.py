@@ -1,0 +1,79 @@
+"""Numbers with which nothing can be trained are refused before anything runs."""
+
+import pytest
+
+from dllm_sampler import UserError
+from dllm_sampler.training.cli import main, trainer
+from dllm_sampler.training.data import Pools
+from dllm_sampler.training.settings import check_shape
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("learning_rate=-1", "learning_rate must be a number above 0"),
+        ("learning_rate=nan", "learning_rate"),
+        ("clip=0", "clip must be a number above 0"),
+        ("weight_decay=inf", "weight_decay must be"),
+        ("init_std=nan", "init_std must be"),
+        ("embedding_std=-0.5", "embedding_std must be"),
+        ("decay=2", "decay must be a share between 0 and 1"),
+        ("warmup=-1", "warmup must be a whole number of at least 0"),
+        ("betas=[0.9,1.0]", "betas must be two numbers from 0 to below 1"),
+        ("steps=99999999999", "steps must be a whole number up to 4294967295"),
+        ("seed=99999999999", "seed must be a whole number up to 2147483647"),
+    ],
+)
+def test_numbers_of_an_optimizer(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        trainer(["train=mini", f"train.{word}"])
+
+
+@pytest.mark.parametrize("train", ["filter", "distill", "deer", "grpo", "cjgrpo"])
+def test_every_trainer_checks_its_numbers(train: str) -> None:
+    assert trainer([f"train={train}", "train.seed=3"])
+    with pytest.raises(UserError, match=r"train\.seed must be a whole number up to"):
+        trainer([f"train={train}", "train.seed=99999999999"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("size", 0, "size must be a whole number of at least 1"),
+        ("batch_tokens", -1, "batch_tokens must be"),
+        ("long", 1.5, "long must be a share"),
+        ("tails", (0.0, 0.0), "tails must be numbers of at least 0, one of them above"),
+        ("tails", (float("nan"),), "tails"),
+        ("phases", {}, "must begin with the pool 0"),
+        ("phases", {"3": {"copy": 1}}, "must begin with the pool 0"),
+        ("phases", {"0": {"copy": -1}}, r"phases\.0 must be numbers"),
+    ],
+)
+def test_numbers_of_the_data(field: str, value: object, said: str) -> None:
+    right = {
+        "seed": 0, "phases": {"0": {"copy": 1}}, "size": 4, "batch_tokens": 9, "tails": (1.0,), "long": 0.1,
+        "max_response": 9,
+    }  # fmt: skip
+    assert Pools(**right)
+    with pytest.raises(UserError, match=said):
+        Pools(**{**right, field: value})
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"num_layers": -1}, "num_layers must be a whole number of at least 1"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "multiple of num_kv_heads"),
+        ({"head_dim": 7}, "even"),
+        ({"norm_eps": float("nan")}, "norm_eps"),
+    ],
+)
+def test_shapes_of_a_network(shape: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_shape(shape)
+
+
+def test_the_command_says_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train=mini", "train.model.num_layers=-1", "train.device=cpu"]) == 2
+    assert "train.model.num_layers must be" in capsys.readouterr().err
