@@ -17,12 +17,10 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from dllm_sampler.core.functions import function
+from dllm_sampler.core.functions import function, resolve
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.naming import typed
 
@@ -30,6 +28,11 @@ if TYPE_CHECKING:  # this module imports no torch: commands read their settings 
     from dllm_sampler.core.values import Noise
 
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
+# What a class must extend that a YAML of the group names. Named, not imported: that would bring torch.
+BASES = {
+    **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
+    "task": "dllm_sampler.eval.tasks.base:Task",
+}
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
 BATCHING = ("in_flight", "static")
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
@@ -197,6 +200,24 @@ def check(owner: str, target: Any, values: Mapping[str, object]) -> dict[str, An
     return checked
 
 
+def plugin_class(owner: str, group: str, target: str) -> type:
+    """The class that the `_target_` of a plug-in names. Its module is imported, and nothing is called.
+
+    Args:
+        owner: what an error calls the plug-in, as in `scheduler=threshold`.
+        group: `scheduler`, `blocks`, `stop`, `cache`, `guide` or `task`.
+        target: `package.module.Class`, as `core.functions.resolve` finds it.
+
+    Raises:
+        UserError: there is none, or it is no class of the group's plug-ins.
+    """
+    found: Any = function(f"{owner}: _target_", target)
+    base = resolve(BASES[group])
+    if not inspect.isclass(found) or not issubclass(found, base):
+        raise UserError(f"{owner}: _target_ should name a class that extends {base.__name__}, and {target} is none")
+    return found
+
+
 def _one(group: str, spec: object) -> Any:
     """One plug-in from a name, a mapping or an object."""
     if spec is None:
@@ -220,17 +241,8 @@ def _one(group: str, spec: object) -> Any:
         if given:
             raise unknown(f"field of {owner}", next(iter(given)), [])
         return None
-    try:
-        cls = function(f"{owner}: _target_", str(target))
-        hints = _hints(cls) if inspect.isclass(cls) else {}
-        nested = {key: _nested(hints.get(key), value) for key, value in given.items()}
-    except UserError:
-        raise
-    except (ImportError, AttributeError, ValueError, HydraException) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{owner}: a _target_ cannot be had ({reason})") from error
-    if not inspect.isclass(cls):
-        raise UserError(f"{owner}: _target_ should name a class, and {target} is none")
+    cls = plugin_class(owner, group, str(target))
+    nested = {key: _nested(_hints(cls).get(key), value) for key, value in given.items()}
     for key, value in nested.items():
         if isinstance(value, int) and abs(value) >= 2**31:
             raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
@@ -241,12 +253,8 @@ def _one(group: str, spec: object) -> Any:
 
 def _nested(hint: Any, value: object) -> Any:
     """A field of a plug-in: where a scheduler belongs, it is named like any other."""
-    if getattr(hint, "__name__", "") == "Scheduler" and isinstance(value, str | Mapping):  # its module needs torch
-        return _one("scheduler", value)
-    if not isinstance(value, Mapping) or "_target_" not in value:
-        return value
-    function("_target_", str(value["_target_"]))  # Hydra then finds it, in the working directory too
-    return instantiate(value)
+    scheduler = getattr(hint, "__name__", "") == "Scheduler"  # not imported: its module needs torch
+    return _one("scheduler", value) if scheduler and isinstance(value, str | Mapping) else value
 
 
 @cache
