@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.functions import function, resolve
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.naming import typed
+from dllm_sampler.paths import expanded
 
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
     from dllm_sampler.core.values import Noise
@@ -167,12 +168,12 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
 
 def checkpoint(name: str) -> str:
     """`name` if it can be a checkpoint: an existing folder, or a hub id written `org/name`."""
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser())
+    if (folder := expanded("model", name)).is_dir():
+        return str(folder)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "~")):
         return name
     if "/" in name or name.startswith((".", "~")):
-        raise UserError(f"there is no folder '{name}' to load a model from")
+        raise UserError(f"there is no folder '{short(name)}' to load a model from")
     raise unknown(
         "model",
         name,
@@ -296,7 +297,7 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
         quote = "; a number in quotes is a string" if number else ""
-        raise UserError(f"{what} should be {_expected(error)}, not {value!r}{quote}") from None
+        raise UserError(f"{what} should be {_expected(error)}, not {short(repr(value))}{quote}") from None
 
 
 def _expected(error: ValidationError) -> str:

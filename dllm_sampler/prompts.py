@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler import chat
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 
-Message = Mapping[str, str]
+Message = chat.Message
 
 
 @dataclass(frozen=True)
@@ -223,21 +223,10 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) ->
             f"prompt {number} is text, but this checkpoint has no tokenizer: give token ids, or add its files"
         )
     if not text:
-        return _chat(prompt, tokenizer, number)
+        return chat.ids(prompt, tokenizer, f"prompt {number}")
     if not prompt.strip():
         raise UserError(f"prompt {number} is empty: give it at least one token")
     return text_ids(prompt, tokenizer, f"prompt {number}")
-
-
-def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
-    if tokenizer.chat_template is None:
-        raise UserError(f"prompt {number} has chat messages, but this model's tokenizer has no chat template")
-    chat = [dict(message) for message in messages]
-    try:
-        encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise UserError(f"prompt {number} does not fit this model's chat template: {error}") from error
-    return list(encoded["input_ids"])
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True) -> list[int]:

@@ -22,6 +22,7 @@ from dllm_sampler.cli.yours import FLAG, choices, entry, holders, own, trusts
 from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
+from dllm_sampler.paths import expanded
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
@@ -64,6 +65,9 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
+        for name in ("output", "report"):
+            if (path := getattr(self, name)) is not None:
+                expanded(name, path)
         if self.batching not in BATCHING:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
 

@@ -181,7 +181,7 @@ def parse(word: str) -> Override:
     """
     try:
         return OverridesParser.create().parse_override(word)
-    except HydraException:
+    except (HydraException, RecursionError):
         raise UserError(unreadable(word)) from None
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dllm_sampler.config import BATCHING, DTYPES
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.paths import expanded
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
@@ -51,6 +52,9 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
+        for name in ("prompts_file", "output", "target"):
+            if (path := getattr(self, name)) not in (None, "-"):
+                expanded(name, path)
         if self.batching not in BATCHING:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
         if self.dtype.removeprefix("torch.") not in DTYPES:

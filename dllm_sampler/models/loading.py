@@ -23,6 +23,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family, Fields
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.paths import expanded
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -114,7 +115,7 @@ def load(
 
 def find(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Path:
     """The checkpoint's folder; a hub id is downloaded (config, safetensors, tokenizer, filter) unless it is cached."""
-    folder = Path(path).expanduser()
+    folder = expanded("model.path", path)
     if folder.is_dir():
         return folder
     name = str(path)
@@ -169,6 +170,8 @@ def load_tokenizer(
         return None
     settings = weights.read_json(folder / files[1]) if (folder / files[1]).is_file() else {}
     code = settings.get("auto_map") or {}
+    if not isinstance(code, list | dict):
+        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {code!r}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(f"the tokenizer of {folder} is code of its own: allow it to run with trust_remote_code=true")
     try:

@@ -137,7 +137,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         parsed = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error})") from None
     if not isinstance(parsed, dict):
         raise UserError(f"{file} should hold a JSON object, not a {type(parsed).__name__}")

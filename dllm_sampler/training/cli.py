@@ -16,6 +16,7 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import about, written
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.paths import expanded
 
 USAGE = """\
 Train a model.
@@ -81,6 +82,8 @@ def trainer(words: Sequence[str]) -> Any:
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
+    if isinstance(settings.get("output"), str):
+        expanded("train.output", settings["output"])
     target = str(settings.pop("_target_"))
     cls: Any = function(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called

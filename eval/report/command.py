@@ -12,6 +12,7 @@ from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.markdown import write as write_file
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
+from dllm_sampler.paths import expanded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +61,7 @@ def check(output: str) -> Path:
 
 
 def _target(output: str) -> Path:
-    target = Path(output).expanduser()
+    target = expanded("--output", output)
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
     return target
@@ -98,7 +99,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     if output == "-":
         print(table, end="")
         return
-    target = Path(output).expanduser()
+    target = expanded("--csv", output)
     _make_folder(target)
     write_file(target, table)
     print(target)
