@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -22,7 +22,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.functions import function, resolve
 from dllm_sampler.errors import UserError, short, unknown
-from dllm_sampler.naming import typed
+from dllm_sampler.naming import named, typed
 from dllm_sampler.paths import expanded
 
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
@@ -163,7 +163,10 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     if name not in names("model"):
         given, name = {"path": checkpoint(name), **given}, CHECKPOINT
     owner = "model" if name == CHECKPOINT else f"model={name}"
-    return vars(ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given})))
+    made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
+    if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
+        raise UserError(f"{owner}: revision={made.revision} is for a hub id, and {made.path} is a folder: leave it out")
+    return vars(made)
 
 
 def checkpoint(name: str) -> str:
@@ -228,7 +231,7 @@ def _one(group: str, spec: object) -> Any:
     if isinstance(spec, DictConfig):
         spec = OmegaConf.to_container(spec, resolve=True)
     if not isinstance(spec, Mapping):
-        return spec
+        return _made(group, spec)
     given = {str(key): value for key, value in spec.items()}
     name, target = given.pop("name", None), given.pop("_target_", None)
     if target is None and name is None:
@@ -245,11 +248,26 @@ def _one(group: str, spec: object) -> Any:
     cls = plugin_class(owner, group, str(target))
     nested = {key: _nested(_hints(cls).get(key), value) for key, value in given.items()}
     for key, value in nested.items():
-        if isinstance(value, int) and abs(value) >= 2**31:
-            raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+        _check_size(owner, key, value)
     if name:
         typed(cls, str(name))
     return cls(**check(owner, cls, nested))
+
+
+def _made(group: str, plugin: object) -> object:
+    """A plug-in that was built in Python; the types of its fields are checked like those of a YAML."""
+    if is_dataclass(plugin) and not isinstance(plugin, type):
+        for one in fields(plugin):
+            if one.init:
+                value = getattr(plugin, one.name)
+                _typed(f"{group}={named(plugin)}: {one.name}", type(plugin), one.name, value)
+                _check_size(f"{group}={named(plugin)}", one.name, value)
+    return plugin
+
+
+def _check_size(owner: str, key: str, value: object) -> None:
+    if isinstance(value, int) and abs(value) >= 2**31:
+        raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
 
 
 def _nested(hint: Any, value: object) -> Any:

@@ -67,6 +67,7 @@ def settings(overrides: Sequence[str]) -> Settings:
     """
     composed = composition(SAMPLE, overrides)
     model, plugins = parts(composed)
+    config.model(model)  # a mistake in it shows here
     return Settings(Options(**config.check("", Options, composed.tree)), model, plugins)
 
 

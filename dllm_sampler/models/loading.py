@@ -16,8 +16,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
@@ -201,8 +200,8 @@ def as_device(device: torch.device | str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"unknown device {device!r}: the choices are auto, cpu, cuda, cuda:0 ...") from None
+    except (RuntimeError, TypeError, ValueError):
+        raise UserError(f"unknown device {short(repr(device))}: the choices are auto, cpu, cuda, cuda:0 ...") from None
     if found.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"a model cannot be sampled from on device {device}: the choices are auto, cpu, cuda, mps")
     if found.type == "mps" and not torch.backends.mps.is_available():
@@ -229,8 +228,10 @@ def _denoiser(
         # What ends an answer is for the generation config to say: of a chat model it is not the end of a text.
         sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int):
+            value = next(iter(value), None) if isinstance(value, list) else value
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise UserError(f"the configuration of {folder} has {name}={value!r}, which should be a token id")
+            if value is not None:
                 return value
         return None
 
@@ -286,21 +287,3 @@ def _reason(error: Exception) -> str:
 def _known() -> str:
     *names, last = (family.name for family in FAMILIES)
     return f"{', '.join(names)} and {last}"
-
-
-def check_denoiser(denoiser: object) -> None:
-    """Refuse what is no `Denoiser`, a bare module say."""
-    if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
-        raise UserError(
-            f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
-            " masked LM of transformers by dllm_sampler.models.huggingface.wrap"
-        )
-
-
-def check_name(model: object) -> None:
-    """Refuse a module where the name of a model belongs."""
-    if isinstance(model, torch.nn.Module):
-        raise UserError(
-            f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
-            " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
-        )

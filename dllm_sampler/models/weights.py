@@ -55,6 +55,8 @@ def fill(
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in (name for name in used if files[name] == file):
+                    if not (stored := str(opened.get_slice(name).get_dtype())).startswith(("F", "BF")):
+                        raise UserError(f"{file}: {name} holds {stored}, and weights are floating-point numbers")
                     found, wanted = tuple(opened.get_slice(name).get_shape()), _shape(ours[name], shapes)
                     if found != wanted:
                         wrong.append(f"{name} {list(found)} instead of {list(wanted)}")
