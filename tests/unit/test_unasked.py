@@ -46,6 +46,7 @@ PLANTED = {  # a file in ./conf, and a command that does not name it
     "scheduler/fixed": (POPEN, sample, ["copy: Ada", "scheduler=freedave", "scheduler.inner=fixed"]),
     "guide/top_p": (f"# @package guide.top_p\n{POPEN}", sample, ["copy: Ada", "guide=[top_p]"]),
     "experiment/fast-dllm": (f"# @package _global_\nscheduler: {{{EVIL.strip()}}}\n", sample, ["experiment=fast-dllm"]),
+    "guide/top_k": (f"# @package guide.top_k\n{POPEN}", sample, ["copy: Ada", "experiment=own"]),
     "scheduler/klass": (EVIL, sample, ["--help", "scheduler=klass"]),
     "task/mini": (EVIL, evaluate, ["task.count=1"]),
     "scheduler/wino": (EVIL, evaluate, ["scheduler=glob(win*)", "task.count=1"]),
@@ -58,6 +59,7 @@ PLANTED = {  # a file in ./conf, and a command that does not name it
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_file_with_the_name_of_ours_is_refused(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, command, words = PLANTED[name]
+    put(folder, "conf/experiment/own.yaml", "# @package _global_\ndefaults:\n  - override /guide: [top_k]\n")
     put(folder, f"conf/{name}.yaml", text)
     assert command(words) == 2
     said = capsys.readouterr().err
@@ -91,7 +93,7 @@ def test_the_same_file_is_no_other_one(folder: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("root", ["sample", "hydra/config", "hydra/job_logging/default", "hydra/env/default"])
 def test_files_outside_of_groups_are_not_read(root: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(folder, f"conf/{root}.yaml", f"# @package _global_\nscheduler: {{{EVIL.strip()}}}\noutput: RAN\n")
+    put(folder, f"conf/{root}.yaml", f"# @package _global_\nscheduler: {{{EVIL.strip()}}}\noutput: RAN\nplanted: 1\n")
     assert sample(["copy: Ada"]) == 0 and capsys.readouterr().out == "Ada\n"
     assert not (folder / "RAN").exists()
 
@@ -167,7 +169,9 @@ def test_other_commands_call_none_either(
     command: Callable[[list[str]], int], words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(words) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert command is not train or "_target_" not in words[-1] or "should name a dataclass with a method run" in said
     assert not (folder / "RAN").exists()
 
 
