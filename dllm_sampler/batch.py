@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import infill, prompts
+from dllm_sampler.arguments import check_progress
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
@@ -49,6 +50,7 @@ def result(
     progress: Progress | None,
 ) -> Result:
     """See `Sampler.generate`."""
+    check_progress(progress)
     last: Commits | None = None
     every = int(progress is not None)
     for last in steps(
@@ -85,7 +87,7 @@ def steps(
 ) -> Iterator[Commits]:
     """Check the arguments of `Sampler.generate` or `Sampler.stream`, and start the loop."""
     found = prompts.stop_strings(stops, sampler.tokenizer)
-    check_count("samples", samples)
+    check_count("samples", samples, most=prompts.MOST)
     tasks = infill.encode(given, sampler.tokenizer, plugins, new_tokens, fixed)
     wrong = fixed.uneven(len(tasks))
     if wrong is not None:

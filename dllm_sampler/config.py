@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -17,19 +17,23 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from dllm_sampler.core.functions import function
-from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.naming import typed
+from dllm_sampler.core.functions import function, resolve
+from dllm_sampler.errors import UserError, short, unknown
+from dllm_sampler.naming import named, typed
+from dllm_sampler.paths import expanded
 
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
     from dllm_sampler.core.values import Noise
 
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
+# What a class must extend that a YAML of the group names. Named, not imported: that would bring torch.
+BASES = {
+    **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
+    "task": "dllm_sampler.eval.tasks.base:Task",
+}
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
 BATCHING = ("in_flight", "static")
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
@@ -159,17 +163,20 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     if name not in names("model"):
         given, name = {"path": checkpoint(name), **given}, CHECKPOINT
     owner = "model" if name == CHECKPOINT else f"model={name}"
-    return vars(ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given})))
+    made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
+    if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
+        raise UserError(f"{owner}: revision={made.revision} is for a hub id, and {made.path} is a folder: leave it out")
+    return vars(made)
 
 
 def checkpoint(name: str) -> str:
     """`name` if it can be a checkpoint: an existing folder, or a hub id written `org/name`."""
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser())
+    if (folder := expanded("model", name)).is_dir():
+        return str(folder)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "~")):
         return name
     if "/" in name or name.startswith((".", "~")):
-        raise UserError(f"there is no folder '{name}' to load a model from")
+        raise UserError(f"there is no folder '{short(name)}' to load a model from")
     raise unknown(
         "model",
         name,
@@ -197,6 +204,24 @@ def check(owner: str, target: Any, values: Mapping[str, object]) -> dict[str, An
     return checked
 
 
+def plugin_class(owner: str, group: str, target: str) -> type:
+    """The class that the `_target_` of a plug-in names. Its module is imported, and nothing is called.
+
+    Args:
+        owner: what an error calls the plug-in, as in `scheduler=threshold`.
+        group: `scheduler`, `blocks`, `stop`, `cache`, `guide` or `task`.
+        target: `package.module.Class`, as `core.functions.resolve` finds it.
+
+    Raises:
+        UserError: there is none, or it is no class of the group's plug-ins.
+    """
+    found: Any = function(f"{owner}: _target_", target)
+    base = resolve(BASES[group])
+    if not inspect.isclass(found) or not issubclass(found, base):
+        raise UserError(f"{owner}: _target_ should name a class that extends {base.__name__}, and {target} is none")
+    return found
+
+
 def _one(group: str, spec: object) -> Any:
     """One plug-in from a name, a mapping or an object."""
     if spec is None:
@@ -206,7 +231,7 @@ def _one(group: str, spec: object) -> Any:
     if isinstance(spec, DictConfig):
         spec = OmegaConf.to_container(spec, resolve=True)
     if not isinstance(spec, Mapping):
-        return spec
+        return _made(group, spec)
     given = {str(key): value for key, value in spec.items()}
     name, target = given.pop("name", None), given.pop("_target_", None)
     if target is None and name is None:
@@ -220,33 +245,35 @@ def _one(group: str, spec: object) -> Any:
         if given:
             raise unknown(f"field of {owner}", next(iter(given)), [])
         return None
-    try:
-        cls = function(f"{owner}: _target_", str(target))
-        hints = _hints(cls) if inspect.isclass(cls) else {}
-        nested = {key: _nested(hints.get(key), value) for key, value in given.items()}
-    except UserError:
-        raise
-    except (ImportError, AttributeError, ValueError, HydraException) as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"{owner}: a _target_ cannot be had ({reason})") from error
-    if not inspect.isclass(cls):
-        raise UserError(f"{owner}: _target_ should name a class, and {target} is none")
+    cls = plugin_class(owner, group, str(target))
+    nested = {key: _nested(_hints(cls).get(key), value) for key, value in given.items()}
     for key, value in nested.items():
-        if isinstance(value, int) and abs(value) >= 2**31:
-            raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+        _check_size(owner, key, value)
     if name:
         typed(cls, str(name))
     return cls(**check(owner, cls, nested))
 
 
+def _made(group: str, plugin: object) -> object:
+    """A plug-in that was built in Python; the types of its fields are checked like those of a YAML."""
+    if is_dataclass(plugin) and not isinstance(plugin, type):
+        for one in fields(plugin):
+            if one.init:
+                value = getattr(plugin, one.name)
+                _typed(f"{group}={named(plugin)}: {one.name}", type(plugin), one.name, value)
+                _check_size(f"{group}={named(plugin)}", one.name, value)
+    return plugin
+
+
+def _check_size(owner: str, key: str, value: object) -> None:
+    if isinstance(value, int) and abs(value) >= 2**31:
+        raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+
+
 def _nested(hint: Any, value: object) -> Any:
     """A field of a plug-in: where a scheduler belongs, it is named like any other."""
-    if getattr(hint, "__name__", "") == "Scheduler" and isinstance(value, str | Mapping):  # its module needs torch
-        return _one("scheduler", value)
-    if not isinstance(value, Mapping) or "_target_" not in value:
-        return value
-    function("_target_", str(value["_target_"]))  # Hydra then finds it, in the working directory too
-    return instantiate(value)
+    scheduler = getattr(hint, "__name__", "") == "Scheduler"  # not imported: its module needs torch
+    return _one("scheduler", value) if scheduler and isinstance(value, str | Mapping) else value
 
 
 @cache
@@ -288,7 +315,7 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
         quote = "; a number in quotes is a string" if number else ""
-        raise UserError(f"{what} should be {_expected(error)}, not {value!r}{quote}") from None
+        raise UserError(f"{what} should be {_expected(error)}, not {short(repr(value))}{quote}") from None
 
 
 def _expected(error: ValidationError) -> str:

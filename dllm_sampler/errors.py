@@ -25,10 +25,16 @@ def installing(extra: str) -> str:
     return f"pip install -c constraints.txt -e '.[{extra}]' (in a clone of dllm_sampler)"
 
 
+def short(text: str, most: int = 200) -> str:
+    """A text for a sentence: of one that is longer than `most` characters its beginning, and how long it is."""
+    return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"
+
+
 def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
     """The error for a word that is none of the choices: it names the nearest ones and lists them all."""
     known = list(choices)
-    near = " or ".join(f"'{name}'" for name in get_close_matches(word, known, n=2))
+    near = " or ".join(f"'{name}'" for name in get_close_matches(word[:200], known, n=2))
+    word = short(word)
     listing = f"the choices are {', '.join(known)}" if known else "it has none"
     return UserError(f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}"))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.given import FREE
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
@@ -46,7 +47,7 @@ class Fixed:
             found = () if value is None else [*value] if several else [value]
             return tuple(piece_ids(one, name, tokenizer, spec, masks) for one in found)
 
-        if isinstance(pinned, str):
+        if any(isinstance(one, str) for one in (pinned if isinstance(pinned, list | tuple) else [pinned])):
             raise UserError("pinned must be token ids, -1 where one is free: text goes into prefix, suffix or infill")
         return Fixed(rows("prefix", prefix), rows("suffix", suffix), rows("pinned", pinned, True))
 
@@ -107,7 +108,7 @@ def piece_ids(
         ids = prompts.text_ids(piece, tokenizer, name, special=False)
     else:
         ids = piece.tolist() if isinstance(piece, Tensor) else piece
-        if not isinstance(ids, list | tuple) or not all(isinstance(one, int) for one in ids):
+        if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
             raise UserError(f"{name} must be {'' if masks else 'text or '}token ids, not {piece!r:.60}")
     free = {FREE, spec.mask_id} if masks else set()
     for token in ids:

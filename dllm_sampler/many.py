@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
 from dllm_sampler import prompts as texts
+from dllm_sampler.arguments import check_progress
 from dllm_sampler.batch import Progress
 from dllm_sampler.config import BATCHING
 from dllm_sampler.core.checks import check_count
@@ -41,11 +42,13 @@ def answers(
     fixed: Fixed,
 ) -> Iterator[Answer]:
     """See `Sampler.generate_many`: its arguments, checked before the first prompt is read."""
-    check_count("batch_size", places)
-    check_count("samples", samples)
+    check_count("batch_size", places, most=texts.MOST)
+    check_count("samples", samples, most=texts.MOST)
     check_count("max_length", max_length, optional=True)
     new_tokens, seed = texts.numbers("max_new_tokens", new_tokens), texts.numbers("seed", seed)
     forms = texts.check_forms(forms, plugins.forms)
+    if max_length is not None:  # no prompt with its answer is longer than the context
+        max_length = min(max_length, sampler.denoiser.spec.max_positions)
     if isinstance(new_tokens, int):
         texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
     else:
@@ -54,8 +57,7 @@ def answers(
     for one in [seed] if isinstance(seed, int) else seed:
         if abs(one) >= 2**62:
             raise UserError(f"seed must be a whole number of 62 bits, not {one!r}")
-    if progress is not None and not callable(progress):
-        raise UserError(f"progress must be a function, not {progress!r}")
+    check_progress(progress)
     if max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
         raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
     for name, value, choices in (

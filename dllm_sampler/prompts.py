@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler import chat
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 
-Message = Mapping[str, str]
+Message = chat.Message
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Infill:
     prompt: str | Sequence[int] | Tensor | Sequence[Message] | None = None
 
 
+MOST = 2**20  # samples of a prompt, and prompts of a batch
+BYTES = bytes | bytearray | memoryview
+
 Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Infill
 
 
@@ -42,7 +47,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """
     if isinstance(prompts, Tensor):
         return list(prompts) if prompts.dim() == 2 else [prompts]
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | BYTES) or not isinstance(prompts, Sequence):
         return [prompts]
     found = list(prompts)
     return [found] if found and isinstance(found[0], int | Mapping) else found
@@ -111,8 +116,14 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
     Raises:
         UserError: something that is no whole number of 64 bits, or not one per row.
     """
-    found = [given + i for i in range(count)] if isinstance(given, int) else given
-    if not isinstance(found, Sequence) or not all(isinstance(one, int) and abs(one) < 2**63 for one in found):
+    found: Any = given
+    if isinstance(given, int) and is_whole(given):
+        found = [given + i for i in range(count)]
+    if (
+        not isinstance(found, Sequence)
+        or isinstance(found, BYTES)
+        or not all(is_whole(one) and abs(one) < 2**63 for one in found)
+    ):
         raise UserError(f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
     if len(found) != count:
         raise UserError(f"there are {len(found)} seeds for {count} prompts: give one number, or one per prompt")
@@ -206,10 +217,14 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
 
 def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[int]:
     if isinstance(prompt, Tensor):
-        if prompt.dim() != 1 or prompt.is_floating_point():
+        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
             raise UserError(f"prompt {number} must be a 1-D tensor of token ids, not {prompt.dim()}-D {prompt.dtype}")
         return prompt.tolist()
+    if isinstance(prompt, BYTES):
+        raise UserError(f"prompt {number} is bytes: give text, as by bytes.decode(), or a list of token ids")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
+        if any(isinstance(t, bool) for t in prompt):
+            raise UserError(f"prompt {number} has true or false among its token ids, which should be whole numbers")
         return list(prompt)
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
@@ -223,21 +238,10 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) ->
             f"prompt {number} is text, but this checkpoint has no tokenizer: give token ids, or add its files"
         )
     if not text:
-        return _chat(prompt, tokenizer, number)
+        return chat.ids(prompt, tokenizer, f"prompt {number}")
     if not prompt.strip():
         raise UserError(f"prompt {number} is empty: give it at least one token")
     return text_ids(prompt, tokenizer, f"prompt {number}")
-
-
-def _chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, number: int) -> list[int]:
-    if tokenizer.chat_template is None:
-        raise UserError(f"prompt {number} has chat messages, but this model's tokenizer has no chat template")
-    chat = [dict(message) for message in messages]
-    try:
-        encoded: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-    except TemplateError as error:
-        raise UserError(f"prompt {number} does not fit this model's chat template: {error}") from error
-    return list(encoded["input_ids"])
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import batch, config, infill, many
+from dllm_sampler import arguments, batch, config, infill, many
 from dllm_sampler.batch import Progress
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.noise import CounterNoise
@@ -20,7 +20,6 @@ from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble
-from dllm_sampler.errors import UserError
 from dllm_sampler.fixed import Fixed, Piece, Pinned
 from dllm_sampler.infill import Options, Span
 from dllm_sampler.kernels import backend as backends
@@ -80,15 +79,12 @@ class Sampler:
     ):
         given = {name: value for name, value in locals().items() if name in config.Options.__annotations__}
         self._options = cast(config.Options, given)  # for `using`
-        check_count("max_steps", max_steps, optional=True)
-        check_count("poll_every", poll_every)
-        loading.check_denoiser(denoiser)
-        if not isinstance(compile, bool) and compile != "step":
-            raise UserError(f"compile must be true, false or step, not {compile!r}")
+        arguments.check_options(given)
+        arguments.check_parts(denoiser, tokenizer, noise)
         if compile is True:
             denoiser = compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
-        self.noise: Noise = noise or CounterNoise()
+        self.noise: Noise = CounterNoise() if noise is None else noise
         backends.check(backend)
         self.max_steps, self.poll_every = max_steps, poll_every
         self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
@@ -133,7 +129,7 @@ class Sampler:
         Raises:
             UserError: nothing to load there, a damaged or unknown checkpoint, or as the constructor does.
         """
-        loading.check_name(model)
+        arguments.check_name(model)
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.

@@ -15,12 +15,15 @@ from typing import Any
 from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import App, choices, composition, entry, holders, parse, parts, readable
+from dllm_sampler.cli.compose import App, composition, parse, parts, readable
+from dllm_sampler.cli.options import MOST
 from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.cli.shorthand import spelled_out
+from dllm_sampler.cli.yours import FLAG, choices, entry, holders, own, trusts
 from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
+from dllm_sampler.paths import expanded
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
@@ -63,6 +66,11 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
+        if self.batch_size > MOST:
+            raise UserError(f"batch_size should be at most {MOST}, not {self.batch_size}")
+        for name in ("output", "report"):
+            if (path := getattr(self, name)) is not None:
+                expanded(name, path)
         if self.batching not in BATCHING:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
 
@@ -89,8 +97,6 @@ class Job:
     def built_task(self) -> Task:
         """The task itself."""
         task = config.build("task", self.task)
-        if not isinstance(task, Task):
-            raise UserError(f"task={self.choices['task']} names a {type(task).__name__}, which is no task")
         if task.count is not None and task.count < 1:
             raise UserError(f"task.count should be at least 1, not {task.count}")
         return task
@@ -170,6 +176,11 @@ def jobs(words: Sequence[str]) -> list[Job]:
     Raises:
         UserError: as `job`, or an unknown suite.
     """
+    for word in words:
+        if of_hydra(word) and (not re.match(r"[+~]*hydra[/.]launch", word) or "_target_" in word):
+            raise UserError(
+                f"{word} sets how Hydra runs, and only hydra/launcher and its fields are for the user to set"
+            )
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
         line = spelled_out(given, holders)
@@ -185,13 +196,14 @@ def jobs(words: Sequence[str]) -> list[Job]:
 def lines(words: Sequence[str]) -> list[list[str]]:
     """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise.
 
-    A task brings the suite of its own name, if there is one.
+    A task brings the suite of its own name, if there is one: a task of ours one of ours, the user's one of the user's.
     """
     named = [word.partition("=")[2] for word in words if word.startswith("suite=")]
     words = [word for word in words if not word.startswith("suite=")]
     if not named:
         tasks = [word.partition("=")[2] for word in words if word.startswith("task=")]
-        named = [task for task in tasks if task in choices("suite")]
+        mine = own("suite")  # a task of ours brings none of the user's: its name was not typed for that
+        named = [task for task in tasks if task in (mine if task in own("task") else config.names("suite"))]
     if not named:
         return [words]
     suite = _suite(named[-1])
@@ -228,9 +240,11 @@ def values(word: str) -> list[str]:
             raise UserError(
                 f"{word}: glob chooses files, of {', '.join(EVAL.groups)}; write the values of {key} as a,b"
             )
-        names = override.value().filter(choices(key))  # type: ignore[union-attr]
+        known = choices(key) if trusts() else config.names(key)  # a pattern names no file of the user's
+        names = override.value().filter(known)  # type: ignore[union-attr]
         if not names:
-            raise UserError(f"{word} matches nothing: the choices are {', '.join(choices(key))}")
+            yours = f"; {FLAG} adds your own, {', '.join(own(key))}" if own(key) and not trusts() else ""
+            raise UserError(f"{word} matches nothing: the choices are {', '.join(known)}{yours}")
         return [f"{key}={name}" for name in names]
     return [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
 

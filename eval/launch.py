@@ -25,7 +25,8 @@ from hydra.types import HydraContext, RunMode
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dllm_sampler.cli.compose import PACKAGED, literal
+from dllm_sampler.cli.compose import literal
+from dllm_sampler.cli.yours import PACKAGED
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, installing, unknown
 from dllm_sampler.eval.folders import RunFolder

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import LOCAL, entry
-from dllm_sampler.core.functions import function
+from dllm_sampler.cli.yours import LOCAL, entry
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.jobs import ELSEWHERE, Options
 from dllm_sampler.eval.measures import SPEEDS
@@ -165,7 +164,7 @@ def _knobs(group: str, name: str, given: object) -> Knobs:
         names = [field for field in settings if field != "_target_"]
         if knob not in names:
             raise unknown(f"field of {group}={name}", str(knob), names)
-        target = function("_target_", str(settings["_target_"]))
+        target = config.plugin_class(f"{group}={name}", group, str(settings["_target_"]))
 
         def check(value: object, knob: str = knob, target: Any = target) -> None:
             config.check(where, target, {knob: value})

@@ -18,8 +18,9 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler._version import __version__
-from dllm_sampler.cli.compose import LOCAL, App, composition, entry
+from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.yours import LOCAL, entry, trusting
 from dllm_sampler.core import files, locks
 from dllm_sampler.errors import NotWrittenError, UserError, installing
 from dllm_sampler.eval.folders import RunFolder
@@ -318,7 +319,7 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-tune`; returns its exit status."""
     given = list(sys.argv[1:] if words is None else words)
-    return ending("dllm-tune", lambda: _run(given), "interrupted; the same command goes on from there")
+    return ending("dllm-tune", lambda: trusting(given, _run), "interrupted; the same command goes on from there")
 
 
 def _run(words: list[str]) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.yours import FLAG
 from dllm_sampler.errors import UserError, unknown
 
 FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info"}
@@ -73,4 +74,6 @@ def _no_flag(word: str) -> UserError:
     if name in Options.__dataclass_fields__:
         value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
         return UserError(f"{word} is no flag: options are written name=value, here {name}={value}")
-    return UserError(f"{unknown('flag', word, FLAGS)}; options are written name=value, and a prompt may follow --")
+    return UserError(
+        f"{unknown('flag', word, [*FLAGS, FLAG])}; options are written name=value, and a prompt may follow --"
+    )

@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from rich.console import Console
 
 from dllm_sampler import config
-from dllm_sampler.cli import compose
+from dllm_sampler.cli import yours
 from dllm_sampler.cli.help import about, row, say, written
-from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError
 
 # What others rely on, in words: of `Traits` the values that are not the default, of other kinds the class attributes.
@@ -75,7 +74,7 @@ def explain(console: Console, group: str, name: str) -> None:
     Raises:
         UserError: the user's own YAML cannot be read, or names no class.
     """
-    entry = compose.entry(group, name)
+    entry = yours.entry(group, name)
     target, given = (
         entry.settings.get("_target_"),
         {key: value for key, value in entry.settings.items() if key != "_target_"},
@@ -89,7 +88,7 @@ def explain(console: Console, group: str, name: str) -> None:
     elif target:
         import dllm_sampler.models  # noqa: F401 - before transformers, whose log it silences
 
-        cls = function(f"{group}={name}: _target_", str(target))
+        cls = config.plugin_class(f"{group}={name}", group, str(target))
         for paragraph in _prose(cls):
             _paragraph(console, paragraph)
         _section(console, "Fields", _fields(f"guide.{name}" if group == "guide" else group, cls, given))
@@ -173,7 +172,7 @@ def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _company(group: str, name: str) -> Iterator[str]:
     """What must be known to combine it: traits in words, models, and what refuses it."""
     try:
-        built = config.build(group, {"name": name, **compose.entry(group, name).settings})
+        built = config.build(group, {"name": name, **yours.entry(group, name).settings})
     except UserError as error:
         yield f"By itself it is refused: {error}."
         return

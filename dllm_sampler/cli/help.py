@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dllm_sampler import config
-from dllm_sampler.cli import compose
+from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.errors import UserError, unknown
 
@@ -47,8 +47,9 @@ MORE = """\
 """
 OPTIONS = "Options: NAME=VALUE"
 ENDING = """\
-Flags: -h, --help   --version   --info
-Your own YAML files in ./conf/GROUP/ are choices too, and come before ours.
+Flags: -h, --help   --version   --info   --trust-conf
+Your own YAML files in ./conf/GROUP/ are choices too. One with the name of one
+of ours is refused; --trust-conf lets it come first (docs/security.md).
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (what is done is printed).
 """
@@ -119,7 +120,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
             groups.append(word)
         elif word in known:
             named.append(word)
-        elif found := [(group, word) for group in compose.GROUPS if word in compose.choices(group)]:
+        elif found := [(group, word) for group in compose.GROUPS if word in yours.choices(group)]:
             chosen += found
         elif arguments.action == "info" or _unheard_of(word, known):
             raise unknown(
@@ -143,8 +144,8 @@ def choices_of(word: str) -> list[tuple[str, str]]:
     group, _, value = word.partition("=")
     names = [name.strip() for name in value.strip("[]").split(",")]
     for name in names:
-        if name not in compose.choices(group):
-            raise unknown(group, name, compose.choices(group))
+        if name not in yours.choices(group):
+            raise unknown(group, name, yours.choices(group))
     return [(group, name) for name in names]
 
 
@@ -152,11 +153,11 @@ def show_help(console: Console) -> None:
     """Print the usage, the groups with their choices, the options."""
     say(console, f"{USAGE}\n{PLUGINS}\n")
     for group in compose.GROUPS:
-        names = [f"{name}*" if name == defaults()[group] else name for name in compose.choices(group)]
+        names = [f"{name}*" if name == defaults()[group] else name for name in yours.choices(group)]
         names = [ANY if name == config.CHECKPOINT else name for name in names]
         row(console, group, f"{GROUPS[group]}:", "italic")
         row(console, "", " ".join(names))
-        for name, file in compose.own(group).items():
+        for name, file in yours.own(group).items():
             row(console, "", f"{name} is yours: {file}")
     say(console, f"\n{MORE}\n{OPTIONS}\n")
     for option in options():
@@ -167,7 +168,7 @@ def show_help(console: Console) -> None:
 def show_group(console: Console, group: str) -> None:
     """Print every choice of a group: name, what it is with its paper, and the file of a user's own."""
     row(console, f"{group}=NAME", GROUPS[group], "italic", indent=0)
-    for name in compose.choices(group):
+    for name in yours.choices(group):
         mark = "*" if name == defaults()[group] else ""
         row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", about(group, name))
     say(console, "")
@@ -175,9 +176,9 @@ def show_group(console: Console, group: str) -> None:
 
 def about(group: str, name: str) -> str:
     """What the first comment of a choice's YAML says; of a user's own its file, too."""
-    own = compose.own(group).get(name)
+    own = yours.own(group).get(name)
     try:
-        said = compose.entry(group, name).about
+        said = yours.entry(group, name).about
     except UserError as error:
         return str(error)
     return said if own is None else f"{said} [yours: {own}]".lstrip()

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from dllm_sampler.errors import UserError
+from dllm_sampler.paths import expanded
 
 Prompt = str | list[int] | list[dict[str, str]]  # text (in which there may be gaps), token ids, or chat messages
 
@@ -68,7 +68,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
             raise UserError("prompts_file=- reads a pipe, and there is none")
         prompts += _lines(stdin, "standard input")
     elif file is not None:
-        path = Path(file).expanduser()
+        path = expanded("prompts_file", file)
         try:
             with path.open(encoding="utf-8") as lines:
                 if path.suffix in (".jsonl", ".json"):
@@ -138,6 +138,8 @@ def _json(line: str, where: str) -> Any:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # "\\udc80": half of a character
         raise UserError(f"{where} is not valid Unicode text") from None
+    except RecursionError:
+        raise UserError(f"{where} is JSON in too many brackets: lists and objects may be a few hundred deep") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {str(error).partition(':')[0]}") from None
     return record

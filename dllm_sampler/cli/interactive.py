@@ -15,10 +15,11 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
 from dllm_sampler.cli.arguments import is_flag, is_override, split
-from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, holders, settings
+from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.request import check_experiments, check_length, check_target
 from dllm_sampler.cli.shorthand import guides, spelled_out
+from dllm_sampler.cli.yours import holders
 from dllm_sampler.errors import UserError
 from dllm_sampler.sampler import Sampler
 

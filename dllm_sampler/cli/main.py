@@ -11,6 +11,7 @@ from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.arguments import split
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.request import request
+from dllm_sampler.cli.yours import trusting
 from dllm_sampler.errors import FallbackWarning
 
 
@@ -24,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
         warnings.simplefilter("always", FallbackWarning)
         warnings.showwarning = lambda message, *_: print(f"dllm-sample: {message}", file=sys.stderr)
-        return ending("dllm-sample", lambda: _run(sys.argv[1:] if words is None else words))
+        return ending("dllm-sample", lambda: trusting(sys.argv[1:] if words is None else words, _run))
 
 
 def _run(words: Sequence[str]) -> int:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from dllm_sampler.config import BATCHING, DTYPES
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.paths import expanded
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
+MOST = 2**20  # samples of a prompt, and prompts of a batch
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
 
@@ -51,6 +53,9 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
+        for name in ("prompts_file", "output", "target"):
+            if (path := getattr(self, name)) not in (None, "-"):
+                expanded(name, path)
         if self.batching not in BATCHING:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
         if self.dtype.removeprefix("torch.") not in DTYPES:
@@ -60,6 +65,9 @@ class Options:
                 f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file"
                 " that ends in .jsonl"
             )
+        for name in ("samples", "batch_size"):
+            if getattr(self, name) > MOST:
+                raise UserError(f"{name} should be at most {MOST}, not {getattr(self, name)}")
         if not -LARGEST <= self.seed <= LARGEST:
             raise UserError(f"seed should have at most 18 digits, not {len(str(abs(self.seed)))}")
         if not 0 <= self.stream_delay <= 60:

@@ -5,6 +5,8 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 
+from dllm_sampler.errors import short
+
 # Fields that hold a regular expression, JSON, or a file: their signs are not Hydra's lists, mappings and sweeps.
 FILES = ("guide.json_schema.schema", "guide.grammar.grammar")
 TEXTS = ("guide.regex.pattern", "guide.json_schema.whitespace", *FILES)
@@ -49,6 +51,8 @@ def listed(texts: Sequence[str]) -> str:
 def unreadable(word: str) -> str:
     """What is wrong with an override that Hydra's grammar cannot read, and how to write it."""
     key, _, value = word.partition("=")
+    if len(word) > 1000:
+        return f"cannot read the override {short(word)}"
     if value.startswith("["):
         way = f'quote each text of a list, as in {key}=\'["a b", "c"]\''
     elif re.search(r"['\"\\]|\$\{", value):

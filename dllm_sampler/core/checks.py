@@ -5,18 +5,33 @@
 
 from collections.abc import Iterable
 from math import inf
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from dllm_sampler.errors import UserError
 
+Inner = TypeVar("Inner")
 
-def check_count(name: str, value: object, least: int = 1, *, optional: bool = False) -> None:
-    """Refuse anything but a whole number of at least `least`; None passes where it is `optional`."""
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number; Python counts true and false among them, and here they are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Refuse anything but true or false: every other value would count as one of them."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} must be true or false, not {value!r}")
+
+
+def check_count(name: str, value: object, least: int = 1, *, most: int | None = None, optional: bool = False) -> None:
+    """Refuse anything but a whole number from `least` to `most`; None passes where it is `optional`."""
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or not is_whole(value) or value < least:
         null = ", or null" if optional else ""
         raise UserError(f"{name} must be a whole number of at least {least}{null}, not {value!r}")
+    if most is not None and value > most:
+        raise UserError(f"{name} must be at most {most}, not {value}")
 
 
 def check_number(
@@ -58,6 +73,13 @@ def check_share(name: str, value: object, what: str = "a share") -> None:
     check_number(name, value, what, most=1)
 
 
+def check_inner(inner: Inner) -> Inner:
+    """The scheduler inside another one; refuses what is none, its name say, which only a dict's `inner` may be."""
+    if isinstance(inner, type) or not hasattr(inner, "tell"):
+        raise UserError(f"scheduler.inner must be a Scheduler, FixedSteps() say, not {inner!r}")
+    return inner
+
+
 def check_choice(name: str, value: object, choices: Any) -> None:
     """Refuse what is none of the `choices`, a `Literal` of words."""
     words = get_args(choices)
@@ -67,7 +89,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
     """Token ids as a tuple; refuses anything but a list of whole numbers of at least 0."""
-    listed = isinstance(value, Iterable) and not isinstance(value, str)
+    listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray)
     ids: tuple[Any, ...] = tuple(value) if listed else ()
     if not listed or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
         raise UserError(f"{name} must be a list of token ids, [198] say, not {value!r}")

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_inner
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.spec import Traits, learned
@@ -47,7 +48,7 @@ class RunAhead(Around):
     draws: bool = field(init=False, default=True)  # whether tokens are drawn
 
     def __post_init__(self) -> None:
-        inner, name, traits = named(self.inner), named(self), self.inner.traits
+        inner, name, traits = named(self.inner), named(self), check_inner(self.inner).traits
         if traits.drafts:
             raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
         if traits.revises or traits.leave_one_out or not traits.asks_block:

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
+from dllm_sampler.paths import expanded
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
 SCHEMA = 1
@@ -30,7 +31,7 @@ def find(path: str | None, spec: ModelSpec) -> Path:
         UserError: none was named and the model ships none.
     """
     if path is not None:
-        return Path(path).expanduser()
+        return expanded("scheduler.filter", path)
     if spec.folder is None or not (spec.folder / FILE).is_file():
         raise UserError(
             "scheduler.filter is missing, and this model ships none: train one with"

@@ -16,14 +16,14 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields, check_numbers, shown
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.paths import expanded
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -121,7 +121,7 @@ def load(
 
 def find(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Path:
     """The checkpoint's folder; a hub id is downloaded (config, safetensors, tokenizer, filter) unless it is cached."""
-    folder = Path(path).expanduser()
+    folder = expanded("model.path", path)
     if folder.is_dir():
         return folder
     name = str(path)
@@ -176,6 +176,8 @@ def load_tokenizer(
         return None
     settings = weights.read_json(folder / files[1]) if (folder / files[1]).is_file() else {}
     code = settings.get("auto_map") or {}
+    if not isinstance(code, list | dict):
+        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {code!r}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(f"the tokenizer of {folder} is code of its own: allow it to run with trust_remote_code=true")
     try:
@@ -211,8 +213,8 @@ def as_device(device: torch.device | str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"unknown device {device!r}: the choices are auto, cpu, cuda, cuda:0 ...") from None
+    except (RuntimeError, TypeError, ValueError):
+        raise UserError(f"unknown device {short(repr(device))}: the choices are auto, cpu, cuda, cuda:0 ...") from None
     if found.type not in ("cpu", "cuda", "mps"):
         raise UserError(f"a model cannot be sampled from on device {device}: the choices are auto, cpu, cuda, mps")
     if found.type == "mps" and not torch.backends.mps.is_available():
@@ -239,8 +241,10 @@ def _denoiser(
         # What ends an answer is for the generation config to say: of a chat model it is not the end of a text.
         sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int):
+            value = next(iter(value), None) if isinstance(value, list) else value
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise UserError(f"the configuration of {folder} has {name}={value!r}, which should be a token id")
+            if value is not None:
                 return value
         return None
 
@@ -296,21 +300,3 @@ def _reason(error: Exception) -> str:
 def _known() -> str:
     *names, last = (family.name for family in FAMILIES)
     return f"{', '.join(names)} and {last}"
-
-
-def check_denoiser(denoiser: object) -> None:
-    """Refuse what is no `Denoiser`, a bare module say."""
-    if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
-        raise UserError(
-            f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
-            " masked LM of transformers by dllm_sampler.models.huggingface.wrap"
-        )
-
-
-def check_name(model: object) -> None:
-    """Refuse a module where the name of a model belongs."""
-    if isinstance(model, torch.nn.Module):
-        raise UserError(
-            f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
-            " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
-        )

@@ -60,6 +60,8 @@ def fill(
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in (name for name in used if files[name] == file):
+                    if not (stored := str(opened.get_slice(name).get_dtype())).startswith(("F", "BF")):
+                        raise UserError(f"{file}: {name} holds {stored}, and weights are floating-point numbers")
                     tensor = opened.get_tensor(name)
                     for parameter, part in ours[name]:
                         target, kind = place(parameter), dtype or tensor.dtype
@@ -149,7 +151,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         parsed = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error})") from None
     if not isinstance(parsed, dict):
         raise UserError(f"{file} should hold a JSON object, not a {type(parsed).__name__}")

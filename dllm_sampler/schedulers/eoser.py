@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import given
-from dllm_sampler.core.checks import check_number
+from dllm_sampler.core.checks import check_inner, check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -47,7 +47,7 @@ class Eoser(Around):
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
         inner = named(self.inner)
-        if self.inner.traits.drafts:
+        if check_inner(self.inner).traits.drafts:
             raise UserError(
                 f"scheduler=eoser cannot change what {inner} has drafted: put it inside, as in"
                 " scheduler=freedave scheduler.inner=eoser"

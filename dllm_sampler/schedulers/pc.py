@@ -54,7 +54,7 @@ class PositionCalibrated(FixedSteps):
                 table = json.loads(Path(self.frequency).read_text(encoding="utf-8"))
                 total = float(table["num_token"])
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UserError(
                     f"scheduler.frequency: {self.frequency} is no JSON file with num_token and p_baseline_dict"
                     f" ({error})"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.checks import check_choice, check_count, check_number
+from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_number
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
@@ -51,7 +51,7 @@ class SoftValueGuided(Choosing):
         check_count("scheduler.candidates", self.candidates)
         check_number("scheduler.alpha", self.alpha, finite=True)
         check_choice("scheduler.value", self.value, Value)
-        inner, traits, why = named(self.inner), self.inner.traits, None
+        inner, traits, why = named(self.inner), check_inner(self.inner).traits, None
         if traits.drafts or not traits.static:
             why = "a scheduler that drafts, asks another model or a reward itself"
         elif self.looks_ahead and (traits.revises or traits.leave_one_out or not traits.asks_block):

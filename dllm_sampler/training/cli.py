@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from dllm_sampler import config
 from dllm_sampler._version import __version__
-from dllm_sampler.cli import compose
+from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import about, written
 from dllm_sampler.core import files, locks
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import NotWrittenError, UserError, unknown
+from dllm_sampler.paths import expanded
 
 USAGE = """\
 Train a model.
@@ -38,7 +41,7 @@ the device.
 """
 ENDING = """
 dllm-train --help train=NAME lists the fields of one, with their defaults.
-Flags: -h, --help   --version
+Flags: -h, --help   --version   --trust-conf
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (the state is saved).
 """
@@ -54,7 +57,11 @@ def main(words: Sequence[str] | None = None) -> int:
         words: the command line without the program's name; None: that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
-    return ending("dllm-train", lambda: _run(given), "interrupted; the same command goes on from the last saved state")
+    return ending(
+        "dllm-train",
+        lambda: yours.trusting(given, _run),
+        "interrupted; the same command goes on from the last saved state",
+    )
 
 
 def trainer(words: Sequence[str]) -> Any:
@@ -65,9 +72,9 @@ def trainer(words: Sequence[str]) -> Any:
     """
     choices = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not choices:
-        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(compose.choices('train'))}")
+        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(yours.choices('train'))}")
     name = choices[-1]
-    defaults = compose.entry("train", name).settings
+    defaults = yours.entry("train", name).settings
     for word in words:
         if match := _FIELD.match(word):
             _known(name, defaults, match[1].split("."))
@@ -79,7 +86,12 @@ def trainer(words: Sequence[str]) -> Any:
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
-    cls: Any = function(f"train={name}: _target_", settings.pop("_target_"))
+    if isinstance(settings.get("output"), str):
+        expanded("train.output", settings["output"])
+    target = str(settings.pop("_target_"))
+    cls: Any = function(f"train={name}: _target_", target)
+    if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
+        raise UserError(f"train={name}: _target_ should name a dataclass with a method run, and {target} is none")
     return cls(**config.check(f"train={name}", cls, settings))
 
 
@@ -87,11 +99,11 @@ def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         named = [word.partition("=")[2] for word in words if word.startswith("train=")]
         for name in named:
-            settings = compose.entry("train", name).settings  # a mistake in the name shows here
+            settings = yours.entry("train", name).settings  # a mistake in the name shows here
             print(f"train={name}: {about('train', name)}\n{_listing(settings)}", end="")
         if not named:
             print(USAGE)
-            for name in compose.choices("train"):
+            for name in yours.choices("train"):
                 print(f"  train={name}: {about('train', name)}")
             print(ENDING, end="")
     elif "--version" in words:

@@ -23,6 +23,7 @@ from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.filter import Layers, about, judge
+from dllm_sampler.paths import expanded
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -107,7 +108,7 @@ class FilterTrainer:
         Raises:
             UserError: the file exists, too few prompts, or a model or file that cannot be read.
         """
-        path = Path(self.output).expanduser()
+        path = expanded("train.output", self.output)
         if path.exists():
             raise UserError(f"{path} already exists; choose another train.output or remove it")
         reference = Sampler.from_pretrained(

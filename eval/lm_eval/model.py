@@ -13,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from rich.console import Console
 from rich.progress import Progress, track
 
+from dllm_sampler import chat
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.settings import Settings, parse
@@ -76,14 +77,7 @@ class SamplerLM(LM):
         if self.tokenizer.chat_template is None:
             raise UserError(f"{self.settings.pretrained} has no chat template: leave --apply_chat_template out")
         self.templated = True
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        return chat.text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
         """What the results say of the run."""

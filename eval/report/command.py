@@ -13,6 +13,7 @@ from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.eval.state import running
+from dllm_sampler.paths import expanded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +64,7 @@ def check(output: str) -> Path:
 
 
 def _target(output: str) -> Path:
-    target = Path(output).expanduser()
+    target = expanded("--output", output)
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
     return target
@@ -101,7 +102,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     if output == "-":
         print(table, end="")
         return
-    target = Path(output).expanduser()
+    target = expanded("--csv", output)
     files.make_folder(target.parent)
     files.write(target, table)
     print(target)

@@ -15,6 +15,7 @@ from dllm_sampler.cli.inputs import Prompt, prompt, records
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task, digest
+from dllm_sampler.paths import expanded
 
 
 def exact_match(text: str, answer: str) -> float:
@@ -84,7 +85,7 @@ class Jsonl(Task):
         """The file's, at most `count`."""
         assert self.file is not None
         try:
-            with Path(self.file).expanduser().open(encoding="utf-8") as opened:
+            with expanded("task.file", self.file).open(encoding="utf-8") as opened:
                 found = records(opened, self.file)
         except OSError as error:
             raise UserError(f"cannot read task.file {self.file}: {error.strerror}") from None

@@ -15,6 +15,7 @@ from dllm_sampler.eval.tasks import fluency, overlap, texts
 from dllm_sampler.eval.tasks.base import Answer, Sample, digest
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.themes import NEAR, THEMES
+from dllm_sampler.paths import expanded
 
 
 @dataclass
@@ -101,8 +102,11 @@ class FromTexts(Writing):
         """The file's."""
         assert self.file is not None
         try:
-            found = [json.loads(line) for line in Path(self.file).expanduser().read_text("utf-8").splitlines() if line]
-        except (OSError, ValueError) as error:
+            text = expanded("task.file", self.file).read_text("utf-8")
+            found = [json.loads(line) for line in text.splitlines() if line]
+        except UserError:
+            raise
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"task.file {self.file} cannot be read as JSON lines: {error}") from error
         for number, line in enumerate(found, 1):
             for field in self.fields:

@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from dllm_sampler.cli.compose import PACKAGED
+from dllm_sampler.cli.yours import PACKAGED
 from dllm_sampler.eval import command
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import jobs

@@ -11,6 +11,7 @@ from dllm_sampler import config
 from dllm_sampler.cli import explain
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
+from dllm_sampler.cli.yours import VARIABLE
 from dllm_sampler.core.functions import function
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import Traits
@@ -74,10 +75,11 @@ def _target(text: str) -> str:
     return next(line.partition(": ")[2] for line in text.splitlines() if line.startswith("_target_"))
 
 
-def test_an_own_file_comes_before_ours_and_inside_another_scheduler(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_trusted_file_comes_before_ours_and_inside_another_scheduler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own(tmp_path, "scheduler", OWN["scheduler"], "fixed")
+    monkeypatch.setenv(VARIABLE, "1")
     assert "Threshold 0.5. [yours: conf/scheduler/fixed.yaml]" in page(capsys, "--info", "scheduler")
     for inner in ("fixed", "{name:fixed,threshold:0.5}"):
         built = config.build(

@@ -70,7 +70,8 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
 
 def test_a_plug_in_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "own_blocks.py").write_text(
-        "from dataclasses import dataclass\n\n@dataclass\nclass Mine:\n    length: int = 3\n"
+        "from dataclasses import dataclass\n\nfrom dllm_sampler import Blocks\n\n"
+        "@dataclass\nclass Mine(Blocks):\n    length: int = 3\n"
     )
     assert config.build("blocks", {"name": "mine", "_target_": "own_blocks.Mine", "length": 4}).length == 4
     with pytest.raises(UserError, match=r"blocks=mine: _target_ own_gone.Mine cannot be had"):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 
 
 def schema_text(given: Any) -> str:
@@ -23,9 +23,9 @@ def schema_text(given: Any) -> str:
     else:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"guide.json_schema.schema={given!r} is no JSON, and no file that can be read:"
+                f"guide.json_schema.schema={short(repr(given))} is no JSON, and no file that can be read:"
                 f" {getattr(error, 'strerror', None) or error}"
             ) from None
     try:

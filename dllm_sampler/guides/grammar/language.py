@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides.grammar.bounded import Automaton, Nesting
 from dllm_sampler.guides.grammar.bounded import automaton as bounded_automaton
 from dllm_sampler.guides.grammar.completion import GAP, completion
@@ -73,8 +73,8 @@ class Language:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
-                f"guide.grammar.grammar={name!r} is neither one of {', '.join(sorted(known))} nor a file to be read:"
-                f" {getattr(error, 'strerror', None) or error}"
+                f"guide.grammar.grammar={short(repr(name))} is neither one of"
+                f" {', '.join(sorted(known))} nor a file to be read: {getattr(error, 'strerror', None) or error}"
             ) from None
         return Language.parse(text, path.name)
 

@@ -1,0 +1,61 @@
+"""Refuse arguments of `Sampler` that are of a wrong type, and that nothing else looks at before they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler.core.checks import check_count, check_switch
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import UserError
+
+
+def check_name(model: object) -> None:
+    """Refuse what names no model, a module say."""
+    if isinstance(model, torch.nn.Module):
+        raise UserError(
+            f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
+            " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
+        )
+    if not isinstance(model, str | PathLike | Mapping):
+        raise UserError(f"model must be a name, a folder, a hub id or a settings dict, not a {type(model).__name__}")
+
+
+def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
+    """Refuse what is no `Denoiser`, a bare module say, no tokenizer of transformers, or no `Noise`."""
+    if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
+        raise UserError(
+            f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
+            " masked LM of transformers by dllm_sampler.models.huggingface.wrap"
+        )
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"tokenizer must be a tokenizer of transformers, or None, not a {type(tokenizer).__name__}")
+    methods = ("tokens", "order", "uniform", "ids")
+    complete = not isinstance(noise, type) and all(callable(getattr(noise, one, None)) for one in methods)
+    if noise is not None and not complete:
+        raise UserError(
+            f"noise must be a source of noise (dllm_sampler.CounterNoise()), or None, not a {type(noise).__name__}: for"
+            " other random numbers give another seed"
+        )
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of the constructor that are of a wrong type."""
+    check_count("max_steps", given["max_steps"], optional=True)
+    check_count("poll_every", given["poll_every"])
+    check_switch("compat", given["compat"])
+    check_switch("entropy", given["entropy"])
+    if isinstance(given["temperature"], int) and given["temperature"] >= 2**31:  # torch takes no larger integers
+        raise UserError(f"temperature must be at most {2**31 - 1}, not {given['temperature']}")
+    if not isinstance(given["compile"], bool) and given["compile"] != "step":
+        raise UserError(f"compile must be true, false or step, not {given['compile']!r}")
+
+
+def check_progress(progress: object) -> None:
+    """Refuse what cannot be called."""
+    if progress is not None and not callable(progress):
+        raise UserError(f"progress must be a function, not {progress!r}")

@@ -1,0 +1,75 @@
+"""What is wrong with words that Hydra cannot compose, and what was probably meant, in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from dllm_sampler.cli.yours import check, choices, holders, own
+from dllm_sampler.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from dllm_sampler.cli.compose import App
+
+LISTS = ("guide", "experiment", "stop_strings", "forms")  # what can be a list
+
+
+def check_named(group: str, names: object) -> None:
+    """Refuse a user's own guide or experiment that is not trusted, or whose YAML does not say where its settings go."""
+    package = "_global_" if group == "experiment" else "guide."
+    for name in names if isinstance(names, list) else [names]:
+        check(group, str(name))
+        file = own(group).get(str(name))
+        if file is not None and not re.search(
+            rf"^# *@package {package}", file.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            full = package + str(name) * (group == "guide")
+            raise UserError(f"{file} should begin with the line '# @package {full}', so that its settings are found")
+
+
+def several(app: App, word: str) -> UserError:
+    """The error for `key=a,b` where one value is wanted."""
+    key, _, value = word.partition("=")
+    listed = key in LISTS or "." in key
+    sweep = "; dllm-eval runs every one of several" if app.name == "dllm-sample" else ""
+    return UserError(f"{word} gives several values: give one{f', or a list as {key}=[{value}]' * listed}{sweep}")
+
+
+def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> UserError | None:
+    """The error for a dotted key that `known` does not have, or None."""
+    first, *rest = key.split(".")
+    if first not in known:
+        paths = {name: name for name in known}
+        paths |= {
+            leaf: f"{group}.{leaf}" for group in app.groups for leaf in _leaves(known.get(group)) if leaf not in paths
+        }
+        where = next((group for group in app.groups if holders(group, first)), None)
+        if where is not None and first not in paths:
+            others, inside = holders(where, first), ".NAME" * (where == "guide")
+            name = others[0] if len(others) == 1 else "NAME"
+            return UserError(
+                f"unknown option '{first}': {where}={chosen.get(where)} has no such field; say {where}={name}"
+                f" {where}{inside.replace('NAME', name)}.{first}=VALUE"
+                + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else "")
+            )
+        near = [paths[name] for name in get_close_matches(first, paths, n=2)]
+        hint = f", did you mean {' or '.join(near)}?" if near else ""
+        prompt = "; a prompt may follow --" if app.name == "dllm-sample" else ""
+        return UserError(f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
+    at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
+    for part in rest:
+        if not isinstance(node, dict) or part not in node:
+            wrong = unknown(f"field of {at}", part, _leaves(node))
+            if first == "guide" and node is known[first] and part in choices(first):
+                return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
+            others = holders(first, part) if node is known[first] else []
+            return UserError(f"{wrong}; those that have it are {first}={', '.join(others)}") if others else wrong
+        # Guides have their names between the group's and the field's: several may be given.
+        at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
+    return None
+
+
+def _leaves(node: object) -> list[str]:
+    return [str(name) for name in node if name != "_target_"] if isinstance(node, dict) else []

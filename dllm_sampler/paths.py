@@ -1,0 +1,33 @@
+"""Paths as users write them."""
+
+from __future__ import annotations
+
+import os
+from os import PathLike, fspath
+from pathlib import Path
+
+from dllm_sampler.errors import UserError, short
+
+
+def expanded(what: str, given: str | PathLike[str]) -> Path:
+    """A path with the home folder in place of `~`, which the system can look for; it need not exist.
+
+    Args:
+        what: what an error calls it: the setting, as in `output`.
+        given: the path.
+
+    Raises:
+        UserError: a home folder of somebody unknown, or a path that cannot be: its name is too long, say.
+    """
+    try:
+        path = Path(given).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):  # to be written, or for the caller to complain about
+        return path  # pyright: ignore[reportPossiblyUnboundVariable]
+    except RuntimeError:
+        user = Path(given).parts[0]
+        raise UserError(f"{what}={short(fspath(given))}: there is no home folder {short(user)}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{what}={short(fspath(given))} is a path that cannot be looked for: {reason}") from None
+    return path

@@ -1,0 +1,79 @@
+"""Chat templates: programs that came with a checkpoint, of which every fault is one sentence."""
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dllm_sampler import chat
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import UserError
+from dllm_sampler.prompts import encode
+from tests import toys
+
+MESSAGES = [{"role": "user", "content": "copy : Ada"}]
+DOUBLED = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+TREE = "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(99) }}"
+
+
+@pytest.fixture
+def tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return toys.denoiser().spec
+
+
+def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
+    wanted: Any = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)
+    assert chat.ids(MESSAGES, tokenizer, "prompt 1") == list(wanted["input_ids"])
+    assert chat.text(MESSAGES, tokenizer, "it", False) == tokenizer.apply_chat_template(
+        MESSAGES, tokenize=False, continue_final_message=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1/0 }}", "prompt 1 does not fit this model's chat template: ZeroDivisionError: division by zero"),
+        ("{{ 1 + 'a' }}", "prompt 1 does not fit this model's chat template: TypeError: unsupported operand"),
+        ("{{ foo() }}", "prompt 1 does not fit this model's chat template: 'foo' is undefined"),
+        ("{% for %}", "prompt 1 does not fit this model's chat template: Expected an expression"),
+        ("{{ raise_exception('no system') }}", "prompt 1 does not fit this model's chat template: no system"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template: RecursionError: maximum recursion depth"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "chat template: OverflowError: Range too big."),
+        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
+        ("{{ 10 ** 10 ** 10 }}", "the chat template of this model uses **, an operator that can take forever"),
+        (LOOP, "the chat template of this model takes more than 0.2 s for prompt 1"),
+        (TREE, "the chat template of this model takes more than 0.2 s for prompt 1"),
+        ("{{ 'a' * 10000000000 }}", "the chat template of this model takes more than 256 MB for prompt 1"),
+        (DOUBLED, "the chat template of this model takes more than 256 MB for prompt 1"),
+        ("{{ 'a' * 4000001 }}", "the chat template of this model makes 4000001 characters of prompt 1, more than"),
+    ],
+)
+def test_every_fault_is_one_sentence(
+    template: str, said: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "SECONDS", 0.2 if "0.2 s" in said else 10.0)
+    monkeypatch.setattr(chat, "MEMORY", 256 << 20)
+    tokenizer.chat_template, before, begun = template, resource.getrlimit(resource.RLIMIT_AS), time.monotonic()
+    with pytest.raises(UserError) as caught:
+        encode([MESSAGES], tokenizer, spec, 4)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert time.monotonic() - begun < 5
+    assert resource.getrlimit(resource.RLIMIT_AS) == before, "the limit is the template's"
+
+
+def test_one_of_several_templates(tokenizer: PreTrainedTokenizerBase) -> None:
+    templates: Any = {"default": "Ada", "tool_use": "{{ 2 ** 3 }}"}
+    tokenizer.chat_template = templates
+    with pytest.raises(UserError, match=r"uses \*\*"):
+        chat.ids(MESSAGES, tokenizer, "it")
+    tokenizer.chat_template = {**templates, "tool_use": "**Ada**"}
+    assert chat.text(MESSAGES, tokenizer, "it") == "Ada", "stars in its text are no operator"

@@ -1,0 +1,232 @@
+"""Values of a wrong type are refused in one sentence wherever they are given, none is taken for something else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dllm_sampler import CounterNoise, Sampler, config
+from dllm_sampler.cli.compose import settings
+from dllm_sampler.core.functions import resolve
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.loading import load
+from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.threshold import Threshold
+from tests import toys
+
+PROMPT = [1, 2, 3]
+WRONG: list[Any] = [
+    True, 3, -1, 0, 1.5, float("nan"), float("inf"), "x", "", b"x", [], ["x"], [1.5], [True], {}, {"a": 1}, (),
+    object(), 10**30, None, int,
+]  # fmt: skip
+NUMBERS = (3, 0, 1.5)
+
+
+def refused(what: Callable[[Any], Any], *right: Any) -> None:
+    """Every value is refused but the right ones, of which `True` is no 1."""
+    for value in WRONG:
+        if any(value is one or (value == one and type(value) is type(one)) for one in right):
+            what(value)
+            continue
+        with pytest.raises(UserError) as caught:
+            what(value)
+        assert "\n" not in str(caught.value), value
+
+
+@pytest.mark.parametrize(
+    ("option", "right"),
+    [
+        ("noise", (None,)),
+        ("tokenizer", (None,)),
+        ("compat", (True,)),
+        ("entropy", (True,)),
+        ("temperature", (*NUMBERS, None)),
+        ("top_k", (None,)),
+        ("max_steps", (3, 10**30, None)),
+        ("poll_every", (3, 10**30)),
+        ("cuda_graph", ()),
+        ("backend", ()),
+        *((group, ()) for group in ("scheduler", "blocks", "stop", "cache")),
+        ("guide", ([], (), None)),
+    ],
+)
+def test_options_of_a_sampler(option: str, right: tuple[Any, ...]) -> None:
+    denoiser = toys.denoiser()
+    some = {"none": ("stop", "cache"), "": ("scheduler", "blocks")}
+    right = (*right, *((None,) if option in some["none"] else ()))
+    refused(lambda value: Sampler(denoiser, **cast(Any, {option: value})), *right)
+
+
+def test_noise_is_an_object_with_all_methods() -> None:
+    Sampler(toys.denoiser(), noise=CounterNoise())
+    with pytest.raises(UserError, match=r"^noise must be a source of noise .*, not a type"):
+        Sampler(toys.denoiser(), noise=cast(Any, CounterNoise))
+    with pytest.raises(UserError, match=r"^tokenizer must be a tokenizer of transformers, or None, not a int$"):
+        Sampler(toys.denoiser(), tokenizer=cast(Any, 3))
+    with pytest.raises(UserError, match=r"^compat must be true or false, not 1$"):
+        Sampler(toys.denoiser(), compat=cast(Any, 1))
+
+
+ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
+    ("max_new_tokens", (3,)),
+    ("block_length", (3, 10**30, None)),
+    ("seed", (3, -1, 0)),
+    ("samples", (3,)),
+    ("stop_strings", ("x", [], ["x"], ())),
+    ("forms", (None,)),
+    ("prefix", ("x", "", [], ["x"], (), None)),
+    ("suffix", ("x", "", [], ["x"], (), None)),
+    ("pinned", ([], (), None)),
+]
+
+
+@pytest.mark.parametrize(("argument", "right"), ARGUMENTS)
+def test_arguments_of_generate_and_generate_many(argument: str, right: tuple[Any, ...]) -> None:
+    sampler = toys.sampler(temperature=1.0)
+    short: Any = {"max_new_tokens": 4}
+    refused(lambda value: sampler.generate([PROMPT], **{**short, argument: value}), *right)
+    refused(lambda value: list(sampler.generate_many([PROMPT], **{**short, argument: value})), *right)
+
+
+@pytest.mark.parametrize(
+    ("argument", "right"),
+    [("batch_size", (3,)), ("max_length", (3, 10**30, None)), ("order", ()), ("on_error", ()), ("batching", ())],
+)
+def test_arguments_of_generate_many(argument: str, right: tuple[Any, ...]) -> None:
+    sampler = toys.sampler()
+    refused(lambda value: list(sampler.generate_many([[1]], max_new_tokens=2, **cast(Any, {argument: value}))), *right)
+
+
+def test_progress_is_called() -> None:
+    with pytest.raises(UserError, match=r"^progress must be a function, not 3$"):
+        toys.sampler().generate(PROMPT, progress=cast(Any, 3))
+
+
+@pytest.mark.parametrize("prompt", [b"x", bytearray(b"x"), memoryview(b"x"), [True], [1, False], 1.5, {}])
+def test_prompts(prompt: Any) -> None:
+    sampler = toys.sampler()
+    for given in (prompt, [PROMPT, prompt]):
+        with pytest.raises(UserError, match=r"^prompt \d "):
+            sampler.generate(given, max_new_tokens=4)
+    for tensor in (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.complex64)):
+        with pytest.raises(UserError, match=r"^prompt 1 must be a 1-D tensor of token ids"):
+            sampler.generate(tensor, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("seed", [True, [True], b"x", "3"])
+def test_seeds(seed: Any) -> None:
+    with pytest.raises(UserError, match=r"^seed must be a whole number"):
+        toys.sampler().generate([PROMPT], seed=seed, max_new_tokens=4)
+
+
+def plug_ins() -> list[tuple[str, str, str]]:
+    """Each field of each packaged plug-in."""
+    found = []
+    for group in config.GROUPS[1:]:
+        for name in config.names(group):
+            if target := config.entry(group, name).settings.get("_target_"):
+                found += [(group, name, one.name) for one in fields(resolve(target)) if one.init]
+    return found
+
+
+KINDS = {"float": float, "int": int, "bool": bool, "str": str}
+
+
+@pytest.mark.parametrize(("group", "name", "field"), plug_ins())
+def test_fields_of_plug_ins_from_python_and_from_settings(group: str, name: str, field: str) -> None:
+    """A constructor, `Sampler` or `config.build` refuses all that is not of the field's type."""
+    given = dict(config.entry(group, name).settings)
+    cls: Any = resolve(given.pop("_target_"))
+    own = {**given, "inner": config.build("scheduler", given["inner"])} if "inner" in given else given
+    hint = next(str(getattr(one.type, "__name__", one.type)) for one in fields(cls) if one.name == field)
+    kind = KINDS.get(hint.removesuffix(" | None"))
+    for value in WRONG:
+        for build in (lambda v=value: {"name": name, **given, field: v}, lambda v=value: cls(**{**own, field: v})):
+            try:
+                config.build(group, build())
+            except UserError:
+                continue
+            whole = kind is float and type(value) is int
+            assert kind is None or value is None or whole or type(value) is kind, (value, hint)
+
+
+def test_a_wrong_field_of_an_object_is_named() -> None:
+    with pytest.raises(UserError, match=r"^scheduler=threshold: threshold should be a valid number, not True$"):
+        Sampler(toys.denoiser(), scheduler=wrongly(Threshold(), threshold=True))
+    with pytest.raises(UserError, match=r"^scheduler.inner must be a Scheduler, FixedSteps\(\) say, not 'fixed'"):
+        FreeDave(inner=cast(Any, "fixed"))
+
+
+def wrongly(plugin: Any, **values: Any) -> Any:
+    """A plug-in whose constructor does not look at its fields."""
+    vars(plugin).update(values)
+    return plugin
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("entropy=x", "unknown option 'entropy'"),
+        ("compat=1", "compat should be true or false, not 1"),
+        ("seed=true", "seed should be a valid integer, not True"),
+        ("samples=2000000", "samples should be at most 1048576, not 2000000"),
+        ("batch_size=2000000", "batch_size should be at most 1048576, not 2000000"),
+        ("hydra.run.dir=", "hydra.run.dir= sets how Hydra runs, which dllm-sample decides itself: leave it out"),
+        ("model.trust_remote_code=3", "model: trust_remote_code should be true or false, not 3"),
+        ("+model.revison=main", "unknown field of model 'revison', did you mean 'revision'?"),
+        ("model.mask_id=true", "model: mask_id should be a valid integer, not True"),
+    ],
+)
+def test_words(word: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        settings([word])
+    assert said in str(caught.value)
+
+
+def test_a_revision_of_a_folder(checkpoint: Path) -> None:
+    for what in (
+        lambda: settings([f"model={checkpoint}", "model.revision=main"]),
+        lambda: Sampler.from_pretrained({"path": str(checkpoint), "revision": "main"}),
+        lambda: settings(["model.revision=main"]),
+    ):
+        with pytest.raises(UserError, match=r"revision=main is for a hub id, and .* is a folder: leave it out"):
+            what()
+    assert config.model({"path": "org/name", "revision": "main"})["revision"] == "main"
+
+
+@pytest.mark.parametrize("device", [1.5, [], {}, object(), True, 10**30])
+def test_devices(device: Any) -> None:
+    with pytest.raises(UserError, match=r"^unknown device"):
+        Sampler.from_pretrained("mini", device=device)
+
+
+@pytest.mark.parametrize("model", [3, None, [], b"mini", object()])
+def test_models(model: Any) -> None:
+    with pytest.raises(UserError, match=r"^model must be a name, a folder, a hub id or a settings dict, not a"):
+        Sampler.from_pretrained(model)
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "mask_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [True, "2", 1.5, [True], {}])
+def test_token_ids_of_a_checkpoint(name: str, value: Any, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, name: value}))
+    with pytest.raises(UserError, match=rf"has {name}=.*, which should be a token id"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool])
+def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(one for one in tensors if tensors[one].dim() == 2)
+    save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="and weights are floating-point numbers"):
+        load(tmp_path)
