@@ -6,8 +6,7 @@
     python benchmarks/roofline.py --docs docs/roofline.md                  # fill the page's tables, draw its picture
 
 No GPU is used. A part takes the longer of its bytes over the bandwidth and its operations over the peak; parts follow
-one another. Launches, synchronisation and what a real kernel loses are left out: with these launches, nothing measured
-is faster than this.
+one another. Launches, synchronisation and what a real kernel loses are left out: nothing measured is faster.
 
 Every forward computes `window` positions per row against `slots` stored columns and answers for `asked` of them.
 Counted once each: the weights touched (an even router reaches E (1 - (1 - k/E)^T) experts with T tokens), stored keys
