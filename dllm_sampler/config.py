@@ -305,7 +305,8 @@ def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
 def _typed(what: str, target: Any, key: str, value: object) -> Any:
     """`value` checked strictly: text is no number and a number no switch, but a list may stand for a tuple."""
     hint = _hints(target).get(key)
-    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in (hint, *get_args(hint))):
+    kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
+    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
         value = tuple(value)
     plain = _adapter(target, key)
     if plain is None:

@@ -42,8 +42,11 @@ def told(found: Sequence[Job]) -> Iterator[None]:
 
 def running(paths: Sequence[Path]) -> list[str]:
     """A line for each `dllm-eval` that writes to one of some folders at this moment."""
-    lines = []
-    for file in sorted({file.resolve() for path in paths for file in path.rglob(FILES)}):
+    lines, found = [], set[Path]()
+    for path in paths:
+        with suppress(OSError, ValueError):  # a name that is too long, or has a NUL: whoever reads it says so
+            found |= {file.resolve() for file in path.rglob(FILES)}
+    for file in sorted(found):
         with suppress(OSError, ValueError, KeyError, TypeError):  # it has just begun, or just ended
             if locks.held(file):
                 lines.append(_line(file))

@@ -222,14 +222,18 @@ def same(one: str | Path, other: str | Path) -> bool:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits until the end of this."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_sigmask"):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # A handler of our own and no mask: another thread would take the signal, and Python interrupts the main one.
+    before, met = signal.getsignal(signal.SIGINT), list[int]()
+    signal.signal(signal.SIGINT, lambda number, _: met.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+        if met:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _descriptor(path: str | Path) -> int | None:

@@ -12,14 +12,14 @@ from dllm_sampler import config
 # Above twice threshold's count, each with the count that it has; whoever lowers one lowers it here.
 DEARER = {
     "budgeted": 38,  # a budget that goes from step to step, over a sort
-    "ccd": 63,  # a line of positions, and the one before it
+    "ccd": 65,  # a line of positions, and the one before it
     "ccd_marginal": 81,  # distributions of the last steps
     "certainty": 47,  # the fixed schedule and every position's neighbourhood, in answers of their own lengths
     "credit": 58,  # remembered tokens of every position
     "entropy_renoise": 63,  # a sort of entropies, and what it takes back
     "eoser": 39,  # the scheduler inside, and a factor
     "freedave": 341,  # the scheduler inside, once for each of three drafts and the step after them
-    "klass": 78,  # distributions of the last step, and the fixed schedule
+    "klass": 80,  # distributions of the last step, and the fixed schedule
     "learn2pd": 54,  # a network
     "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
@@ -35,7 +35,7 @@ STEPS = {
     ("threshold", "dual", "prefix"): 126,
     ("fixed", "dual", "prefix"): 140,
     ("fixed", "dual", "none"): 130,
-    ("klass", "dual", "prefix"): 182,
+    ("klass", "dual", "prefix"): 185,
 }
 
 
