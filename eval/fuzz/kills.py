@@ -115,7 +115,7 @@ class Kills:
         return {"what": what, "troubles": troubles, "seed": random.randrange(2**32)}
 
     def check(self, case: Case) -> Outcome:
-        """Trouble it, run it to its end, and look at what is there."""
+        """Disturb a run, run the same command until it ends, and compare the result with that of an undisturbed run."""
         what, (whole, size) = case["what"], undisturbed(case["what"])
         with TemporaryDirectory(prefix="dllm-fuzz-", ignore_cleanup_errors=True) as name:
             folder = place(Path(name))
@@ -216,7 +216,7 @@ def undisturbed(what: str) -> tuple[Any, int]:
 
 
 def wait(running: Running, folder: Path, size: float) -> None:
-    """Until the run has written so many bytes, or has ended."""
+    """Wait until the run has written `size` bytes, has ended, or `SECONDS` are over."""
     deadline = time.monotonic() + SECONDS
     while running.process.is_alive() and sum(left.sizes(folder)) < size and time.monotonic() < deadline:
         time.sleep(0.001)
