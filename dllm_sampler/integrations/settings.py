@@ -87,41 +87,33 @@ class Settings:
         eos_id: int = 0,
         device: torch.device = CPU,
         kernels: Backend = TORCH,
+        warn: bool = False,
     ) -> BlockRule:
-        """What decides over blocks of `length`; `sampling`: of a request, None: that of these settings.
+        """What decides over blocks of `length`.
 
-        It does not repeat the warnings of `checked`.
+        Args:
+            sampling: of a request; None: that of these settings.
+            warn: whether it warns, as `BlockRule` does; `checked` has warned already.
 
         Raises:
             UserError: see `BlockRule`.
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return self._rule(length, mask_id, sampling, vocab_size, eos_id, device, kernels)
-
-    def _rule(
-        self,
-        length: int,
-        mask_id: int = 0,
-        sampling: Sampling | None = None,
-        vocab_size: int = 1,
-        eos_id: int = 0,
-        device: torch.device = CPU,
-        kernels: Backend = TORCH,
-    ) -> BlockRule:
         spec = model(vocab_size, mask_id, eos_id, length, device)
         chosen = Sampling(self.temperature, self.top_k, self.top_p) if sampling is None else sampling
-        return BlockRule(
-            self.scheduler,
-            spec,
-            length,
-            guide=self.guide,
-            temperature=chosen.temperature,
-            top_k=chosen.top_k,
-            top_p=chosen.top_p,
-            compat=self.compat,
-            kernels=kernels,
-        )
+        with warnings.catch_warnings():
+            if not warn:
+                warnings.simplefilter("ignore", UserWarning)
+            return BlockRule(
+                self.scheduler,
+                spec,
+                length,
+                guide=self.guide,
+                temperature=chosen.temperature,
+                top_k=chosen.top_k,
+                top_p=chosen.top_p,
+                compat=self.compat,
+                kernels=kernels,
+            )
 
     def checked(self, length: int) -> BlockRule:
         """The rule without a request, if an engine that shows logits only can run it.
@@ -135,7 +127,7 @@ class Settings:
                     f"guide={named(guide)} says what form a whole answer has, and the engine tells neither its length"
                     " nor the text of tokens: leave it out"
                 )
-        rule, other = self._rule(length).plugins, self.rule(length, eos_id=1)
+        rule, other = self.rule(length, warn=True).plugins, self.rule(length, eos_id=1)
         if rule.scheduler != other.plugins.scheduler:
             raise UserError(
                 f"scheduler={named(rule.scheduler)} must know the model's end token, which the engine does not tell:"
