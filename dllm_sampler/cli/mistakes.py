@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.cli.yours import check, choices, holders, own
@@ -22,11 +23,16 @@ def check_named(group: str, names: object) -> None:
     for name in names if isinstance(names, list) else [names]:
         check(group, str(name))
         file = own(group).get(str(name))
-        if file is not None and not re.search(
-            rf"^# *@package {package}", file.read_text(encoding="utf-8"), re.MULTILINE
-        ):
+        if file is not None and not re.search(rf"^# *@package {package}", _text(file), re.MULTILINE):
             full = package + str(name) * (group == "guide")
             raise UserError(f"{file} should begin with the line '# @package {full}', so that its settings are found")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # no file any more, or no UTF-8
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def several(app: App, word: str) -> UserError:

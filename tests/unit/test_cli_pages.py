@@ -112,6 +112,14 @@ def test_an_own_file_without_its_package_is_told_which(group: str, package: str,
         settings([f"{group}=bare"])
 
 
+@pytest.mark.parametrize("group", ["guide", "experiment"])
+def test_an_own_file_that_is_no_utf8_is_named(group: str, tmp_path: Path) -> None:
+    own(tmp_path, group, "", "latin")
+    (tmp_path / "conf" / group / "latin.yaml").write_bytes(b"# \xe9\n")
+    with pytest.raises(UserError, match=f"conf/{group}/latin.yaml cannot be read"):
+        settings([f"{group}=latin"])
+
+
 def test_a_checkpoint_may_be_called_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unknown model 'checkpoint'"):
         settings(["model=checkpoint"])
