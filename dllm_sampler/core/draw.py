@@ -41,11 +41,13 @@ class Draw:
         """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
         return self.answers.spread(self.chosen(self.answers.pick(logits))[0])
 
-    def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """`[R]` tokens chosen from `[R, V]`, and `[R] bool` whether they could be.
+    def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor | None]:
+        """`[R]` tokens chosen from `[R, V]`, and `[R] bool` whether they could be; None: there is no guide.
 
         No token can be chosen where the guides left a NaN, a +inf or no finite logit.
         """
+        if not self.guides:
+            return argmax(choice), None
         joint, noise = next((guide for guide in self.guides if guide.joint), None), self._noise()
         choice, whole = self._rewritten(choice)
         noised = _noised(choice, noise)

@@ -24,6 +24,11 @@ def room(canvas: Canvas, until: Tensor) -> Tensor:
     return (~canvas.frozen & (canvas.columns() < until[:, None])).sum(1)
 
 
+def total(canvas: Canvas) -> Tensor:
+    """`[B]` columns of each answer that are not given, before a stop cuts it."""
+    return canvas.new_tokens if canvas.given is None else room(canvas, canvas.first + canvas.new_tokens)
+
+
 def size(canvas: Canvas) -> Tensor:
     """`[B]` columns of the active block that are not given."""
     if canvas.given is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -10,8 +10,22 @@ from torch import Tensor
 
 def numbers(size: int, device: torch.device) -> Tensor:
     """`[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
-    if torch.compiler.is_compiling():  # free inside a compiled part
-        return torch.arange(size, device=device)
+    # A compiled part makes them for free.
+    return torch.arange(size, device=device) if torch.compiler.is_compiling() else _view(size, device)
+
+
+def line(size: int, device: torch.device) -> Tensor:
+    """`[1, size] int64` the same, to compare with one number of each row."""
+    return numbers(size, device)[None] if torch.compiler.is_compiling() else _line(size, device)
+
+
+@lru_cache(1024)
+def _line(size: int, device: torch.device) -> Tensor:
+    return _view(size, device)[None]
+
+
+@lru_cache(1024)
+def _view(size: int, device: torch.device) -> Tensor:
     return _numbers(1 << max(0, size - 1).bit_length(), device)[:size]
 
 

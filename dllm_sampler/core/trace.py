@@ -63,8 +63,9 @@ class Recorder:
         else:
             wrote = edit.commit & was & ~noise
         # What was not written goes to the empty slot, whose numbers are never read.
-        at = at.masked_fill(~wrote, before.length)
-        self.step_map.scatter_(1, at, before.step[:, None].masked_fill(~wrote, -1))
+        idle = ~wrote
+        at = at.masked_fill(idle, before.length)
+        self.step_map.scatter_(1, at, before.step[:, None].masked_fill(idle, -1))
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
         self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
         if self.entropy is not None and readout.entropy is not None:

@@ -115,7 +115,7 @@ class Canvas:
 
     def columns(self) -> Tensor:
         """`[1, L+1]` the column numbers, not to be written to."""
-        return select.numbers(self.ids.shape[1], self.ids.device)[None]
+        return select.line(self.ids.shape[1], self.ids.device)
 
     def seen(self) -> Tensor:
         """`[B, L+1] bool` columns that exist for the row: those before its end."""
@@ -207,7 +207,7 @@ class Canvas:
         Returns:
             `[B]` `bad` after this forward, and the edit without the commits of bad rows.
         """
-        fails = confidence.isnan().flatten(1).any(1) & ~self.done
+        fails = confidence.isnan().any(dim=(1, 2)) & ~self.done
         bad = torch.where(fails & (bad == 0), self.step + 1, bad)
         commit = edit.commit & (bad == 0)[:, None]
         if forbidden is not None:
@@ -282,24 +282,22 @@ class Query:
         asked = torch.zeros_like(chosen).scatter(1, self.positions, self.positions < canvas.length)
         if self.limit is not None:
             chosen = chosen & (canvas.columns() < self.limit[:, None])  # what is hidden has no answer
-        return self._moved(canvas, select.columns(asked | chosen, width))
+        positions = select.columns(asked | chosen, width)
+        rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)  # [B, K, L+1]
+        rows = rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
+        at = positions[:, None].expand(-1, self.ids.shape[1], -1)
+        return replace(self, positions=positions, ids=rows.gather(2, at))
 
     def drop(self, canvas: Canvas, kept: Tensor) -> Query:
         """This query without the columns outside `kept [B, L+1] bool`, of the same width."""
-        positions = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1).values
-        return self._moved(canvas, positions)
+        positions, order = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1)
+        return replace(self, positions=positions, ids=self.ids.gather(2, order[:, None].expand_as(self.ids)))
 
     def trim(self, width: int) -> Query:
         """This query without its last columns, which no row has a position in."""
         if width >= self.positions.shape[1]:
             return self
         return replace(self, positions=self.positions[:, :width], ids=self.ids[:, :, :width])
-
-    def _moved(self, canvas: Canvas, positions: Tensor) -> Query:
-        rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)  # [B, K, L+1]
-        rows = rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
-        at = positions[:, None].expand(-1, self.ids.shape[1], -1)
-        return replace(self, positions=positions, ids=rows.gather(2, at))
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def read(
     """
     spec, guides, needs, allow_mask = rule
     if spec.mask_id is not None and not allow_mask:
-        logits[..., spec.mask_id] = -torch.inf
+        logits[..., spec.mask_id].fill_(-torch.inf)
     if canvas.given is not None:  # an answer does not end before a token of it that is given
         inner = answers.position < canvas.given[answers.row]  # [R]
         logits[..., spec.eos_id] = logits[..., spec.eos_id].masked_fill(inner, -torch.inf)
@@ -146,7 +146,7 @@ def read(
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
     token, sound = draw.chosen(logits)
     seen = measure(measured, token, answers.pick(answers.query.ids), needs, hidden)
-    if guides:  # without, what is measured is what is chosen from, and tells it already
+    if sound is not None:  # without guides, what is measured is what is chosen from, and tells it already
         seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
     seen = seen if bound is None else _tied(seen, bound, logits.dtype)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)

@@ -18,7 +18,7 @@ def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
     """`[B]` the active block's part of a generation's `steps`, by its length (at least 1); None: one per position."""
     if steps is None:
         return given.size(canvas).clamp(min=1)
-    total = given.room(canvas, canvas.first + canvas.new_tokens)  # of which a stop may have cut off a part
+    total = given.total(canvas)  # of which a stop may have cut off a part
     before, until = (given.room(canvas, at) * steps // total for at in (canvas.start, canvas.stop))
     return (until - before).clamp(min=1)
 
