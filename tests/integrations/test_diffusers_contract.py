@@ -244,8 +244,11 @@ def test_another_scheduler_takes_the_place_of_one() -> None:
         ({"scheduler": 3}, "scheduler must be a name, a settings dict or a Scheduler, not int"),
         ({"scheduler": "wino"}, "scheduler=wino needs more than the logits of a block.*shadow rows"),
         ({"scheduler": {"name": "learn2pd", "filter": toys.FILTER}}, "scheduler=learn2pd was trained on blocks of 6"),
-        ({"scheduler": "eoser"}, "eoser treats the end token in its own way: give DllmScheduler its eos_token_id"),
-        ({"guide": "end_tokens"}, "end_tokens treats the end token in its own way"),
+        (
+            {"scheduler": "eoser"},
+            "scheduler=eoser must know the model's end token, and none is known",
+        ),
+        ({"guide": "end_tokens"}, "guide=end_tokens must know the model's end token"),
         ({"block_length": 0}, "block_length must be a whole number of at least 1, not 0"),
         ({"mask_token_id": -1}, "mask_token_id must be a whole number of at least 0"),
         ({"guide": {"name": "regex", "pattern": "a"}}, "guide=regex.*tokenizer"),
