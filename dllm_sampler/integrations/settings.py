@@ -15,6 +15,7 @@ from dllm_sampler import config
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import STATES
+from dllm_sampler.integrations import COMMAND
 from dllm_sampler.integrations.block import BlockRule, model
 from dllm_sampler.integrations.forms import OF_BYTES, of_bytes, of_text
 from dllm_sampler.kernels.backend import TORCH, Backend
@@ -62,9 +63,7 @@ class Settings:
         """
         checked = config.check(where, Settings, values)
         if "scheduler" not in checked:
-            raise UserError(
-                f"{where} names no scheduler: python -m dllm_sampler.integrations scheduler=NAME writes what it takes"
-            )
+            raise UserError(f"{where} names no scheduler: {COMMAND} scheduler=NAME writes what it takes")
         return Settings(**checked)
 
     @staticmethod

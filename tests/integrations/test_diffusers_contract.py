@@ -243,7 +243,10 @@ def test_another_scheduler_takes_the_place_of_one() -> None:
         ({"scheduler": {"name": "threshold", "threshold": "x"}}, "scheduler=threshold: threshold should be"),
         ({"scheduler": 3}, "scheduler must be a name, a settings dict or a Scheduler, not int"),
         ({"scheduler": "wino"}, "scheduler=wino needs more than the logits of a block.*shadow rows"),
-        ({"scheduler": {"name": "learn2pd", "filter": toys.FILTER}}, "scheduler=learn2pd was trained on blocks of 6"),
+        (
+            {"scheduler": {"name": "learn2pd", "filter": toys.FILTER}},
+            "scheduler=learn2pd was trained on blocks of 6 positions.*in SGLang and diffusers block_length=6",
+        ),
         (
             {"scheduler": "eoser"},
             "scheduler=eoser must know the model's end token, and none is known",
