@@ -21,7 +21,8 @@ from dllm_sampler.engine.tree import walk
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms.regular import Form
-from dllm_sampler.integrations.block import BlockRule, BlockState, check_ends, model
+from dllm_sampler.integrations.block import BlockRule, BlockState, check_ends
+from dllm_sampler.integrations.block import model as spec_of
 from dllm_sampler.integrations.forms import of_text
 from dllm_sampler.integrations.rows import stacked, taken
 from dllm_sampler.integrations.settings import CPU, Sampling, Settings
@@ -122,11 +123,8 @@ class Serving:
     def obstacle(self, sampling: Sampling, model: Model) -> str | None:
         """Why a request that tells of the model cannot have its tokens chosen like this; None: it can."""
         try:
-            if model != self.model:
-                self.model = model
-                self._rule.cache_clear()
-                self._guides.cache_clear()
-            self._rule(sampling._replace(length=0 if self.formed else None), model.vocab_size, CPU, torch.float32)
+            self._rule(sampling, model, model.vocab_size, CPU, torch.float32)
+            self.model = model
         except UserError as error:
             return str(error)
         return None
@@ -167,7 +165,7 @@ class Serving:
         for sampling, places in groups.items():
             at = None if len(places) == len(rows) else torch.tensor(places, device=ids.device)
             mine, seen, start = (one if at is None else one.index_select(0, at) for one in (ids, logits, first))
-            rule = self._rule(sampling, logits.shape[2], logits.device, logits.dtype)
+            rule = self._rule(sampling, self.model, logits.shape[2], logits.device, logits.dtype)
             state = self._state([rows[place] for place in places], mine, rule)
             decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.row_seed)
             after = replace(after, carry=_apart(after.carry, logits, state.carry))
@@ -205,9 +203,11 @@ class Serving:
             begin += len(some)
         return stacked(parts)
 
-    def _make(self, sampling: Sampling, vocab_size: int, device: torch.device, dtype: torch.dtype) -> BlockRule:
+    def _make(
+        self, sampling: Sampling, model: Model, vocab_size: int, device: torch.device, dtype: torch.dtype
+    ) -> BlockRule:
         chosen = self.settings.sampling if self.fixed else sampling
-        guides = self._guides(vocab_size, device)
+        guides = self._guides(model, vocab_size, device)
         # An answer too short for its form is the beginning of one that has it: the engine cuts it there.
         least = max((one.shortest[0] for one in guides if isinstance(one, Form)), default=None)
         return self.settings.rule(
@@ -215,25 +215,25 @@ class Serving:
             self.mask_id,
             chosen._replace(length=None if least is None else max(least, sampling.length or 0)),
             vocab_size=vocab_size,
-            eos_id=self.model.eos_id,
+            eos_id=model.eos_id,
             device=device,
             kernels=select("auto", device, dtype),
             guides=guides,
-            tokenizer=self.model.tokenizer,
+            tokenizer=model.tokenizer,
         )
 
-    def _bound(self, vocab_size: int, device: torch.device) -> tuple[Guide, ...]:
+    def _bound(self, model: Model, vocab_size: int, device: torch.device) -> tuple[Guide, ...]:
         """The guides, of which one on the form of answers is bound: that takes long, and rules have it in common."""
         guides = config.build("guide", self.settings.guide)
         if not self.formed:
             return guides
-        spec = model(vocab_size, self.mask_id, self.model.eos_id, self.length, device)
-        context = Context(spec, FixedBlocks(self.length), tokenizer=self.model.tokenizer)
+        spec = spec_of(vocab_size, self.mask_id, model.eos_id, self.length, device)
+        context = Context(spec, FixedBlocks(self.length), tokenizer=model.tokenizer)
         if context.tokenizer is not None:
             check_ends(spec, guides)
         bound = [one.bind(context) if of_text(one) else one for one in guides]
         # A form knows one end token, and the engine ends an answer at others too, whether it has the form or not.
-        others = tuple(sorted(one for one in self.model.ends if one < vocab_size and one != self.model.eos_id))
+        others = tuple(sorted(one for one in model.ends if one < vocab_size and one != model.eos_id))
         return (*([EndTokens(ids=others)] if others else []), *bound)
 
 

@@ -152,7 +152,7 @@ class Request:
     state: Any = None
     forwards: int = 0  # of blocks that were not all prompt
     failed: bool = False  # SGLang ended it at a token that does not exist
-    kept: Any = field(default=None, repr=False)  # SGLang's own object
+    kept: Any = field(default=None, repr=False)  # SGLang's own object, from the first round on
 
     @property
     def over(self) -> bool:
@@ -205,7 +205,8 @@ class Server:
             if one.kept is None:
                 self.admit(one)
             if one.block is None:
-                given = [*one.prompt, *one.kept.output_ids][len(one.ids) : len(one.ids) + length]
+                known: Any = one.kept
+                given = [*one.prompt, *known.output_ids][len(one.ids) : len(one.ids) + length]
                 one.block = [*given, *[self.algorithm.mask_id] * (length - len(given))]
         _, blocks, accepted, states, _ = self.algorithm.run(self, self.described(), [one.state for one in batch])
         for row, one in enumerate(batch):

@@ -132,7 +132,9 @@ def test_a_schema_and_choices_are_forms_too(registered: str) -> None:
 def test_a_scheduler_may_know_the_end_token(registered: str) -> None:
     engine = server({"scheduler": "eoser"})
     assert all(one.over for one in engine.serve(requests()))
-    eoser = engine.algorithm.serving._rule(Sampling(), toys.VOCAB, CPU, torch.float64).plugins.scheduler
+    eoser = engine.algorithm.serving._rule(
+        Sampling(), engine.algorithm.serving.model, toys.VOCAB, CPU, torch.float64
+    ).plugins.scheduler
     assert eoser.eos == toys.EOS
     assert "scheduler=eoser must know" in engine.algorithm.validate_request(Req(Request([5], 9), None, ()))
 
