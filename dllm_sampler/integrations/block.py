@@ -100,8 +100,7 @@ class BlockRule:
         if why is not None:
             raise UserError(why)
         guides = config.build("guide", guide)
-        if tokenizer is not None:
-            check_ends(spec, guides)  # before an automaton is built with it
+        check_text(spec, guides, tokenizer)
         self.plugins = assemble(
             spec,
             given,
@@ -120,7 +119,7 @@ class BlockRule:
         if why is not None:
             raise UserError(why)
         bound = self.plugins.scheduler, *self.plugins.guides
-        check_ends(spec, bound)
+        _check_ends(spec, bound)
         self.ends = any(spec.eos_id in _ends(one) for one in bound)  # it matters which token ends an answer
         self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
         if self.form is not None:
@@ -244,12 +243,20 @@ def _ends(plugin: Scheduler | Guide) -> tuple[int | None, ...]:
     return getattr(plugin, "eos", None), *(getattr(plugin, "ids", None) or ())
 
 
-def check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
-    """Refuse plug-ins that must know the end token, if `spec` does not.
+def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuse guides on the form of an answer that cannot be bound without what is missing.
 
     Raises:
-        UserError: naming the plug-in.
+        UserError: naming the guide, and what it must know.
     """
+    formed = [one for one in guides if of_text(one)]
+    if formed and tokenizer is None:
+        raise UserError(f"guide={named(formed[0])} must know the text of tokens: add a tokenizer")
+    _check_ends(spec, formed)
+
+
+def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
+    """Refuse plug-ins that must know the end token, if `spec` does not."""
     for one in plugins if spec.eos_id == NO_END else ():
         if NO_END not in _ends(one) and not of_text(one):
             continue

@@ -21,7 +21,7 @@ from dllm_sampler.engine.tree import walk
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms.regular import Form
-from dllm_sampler.integrations.block import BlockRule, BlockState, check_ends
+from dllm_sampler.integrations.block import BlockRule, BlockState, check_text
 from dllm_sampler.integrations.block import model as spec_of
 from dllm_sampler.integrations.forms import of_text
 from dllm_sampler.integrations.rows import stacked, taken
@@ -229,8 +229,7 @@ class Serving:
             return guides
         spec = spec_of(vocab_size, self.mask_id, model.eos_id, self.length, device)
         context = Context(spec, FixedBlocks(self.length), tokenizer=model.tokenizer)
-        if context.tokenizer is not None:
-            check_ends(spec, guides)
+        check_text(spec, guides, model.tokenizer)
         bound = [one.bind(context) if of_text(one) else one for one in guides]
         # A form knows one end token, and the engine ends an answer at others too, whether it has the form or not.
         others = tuple(sorted(one for one in model.ends if one < vocab_size and one != model.eos_id))

@@ -254,7 +254,7 @@ def test_another_scheduler_takes_the_place_of_one() -> None:
         ({"guide": "end_tokens"}, "guide=end_tokens must know the model's end token"),
         ({"block_length": 0}, "block_length must be a whole number of at least 1, not 0"),
         ({"mask_token_id": -1}, "mask_token_id must be a whole number of at least 0"),
-        ({"guide": {"name": "regex", "pattern": "a"}}, "guide=regex.*tokenizer"),
+        ({"guide": {"name": "regex", "pattern": "a"}}, "guide=regex must know the text of tokens: add a tokenizer"),
         ({"guide": {"name": "regex", "pattern": "a"}, "tokenizer": toys.tokenizer()}, "add max_new_tokens"),
         ({"top_k": 3}, "top_k changes nothing without a temperature"),
     ],

@@ -139,10 +139,14 @@ def test_a_scheduler_may_know_the_end_token(registered: str) -> None:
     assert "scheduler=eoser must know" in engine.algorithm.validate_request(Req(Request([5], 9), None, ()))
 
 
+class NoEnd:
+    """A tokenizer without an end token."""
+
+
 def test_requests_without_a_tokenizer_are_refused(registered: str) -> None:
     one = algorithm(sglang.NAME, {"scheduler": "threshold", "guide": REGEX}, True)
-    assert "this checkpoint has no tokenizer" in one.validate_request(Req(Request([5], 9)))
-    assert "has no tokenizer" in one.validate_request(Req(Request([5], 9), None, ()))
+    assert "must know the text of tokens" in one.validate_request(Req(Request([5], 9)))
+    assert "must know the model's end token" in one.validate_request(Req(Request([5], 9), NoEnd(), ()))
     assert one.validate_request(Req(Request([5], 9), toys.tokenizer())) is None
 
 
