@@ -9,7 +9,6 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dllm_sampler import UserError
 from dllm_sampler.integrations import rows, serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
 from tests.contract.cases import Settings, one_each
 from tests.contract.test_syncs import _Operations
-from tests.integrations.sglang_stubs import Req, Request, Server, algorithm
+from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
 
 LOCAL = [
@@ -221,45 +219,6 @@ def test_a_step_reads_the_device_once(registered: str, scheduler: str) -> None:
         with _Reads() as reads, _Operations():
             engine.algorithm.step(batch, logits, states)
         assert reads.count == 1
-
-
-def request(more: Settings, **fields: Any) -> Any:
-    found = Req(Request([5], 9, temperature=1.0, top_k=2**30))
-    vars(found.sampling_params).update(more)
-    vars(found).update(fields)
-    return found
-
-
-def test_requests_that_ask_for_more_are_refused(registered: str) -> None:
-    live = type(algorithm(sglang.NAME, {"scheduler": "threshold"}, True))
-    assert live.validate_request(request({"min_p": 0.0, "regex": None}, return_logprob=False)) is None
-    assert live.validate_request(request({"top_p": 0.9})) is None
-    assert "not min_p, json_schema:" in live.validate_request(request({"min_p": 0.1, "json_schema": "{}"}))
-    assert "not return_logprob:" in live.validate_request(request({}, return_logprob=True))
-    assert "give the same rid" in live.validate_request(request({"sampling_seed": 3}))
-    assert "temperature must be" in live.validate_request(request({"temperature": float("inf")}))
-
-
-WRONG = {
-    "scheduler: treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
-    "schedular: threshold": "did you mean 'scheduler'",
-    "scheduler: {name: threshold, threshold: high}": "threshold should be a valid number, not 'high'",
-    "scheduler: wino": "scheduler=wino needs more than the logits of a block",
-    "{scheduler: threshold, top_k: 5}": "top_k changes nothing without a temperature",
-    "block_size: 4": "names no scheduler",
-    "[threshold]": "should have names with values",
-    "scheduler: [": "cannot be read",
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_settings_are_refused_before_the_model_is_loaded(registered: str, text: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(text)
-    cls = import_module("sglang.srt.dllm.algorithm").algo_name_to_cls[sglang.NAME]
-    with pytest.raises(UserError) as error:
-        cls.configure_server_args(SimpleNamespace(dllm_algorithm_config=str(file)))
-    assert WRONG[text] in str(error.value) and "\n" not in str(error.value)
 
 
 def test_end_tokens_may_be_named(registered: str) -> None:
