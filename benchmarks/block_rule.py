@@ -29,6 +29,7 @@ from step_overhead import CLOCKS
 from torch import Tensor
 
 from dllm_sampler import config
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import output, positive
 from dllm_sampler.integrations.sglang import BlockAlgorithm
 
@@ -104,6 +105,8 @@ def last_step(algorithm: Any, scene: Scene, now: Callable[[], float]) -> float:
         sampling_info=None,
     )
     states = algorithm.init_step_state(batch)
+    if any(getattr(one, "lost", False) for one in states):
+        raise UserError("a scheduler here asks for the model's end token, and no model is here: leave eoser out")
     times = [now()] * 2
     for _ in range(STEPS):
         logits = scene.scratch.copy_(scene.logits).view(-1, scene.vocab)

@@ -221,7 +221,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
         yield (
             f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"
-            f" blocks=fixed with blocks.length={traits.block_length} or train for other blocks"
+            f" blocks=fixed with blocks.length={traits.block_length} (in SGLang and diffusers"
+            f" block_length={traits.block_length}), or train for other blocks"
         )
     if spec.mask_id is None and not traits.uniform:
         yield (

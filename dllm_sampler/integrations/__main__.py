@@ -21,8 +21,8 @@ from dllm_sampler.cli.help import defaults
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.request import check_experiments
 from dllm_sampler.errors import UserError
+from dllm_sampler.integrations import COMMAND
 
-COMMAND = "python -m dllm_sampler.integrations"
 APP = App(SAMPLE.name, SAMPLE.root, SAMPLE.groups)  # its words, but no prompts
 OURS = ("scheduler", "guide", "experiment", "blocks", "block_length", "temperature", "top_k", "top_p", "compat")
 THEIRS = {
@@ -47,7 +47,7 @@ Usage: {COMMAND} [NAME=VALUE ...] > x.yaml
 
 Words are those of dllm-sample (dllm-sample --help lists them):
   scheduler=NAME  scheduler.FIELD=VALUE   what decides; its steps are those of a block
-  guide=NAME      guide.NAME.FIELD=VALUE  what changes logits, where it needs no text
+  guide=NAME      guide.NAME.FIELD=VALUE  what changes logits, or the form of answers
   temperature=VALUE  top_k=K  top_p=P     for all requests, and 0 is greedy. Without
                                           temperature= each request's own count, and
                                           SGLang gives 1 to one that names none
@@ -129,7 +129,7 @@ def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
     blocks = config.build("blocks", plugins["blocks"])
     if not isinstance(blocks, FixedBlocks):
         raise UserError(f"blocks={plugins['blocks']['name']}: an engine's blocks have one length; use blocks=fixed")
-    guides = [_named("guide", one) for one in plugins["guide"]]
+    guides = [_named("guide", _held(one)) for one in plugins["guide"]]
     found = {
         "scheduler": _named("scheduler", plugins["scheduler"]),
         "guide": guides or None,
@@ -138,6 +138,14 @@ def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
         "block_size": options.block_length or blocks.length,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _held(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A guide's settings, with the text of a schema in place of its file: a server may run elsewhere."""
+    from dllm_sampler.guides.forms.schema import schema_text
+
+    schema = given.get("schema")
+    return {**given, "schema": schema_text(schema)} if isinstance(schema, str) and schema else dict(given)
 
 
 def _named(group: str, given: Mapping[str, Any]) -> dict[str, Any]:

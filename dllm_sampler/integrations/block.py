@@ -6,7 +6,7 @@ Our loop, the forward and the cache belong to the engine. Letters: B rows, W pos
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,20 +18,22 @@ from dllm_sampler.core import select
 from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.protocols import Carry, Guide, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.engine import readout
 from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations.canvas import block
-from dllm_sampler.integrations.forms import OfAnswer
+from dllm_sampler.integrations.forms import OfAnswer, of_text
 from dllm_sampler.integrations.scope import beyond, obstacle
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.naming import named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+NO_END = 2**31 - 1  # stands for an end token that is not known
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class BlockRule:
         kernels: what reads out the logits.
 
     Raises:
-        UserError: an unknown name, a wrong setting, or a scheduler that wants more than the logits of a block.
+        UserError: an unknown name, a wrong setting, or a plug-in that wants more than the logits of a block.
     """
 
     def __init__(
@@ -97,13 +99,15 @@ class BlockRule:
         why = beyond(given) if isinstance(given, Scheduler) else None  # before a second model is loaded
         if why is not None:
             raise UserError(why)
+        guides = config.build("guide", guide)
+        check_text(spec, guides, tokenizer)
         self.plugins = assemble(
             spec,
             given,
             blocks={"name": "fixed", "length": length},
             stop=None,
             cache=None,
-            guide=guide,
+            guide=guides,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -114,6 +118,9 @@ class BlockRule:
         why = obstacle(self.plugins)
         if why is not None:
             raise UserError(why)
+        bound = self.plugins.scheduler, *self.plugins.guides
+        _check_ends(spec, bound)
+        self.ends = any(spec.eos_id in _ends(one) for one in bound)  # it matters which token ends an answer
         self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
         if self.form is not None:
             if max_new_tokens is None:
@@ -209,7 +216,8 @@ class BlockRule:
         """What the logits `[B, W, V]` say of the queried positions."""
         if self.asks:
             at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
-            logits = logits.gather(1, at[..., None].expand(-1, -1, logits.shape[2]))
+            rows = at + canvas.length * select.numbers(len(at), at.device)[:, None]
+            logits = logits.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, at.shape)  # a gather is slower
         rule = self.rule
         if state.before is not None and state.count is not None and self.spec.mask_id is not None:
             about = state.before, state.count, self.spec.mask_id
@@ -231,13 +239,42 @@ def _columns(canvas: Canvas) -> Tensor:
     return select.numbers(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
 
 
-def model(vocab_size: int, mask_id: int | None, eos_id: int, length: int, device: torch.device) -> ModelSpec:
-    """What a scheduler must know of a block-causal model that another engine runs."""
+def _ends(plugin: Scheduler | Guide) -> tuple[int | None, ...]:
+    """The end tokens that a bound plug-in treats in a way of its own."""
+    return getattr(plugin, "eos", None), *(getattr(plugin, "ids", None) or ())
+
+
+def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Refuse guides on the form of an answer that cannot be bound without what is missing.
+
+    Raises:
+        UserError: naming the guide, and what it must know.
+    """
+    formed = [one for one in guides if of_text(one)]
+    if formed and tokenizer is None:
+        raise UserError(f"guide={named(formed[0])} must know the text of tokens: add a tokenizer")
+    _check_ends(spec, formed)
+
+
+def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
+    """Refuse plug-ins that must know the end token, if `spec` does not."""
+    for one in plugins if spec.eos_id == NO_END else ():
+        if NO_END not in _ends(one) and not of_text(one):
+            continue
+        kind = "guide" if isinstance(one, Guide) else "scheduler"
+        raise UserError(
+            f"{kind}={named(one)} must know the model's end token, and none is known: give it an eos_token_id, or a"
+            " tokenizer that has one"
+        )
+
+
+def model(vocab_size: int, mask_id: int | None, eos_id: int | None, length: int, device: torch.device) -> ModelSpec:
+    """What a scheduler must know of a block-causal model that another engine runs; `eos_id` None: it is not known."""
     return ModelSpec(
         vocab_size=vocab_size,
         mask_id=mask_id,
-        eos_id=eos_id,
-        pad_id=eos_id,
+        eos_id=NO_END if eos_id is None else eos_id,
+        pad_id=eos_id or 0,
         max_positions=2**31 - 1,
         num_layers=0,
         num_kv_heads=0,

@@ -35,7 +35,6 @@ except ImportError as error:
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
-NO_END = 2**31 - 1  # stands for an end token that is not known
 
 
 class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
@@ -93,19 +92,9 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         """The rule for blocks of a length and a model's tokens."""
         told, tokenizer = self.config, self.config["tokenizer"]
         eos = getattr(tokenizer, "eos_token_id", None) if told["eos_token_id"] is None else told["eos_token_id"]
-        spec = replace(
-            model(vocab, mask_id, eos or 0, length, device),
-            eos_id=NO_END if eos is None else eos,
-            self_conditioning=mask_id is None,
-        )
+        spec = replace(model(vocab, mask_id, eos, length, device), self_conditioning=mask_id is None)
         names = ("guide", "temperature", "top_k", "top_p", "compat", "tokenizer", "max_new_tokens")
-        rule = BlockRule(told["scheduler"], spec, length, **{name: told[name] for name in names})
-        for one in (rule.plugins.scheduler, *rule.plugins.guides):
-            if NO_END in (getattr(one, "eos", None), *(getattr(one, "ids", None) or ())):
-                raise UserError(
-                    f"{named(one)} treats the end token in its own way: give DllmScheduler its eos_token_id"
-                )
-        return rule
+        return BlockRule(told["scheduler"], spec, length, **{name: told[name] for name in names})
 
     def _reset(self, block_length: int | None) -> None:
         """Forget the last block; `block_length`: of the blocks of a whole call, which the pipeline tells in 0.42."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,11 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide, Whole
 from dllm_sampler.core.values import Canvas
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OF_BYTES = 258, 257, 256  # the vocabulary, the mask and the end token of a model whose tokens are bytes
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,19 @@ class OfAnswer(Guide):
 def _padded(values: Tensor, value: int) -> Tensor:
     """Values `[B, N]` and one more column of `value`."""
     return torch.nn.functional.pad(values, (0, 1), value=value)
+
+
+def of_text(plugin: object) -> bool:
+    """Whether a plug-in says what form a whole answer has, for which it must know the text of tokens."""
+    return getattr(plugin, "joint", False) or getattr(plugin, "vetoes", False)
+
+
+def of_bytes() -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are bytes, to try forms on before a model is there."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in bytes_to_unicode().items()}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)

@@ -14,15 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry
+from dllm_sampler import config
+from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.protocols import Carry, Context, Guide
 from dllm_sampler.engine.tree import walk
 from dllm_sampler.errors import UserError
-from dllm_sampler.integrations.block import BlockRule, BlockState
+from dllm_sampler.guides.end_tokens import EndTokens
+from dllm_sampler.guides.forms.regular import Form
+from dllm_sampler.integrations.block import BlockRule, BlockState, check_text
+from dllm_sampler.integrations.block import model as spec_of
+from dllm_sampler.integrations.forms import of_text
 from dllm_sampler.integrations.rows import stacked, taken
-from dllm_sampler.integrations.settings import Sampling, Settings
+from dllm_sampler.integrations.settings import CPU, Sampling, Settings
 from dllm_sampler.kernels.backend import select
 
 RULES = 256  # kept at a time: requests may name as many temperatures as they like
+DEVICES = 4  # of which guides are kept
 
 
 @dataclass
@@ -31,6 +38,8 @@ class Rows:
 
     frozen: Tensor  # [B, W] bool
     seed: Tensor  # [B]
+    step: Tensor  # [B] forwards in earlier blocks
+    before: list[Sequence[int]]  # tokens of each answer in earlier blocks, where a guide on its form opens one
     state: BlockState | None = None  # None: before the first forward
 
     def of(self, places: Sequence[int], ids: Tensor, rule: BlockRule) -> BlockState:
@@ -39,9 +48,10 @@ class Rows:
         at = None if list(places) == list(every) else torch.tensor(places, device=ids.device)
         if self.state is not None:
             return self.state if at is None else taken(self.state, at)
-        frozen, seed = (self.frozen, self.seed) if at is None else (self.frozen[at], self.seed[at])
-        state = rule.open(ids, (ids == rule.spec.mask_id) & ~frozen, frozen)
-        return replace(state, canvas=replace(state.canvas, row_seed=seed))
+        frozen, seed, step = (one if at is None else one[at] for one in (self.frozen, self.seed, self.step))
+        before = [self.before[place] for place in places]
+        state = rule.open(ids, (ids == rule.spec.mask_id) & ~frozen, frozen, before)
+        return replace(state, canvas=replace(state.canvas, row_seed=seed, step=step))
 
 
 @dataclass
@@ -55,6 +65,25 @@ class Row:
     lost: bool = False  # its block will never be decoded
 
 
+class Model(NamedTuple):
+    """What requests tell of the model."""
+
+    vocab_size: int
+    eos_id: int | None = None
+    ends: frozenset[int] = frozenset()  # all tokens at which the engine ends an answer
+    tokenizer: Any = None
+
+
+class Answer(NamedTuple):
+    """What there is of an answer when a block of it opens."""
+
+    seed: int
+    sampling: Sampling = Sampling()
+    made: int = 0  # forwards in earlier blocks
+    before: Sequence[int] = ()  # its tokens in these, for a guide on its form
+    known: bool = True  # the engine has shown the request, and with it the model, before
+
+
 class Verdict(NamedTuple):
     """What a round has come to."""
 
@@ -62,6 +91,7 @@ class Verdict(NamedTuple):
     settled: list[bool]  # the forward has seen the final tokens of the block, or none will: the row rests
     failed: list[int]  # rows for which the model returned no finite numbers in this round
     endless: list[int]  # rows that made as many forwards as a block can need; these rest too, and their masks stay
+    made: dict[int, int]  # forwards of rows whose block is decoded now, those in earlier blocks included
 
 
 @dataclass
@@ -79,33 +109,43 @@ class Serving:
     mask_id: int
     steps: int = field(init=False)  # forwards of a block at most, the one that settles it included
     fixed: bool = field(init=False)  # the settings say how tokens are chosen, requests do not
+    formed: bool = field(init=False)  # a guide says what form answers have
+    asks: bool = field(init=False)  # a request must have told of the model before its blocks open
+    model: Model = field(init=False, default=Model(1))
 
     def __post_init__(self) -> None:
         rule = self.settings.checked(self.length)
         self.steps = rule.plugins.bound(self.length) + 1
         self.fixed = self.settings.fixes(rule)
-        self._rule = lru_cache(RULES)(self._make)
+        self.formed, self.asks = rule.form is not None, rule.form is not None or rule.ends
+        self._rule, self._guides = lru_cache(RULES)(self._make), lru_cache(DEVICES)(self._bound)
 
-    def obstacle(self, sampling: Sampling) -> str | None:
-        """Why tokens of a request cannot be chosen like this; None: they can."""
+    def obstacle(self, sampling: Sampling, model: Model) -> str | None:
+        """Why a request that tells of the model cannot have its tokens chosen like this; None: it can."""
         try:
-            self.settings.rule(self.length, sampling=None if self.fixed else sampling)
+            self._rule(sampling, model, model.vocab_size, CPU, torch.float32)
+            self.model = model
         except UserError as error:
             return str(error)
         return None
 
-    def open(self, ids: Tensor, frozen: Tensor, seed: Tensor, samplings: Sequence[Sampling]) -> list[Row]:
+    def open(self, ids: Tensor, frozen: Tensor, answers: Sequence[Answer]) -> list[Row]:
         """Blocks before their first forward.
 
         Args:
-            ids: `[B, W]` what stands there.
+            ids: `[B, W] int64` what stands there.
             frozen: `[B, W] bool` the prompt's.
-            seed: `[B] int64` of the draws of each row.
-            samplings: of each row.
+            answers: of each row.
         """
-        rows = Rows(frozen, seed)
+        seed = torch.tensor([one.seed for one in answers], device=ids.device)
+        step = torch.tensor([one.made for one in answers], device=ids.device)
+        rows = Rows(frozen, seed, step, [one.before for one in answers])
         over = ((ids != self.mask_id) | frozen).all(1).tolist()
-        return [Row(rows, place, *one) for place, one in enumerate(zip(samplings, over, strict=True))]
+        lost = [self.asks and not (done or one.known) for done, one in zip(over, answers, strict=True)]
+        return [
+            Row(rows, place, one.sampling, done or gone, gone)
+            for place, (one, done, gone) in enumerate(zip(answers, over, lost, strict=True))
+        ]
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], ids: Tensor, logits: Tensor, first: Tensor) -> Verdict:
@@ -125,23 +165,24 @@ class Serving:
         for sampling, places in groups.items():
             at = None if len(places) == len(rows) else torch.tensor(places, device=ids.device)
             mine, seen, start = (one if at is None else one.index_select(0, at) for one in (ids, logits, first))
-            rule = self._rule(sampling, logits.shape[2], logits.device, logits.dtype)
+            rule = self._rule(sampling, self.model, logits.shape[2], logits.device, logits.dtype)
             state = self._state([rows[place] for place in places], mine, rule)
             decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.row_seed)
             after = replace(after, carry=_apart(after.carry, logits, state.carry))
-            together = Rows(state.canvas.frozen[:, :-1], state.canvas.row_seed, after)
+            together = Rows(state.canvas.frozen[:, :-1], state.canvas.row_seed, after.canvas.step, [], after)
             for number, place in enumerate(places):
                 rows[place].rows, rows[place].place = together, number
             ids = decision.ids if at is None else ids.index_copy(0, at, decision.ids)
             endless = (state.canvas.age + 1 >= self.steps) & ~decision.settled
-            found.append(torch.stack([decision.settled, decision.failed, endless]))
-        verdict = Verdict(ids, [row.over for row in rows], [], [])
-        read = torch.cat(found, 1).tolist() if found else [[]] * 3
-        for place, over, failed, endless in zip(chain(*groups.values()), *read, strict=True):
+            found.append(torch.stack([decision.settled, decision.failed, endless, after.canvas.step]))
+        verdict = Verdict(ids, [row.over for row in rows], [], [], {})
+        read = torch.cat(found, 1).tolist() if found else [[]] * 4
+        for place, over, failed, endless, made in zip(chain(*groups.values()), *read, strict=True):
             rows[place].lost = failed or endless
             rows[place].over = verdict.settled[place] = over or rows[place].lost
             verdict.failed.extend([place] * failed)
             verdict.endless.extend([place] * (endless and not failed))
+            verdict.made.update({place: made} if over else {})
         return verdict._replace(ids=ids)
 
     def marked(self, rows: Sequence[Row], ids: Tensor, token: int) -> Tensor:
@@ -162,10 +203,37 @@ class Serving:
             begin += len(some)
         return stacked(parts)
 
-    def _make(self, sampling: Sampling, vocab_size: int, device: torch.device, dtype: torch.dtype) -> BlockRule:
-        own = None if self.fixed else sampling
-        kernels = select("auto", device, dtype)
-        return self.settings.rule(self.length, self.mask_id, own, vocab_size=vocab_size, device=device, kernels=kernels)
+    def _make(
+        self, sampling: Sampling, model: Model, vocab_size: int, device: torch.device, dtype: torch.dtype
+    ) -> BlockRule:
+        chosen = self.settings.sampling if self.fixed else sampling
+        guides = self._guides(model, vocab_size, device)
+        # An answer too short for its form is the beginning of one that has it: the engine cuts it there.
+        least = max((one.shortest[0] for one in guides if isinstance(one, Form)), default=None)
+        return self.settings.rule(
+            self.length,
+            self.mask_id,
+            chosen._replace(length=None if least is None else max(least, sampling.length or 0)),
+            vocab_size=vocab_size,
+            eos_id=model.eos_id,
+            device=device,
+            kernels=select("auto", device, dtype),
+            guides=guides,
+            tokenizer=model.tokenizer,
+        )
+
+    def _bound(self, model: Model, vocab_size: int, device: torch.device) -> tuple[Guide, ...]:
+        """The guides, of which one on the form of answers is bound: that takes long, and rules have it in common."""
+        guides = config.build("guide", self.settings.guide)
+        if not self.formed:
+            return guides
+        spec = spec_of(vocab_size, self.mask_id, model.eos_id, self.length, device)
+        context = Context(spec, FixedBlocks(self.length), tokenizer=model.tokenizer)
+        check_text(spec, guides, model.tokenizer)
+        bound = [one.bind(context) if of_text(one) else one for one in guides]
+        # A form knows one end token, and the engine ends an answer at others too, whether it has the form or not.
+        others = tuple(sorted(one for one in model.ends if one < vocab_size and one != model.eos_id))
+        return (*([EndTokens(ids=others)] if others else []), *bound)
 
 
 def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:

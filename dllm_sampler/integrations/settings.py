@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import yaml
 
 from dllm_sampler import config
+from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms.automaton import STATES
+from dllm_sampler.integrations import COMMAND
 from dllm_sampler.integrations.block import BlockRule, model
+from dllm_sampler.integrations.forms import OF_BYTES, of_bytes, of_text
 from dllm_sampler.kernels.backend import TORCH, Backend
-from dllm_sampler.naming import named
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CPU = torch.device("cpu")
 LENGTH = 32  # of blocks to try settings on, where neither they nor a model say it
@@ -27,6 +33,7 @@ class Sampling(NamedTuple):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    length: int | None = None  # most tokens of its answer, where a guide says what form that has
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,7 @@ class Settings:
         """
         checked = config.check(where, Settings, values)
         if "scheduler" not in checked:
-            raise UserError(
-                f"{where} names no scheduler: python -m dllm_sampler.integrations scheduler=NAME writes what it takes"
-            )
+            raise UserError(f"{where} names no scheduler: {COMMAND} scheduler=NAME writes what it takes")
         return Settings(**checked)
 
     @staticmethod
@@ -84,22 +89,25 @@ class Settings:
         mask_id: int = 0,
         sampling: Sampling | None = None,
         vocab_size: int = 1,
-        eos_id: int = 0,
+        eos_id: int | None = 0,
         device: torch.device = CPU,
         kernels: Backend = TORCH,
+        guides: Sequence[Guide] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         warn: bool = False,
     ) -> BlockRule:
         """What decides over blocks of `length`.
 
         Args:
             sampling: of a request; None: that of these settings.
+            guides: in place of those of these settings; one on the form of answers needs the `tokenizer`.
             warn: whether it warns, as `BlockRule` does; `checked` has warned already.
 
         Raises:
             UserError: see `BlockRule`.
         """
         spec = model(vocab_size, mask_id, eos_id, length, device)
-        chosen = Sampling(self.temperature, self.top_k, self.top_p) if sampling is None else sampling
+        chosen = self.sampling if sampling is None else sampling
         with warnings.catch_warnings():
             if not warn:
                 warnings.simplefilter("ignore", UserWarning)
@@ -107,40 +115,32 @@ class Settings:
                 self.scheduler,
                 spec,
                 length,
-                guide=self.guide,
+                guide=self.guide if guides is None else guides,
                 temperature=chosen.temperature,
                 top_k=chosen.top_k,
                 top_p=chosen.top_p,
                 compat=self.compat,
+                tokenizer=tokenizer,
+                max_new_tokens=chosen.length,
                 kernels=kernels,
             )
 
     def checked(self, length: int) -> BlockRule:
-        """The rule without a request, if an engine that shows logits only can run it.
+        """The rule without a request or a model; a guide on the form of answers counts in bytes.
 
         Raises:
-            UserError: it cannot, or a setting is wrong.
+            UserError: an engine that shows logits only cannot run it, or a setting is wrong.
         """
-        for guide in config.build("guide", self.guide):
-            if guide.joint or guide.vetoes:
-                raise UserError(
-                    f"guide={named(guide)} says what form a whole answer has, and the engine tells neither its length"
-                    " nor the text of tokens: leave it out"
-                )
-        rule, other = self.rule(length, warn=True).plugins, self.rule(length, eos_id=1)
-        if rule.scheduler != other.plugins.scheduler:
-            raise UserError(
-                f"scheduler={named(rule.scheduler)} must know the model's end token, which the engine does not tell:"
-                " use another scheduler, threshold say"
-            )
-        for guide, its in zip(rule.guides, other.plugins.guides, strict=True):
-            if guide != its:
-                name = named(guide)
-                raise UserError(
-                    f"guide={name} must know the model's end token, which the engine does not tell: name it, as in"
-                    f" guide.{name}.ids=[NUMBER]"
-                )
-        return other
+        guides = config.build("guide", self.guide)
+        if not any(of_text(one) for one in guides):
+            return self.rule(length, guides=guides, warn=True)
+        sampling, (vocab_size, mask_id, eos_id) = self.sampling._replace(length=STATES), OF_BYTES
+        return self.rule(length, mask_id, sampling, vocab_size, eos_id, guides=guides, tokenizer=of_bytes(), warn=True)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen where requests do not say it."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
     def fixes(self, rule: BlockRule) -> bool:
         """Whether these settings, of which `rule` was made, say how tokens are chosen, so that requests do not."""

@@ -12,12 +12,15 @@ import logging
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.errors import UserError
+
 if TYPE_CHECKING:
-    from dllm_sampler.integrations.serving import Row, Serving
+    from dllm_sampler.integrations.serving import Answer, Model, Row, Serving
     from dllm_sampler.integrations.settings import Sampling
 
 NAME = "DllmSampler"
@@ -44,6 +47,7 @@ NOT_FINITE = (
     "the model returned NaN or infinite logits; check the weights and the dtype (float16 overflows where bfloat16 does"
     " not)"
 )
+NOT_SHOWN = "SGLang has not validated it, so that neither its length nor its end token is known"
 ENDLESS = "its block is not decoded after the most forwards it can need; compat: true lets the model choose the mask"
 
 logger = logging.getLogger(__name__)
@@ -78,19 +82,27 @@ class BlockAlgorithm:
 
         settings = Settings.read(config.algorithm_config or {}, CONFIG)
         self.serving: Serving = Serving(settings, self.block_size, self.mask_id)
+        self.requests: WeakValueDictionary[str, Any] = WeakValueDictionary()  # SGLang's, until it drops them
+        self.made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # forwards of these, in blocks that are decoded
         BlockAlgorithm.live = self
 
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
         """Refuse wrong settings before the model is loaded."""
         from dllm_sampler.integrations.settings import LENGTH, Settings
+        from dllm_sampler.naming import named
 
         settings = Settings.load(server_args.dllm_algorithm_config, CONFIG)
-        settings.checked(settings.block_size or LENGTH)
+        rule = settings.checked(settings.block_size or LENGTH)
+        if rule.form is not None and getattr(server_args, "skip_tokenizer_init", False):
+            raise UserError(
+                f"guide={named(rule.form)} must know the text of tokens: leave out --skip-tokenizer-init, or the guide"
+            )
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Why a request cannot be served as it asks to be; None: it can."""
+        """Why a request cannot be served as it asks to be; None: it can. SGLang calls it where it decodes, once for
+        each request, which from then on tells how long its answer may be and what stands in it."""
         wanted = req.sampling_params
         unknown = [name for name, plain in OTHERS.items() if (getattr(wanted, name, plain) or plain) != plain]
         unknown += [name for name in OF_REQUEST if getattr(req, name, None)]
@@ -100,7 +112,11 @@ class BlockAlgorithm:
             return f"{NAME} draws by the request's id: give the same rid, and no seed, to draw the same tokens"
         if cls.live is None:
             return None
-        return cls.live.serving.obstacle(_sampling(wanted.temperature, wanted.top_k, wanted.top_p))
+        sampling = _sampling(wanted.temperature, wanted.top_k, wanted.top_p)
+        why = cls.live.serving.obstacle(sampling, _model(req))
+        if why is None:
+            cls.live.requests[req.rid] = req
+        return why
 
     def max_steps(self, block_size: int) -> int:
         """Forwards after which the synchronous mode gives up on a block."""
@@ -111,8 +127,12 @@ class BlockAlgorithm:
         ids, frozen = self._ids(forward_batch), forward_batch.dllm_prompt_mask
         frozen = ids != self.mask_id if frozen is None else frozen
         names = forward_batch.rids or [str(row) for row in range(len(ids))]
-        seed = torch.tensor([_seed(name) for name in names], device=ids.device)
-        return list(self.serving.open(ids, frozen, seed, self._samplings(forward_batch, len(ids))))
+        samplings = self._samplings(forward_batch, len(ids))
+        rows = self.serving.open(ids, frozen, list(map(self._answer, names, samplings)))
+        for name, row in zip(names, rows, strict=True):
+            if row.lost:
+                logger.error(f"{NAME}: request {name} ends here: {NOT_SHOWN}")
+        return list(rows)
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: Sequence[Any]) -> list[bool]:
         """Write what a forward decides into `input_ids`, and say which blocks are final and were seen so.
@@ -129,6 +149,10 @@ class BlockAlgorithm:
             for place in places:
                 name = forward_batch.rids[place] if forward_batch.rids else place
                 logger.error(f"{NAME}: request {name} ends here: {why}")
+        for place, count in verdict.made.items():
+            request = self.requests.get(forward_batch.rids[place]) if forward_batch.rids else None
+            if request is not None:
+                self.made[request] = count
         # In the synchronous mode a lost row is in further forwards, and a token outside the vocabulary must not be.
         last = self.fdfo or all(verdict.settled)
         ids = self.serving.marked(rows, verdict.ids, FAILED) if last else verdict.ids
@@ -138,6 +162,19 @@ class BlockAlgorithm:
     def _ids(self, forward_batch: Any) -> Tensor:
         """`[B, W] int64` the blocks of a batch."""
         return forward_batch.input_ids.view(-1, self.block_size).long()
+
+    def _answer(self, name: str, sampling: Sampling) -> Answer:
+        """What there is of a request's answer."""
+        from dllm_sampler.integrations.serving import Answer
+
+        request = self.requests.get(name)
+        if request is None:
+            return Answer(_seed(name), sampling, known=False)
+        made = self.made.get(request, 0)
+        if not self.serving.formed:
+            return Answer(_seed(name), sampling, made)
+        sampling = sampling._replace(length=request.sampling_params.max_new_tokens)
+        return Answer(_seed(name), sampling, made, tuple(request.output_ids))
 
     def _samplings(self, forward_batch: Any, count: int) -> list[Sampling]:
         """How each of `count` requests wants its tokens to be chosen."""
@@ -158,6 +195,17 @@ def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
         return Sampling()
     cut = top_k if 1 < top_k < EVERY_TOKEN else None
     return Sampling(float(f"{temperature:.6g}"), cut, None if top_p >= 1 else float(f"{top_p:.6g}"))
+
+
+def _model(request: Any) -> Model:
+    """What a request tells of the model."""
+    from dllm_sampler.integrations.serving import Model
+
+    tokenizer, listed = request.tokenizer, request.eos_token_ids or ()
+    also = [getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())]
+    ends = frozenset(one for one in (*listed, *also) if one is not None)
+    own = also[0] if also[0] is not None and len(listed) != 1 else next(iter(listed), None)
+    return Model(request.vocab_size, own, ends, tokenizer)
 
 
 def _seed(name: str) -> int:

@@ -7,7 +7,8 @@ installed; the heavy modules that it imports are replaced by empty ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
@@ -122,9 +123,23 @@ def algorithm(name: str, settings: dict[str, Any], fdfo: bool, length: int = toy
     return import_module(ALGORITHMS).algo_name_to_cls[name](config)
 
 
+class Req:
+    """A request as SGLang's scheduler keeps it, and shows it to an algorithm."""
+
+    def __init__(self, request: Request, tokenizer: Any = None, ends: Sequence[int] = (toys.EOS,)):
+        self.rid, self.origin_input_ids, self.output_ids = request.rid, array("q", request.prompt), array("q")
+        self.tokenizer, self.eos_token_ids, self.vocab_size = tokenizer, set(ends), toys.VOCAB
+        self.sampling_params = SimpleNamespace(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            max_new_tokens=request.tokens,
+        )
+
+
 @dataclass
 class Request:
-    """A request in the server: SGLang knows no length of an answer until a block is over."""
+    """A request of a user, and what the server has of its answer."""
 
     prompt: list[int]
     tokens: int
@@ -137,6 +152,7 @@ class Request:
     state: Any = None
     forwards: int = 0  # of blocks that were not all prompt
     failed: bool = False  # SGLang ended it at a token that does not exist
+    kept: Any = field(default=None, repr=False)  # SGLang's own object, from the first round on
 
     @property
     def over(self) -> bool:
@@ -156,6 +172,8 @@ class Server:
     dtype: torch.dtype = torch.float64
     mask: float = 0.0  # added to the logit of the mask
     broken: str = ""  # the request for which the model returns NaN
+    tokenizer: Any = None
+    ends: Sequence[int] = (toys.EOS,)  # at which SGLang ends an answer
     batch: list[Request] = field(default_factory=list)
     seen: list[list[int]] = field(default_factory=list)  # the blocks that the last forward computed keys of
     buffer: Tensor | None = None  # where all logits of one batch size are written, as a CUDA graph does
@@ -171,11 +189,24 @@ class Server:
                 self.round()
         return requests
 
+    def admit(self, one: Request) -> None:
+        """Show a request to the algorithm before its first forward."""
+        one.kept = Req(one, self.tokenizer, self.ends)
+        validate = getattr(type(self.algorithm), "validate_request", lambda req: None)
+        assert validate(one.kept) is None
+
+    def retract(self, one: Request) -> None:
+        """Take a request's place in the cache: it keeps whole blocks of its answer, and computes all of them again."""
+        one.ids, one.block, one.state = [], None, None
+
     def round(self) -> None:
         length, batch = self.algorithm.block_size, self.batch
         for one in batch:
+            if one.kept is None:
+                self.admit(one)
             if one.block is None:
-                given = one.prompt[len(one.ids) : len(one.ids) + length]
+                known: Any = one.kept
+                given = [*one.prompt, *known.output_ids][len(one.ids) : len(one.ids) + length]
                 one.block = [*given, *[self.algorithm.mask_id] * (length - len(given))]
         _, blocks, accepted, states, _ = self.algorithm.run(self, self.described(), [one.state for one in batch])
         for row, one in enumerate(batch):
@@ -188,6 +219,7 @@ class Server:
             one.failed = min(blocks[row] if accepted is not None else decoded) < 0
             assert one.failed or (decoded if accepted is None else blocks[row]) == self.seen[row], "its keys are stale"
             one.ids, one.block, one.state = one.ids + (decoded if accepted is None else blocks[row]), None, None
+            one.kept.output_ids.extend(one.ids[len(one.prompt) + len(one.kept.output_ids) :])
 
     def described(self) -> Any:
         """SGLang's batch, as far as an algorithm looks at it."""

@@ -7,10 +7,8 @@ import logging
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dllm_sampler import UserError
 from dllm_sampler.integrations import rows, serving, sglang
+from dllm_sampler.integrations.settings import Sampling
 from tests import toys
 from tests.contract.cases import Settings, one_each
 from tests.contract.test_syncs import _Operations
-from tests.integrations.sglang_stubs import Request, Server, algorithm, importable, installed
+from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
 
 LOCAL = [
@@ -32,28 +30,6 @@ LOCAL = [
     if toys.sampler("causal", scheduler=one.values[0], cache="none").plugins.scheduler.traits.scope == "block"
 ]
 PER_BLOCK = 4
-DRAWN = ("origin", "random_order", "entropy_renoise")  # keyed by the step, which begins again with each block
-
-
-@pytest.fixture(params=["restated", "released"])
-def registered(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Our algorithm in SGLang's registry: of the contract restated, and of the release where that is installed."""
-    folder = installed() if request.param == "released" else None
-    if request.param == "released" and folder is None:
-        pytest.skip("sglang is not installed: pip install --no-deps sglang")
-    with importable(folder):
-        sglang.register()
-        yield request.param
-    sglang.BlockAlgorithm.live = None
-
-
-@pytest.fixture
-def released() -> Iterator[None]:
-    folder = installed()
-    if folder is None:
-        pytest.skip("sglang is not installed: pip install --no-deps sglang")
-    with importable(folder):
-        yield
 
 
 def requests(**options: Any) -> list[Request]:
@@ -77,10 +53,6 @@ def test_served_requests_equal_sampler(registered: str, scheduler: Settings, fdf
     found = engine.serve(requests(), arrivals=[0, 2, 3, 0] if fdfo else None)
     for (prompt, tokens), one in zip(PROMPTS, found, strict=True):
         sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens))
-        if sampler.plugins.scheduler.traits.draws_order or scheduler["name"] in DRAWN:
-            again = server({"scheduler": mine}, fdfo).serve([Request(prompt, tokens, rid=one.rid)])
-            assert one.answer == again[0].answer
-            continue
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[sglang._seed(one.rid)])
         assert one.answer == alone.tokens[0, -tokens:].tolist()
         blocks = -(-(len(prompt) + tokens) // LENGTH) - len(prompt) // LENGTH
@@ -97,7 +69,7 @@ def test_batches_that_wait_for_their_slowest_block(registered: str, scheduler: s
 
 @pytest.mark.parametrize("fdfo", [True, False])
 def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo: bool) -> None:
-    """Tokens are those of the request alone, and in its first block those of `Sampler` at that temperature."""
+    """Tokens are those of the request alone, and those of `Sampler` at that temperature."""
     wanted: list[dict[str, Any]] = [
         {"temperature": 0.7, "top_k": 2**30},
         {"temperature": 1.0, "top_k": 1},  # SGLang's greedy
@@ -122,8 +94,8 @@ def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo:
             top_k=options["top_k"] if 1 < options["top_k"] < 2**30 else None,
             top_p=options.get("top_p"),
         )
-        found = sampler.generate([one.prompt], max_new_tokens=3, seed=[sglang._seed(one.rid)])
-        assert one.answer[:3] == found.tokens[0, -3:].tolist()
+        found = sampler.generate([one.prompt], max_new_tokens=one.tokens, seed=[sglang._seed(one.rid)])
+        assert one.answer == found.tokens[0, -one.tokens :].tolist()
     other = server(settings, fdfo).serve([Request(every[0].prompt, 3, rid="another", **wanted[0])])
     assert every[0].answer != other[0].answer, "draws of two requests differ"
 
@@ -150,9 +122,9 @@ def test_ranks_decide_alike(registered: str) -> None:
 
 def test_numbers_of_a_request_are_those_that_were_typed() -> None:
     kept = torch.tensor([0.7, 0.9])  # SGLang's, in float32
-    assert sglang._sampling(float(kept[0]), 2**30, float(kept[1])) == (0.7, None, 0.9)
-    assert sglang._sampling(0.7, 20, 1.0) == (0.7, 20, None)
-    assert sglang._sampling(1.0, 1, 0.5) == sglang._sampling(0.0, 2**30, 1.0) == (None, None, None)
+    assert sglang._sampling(float(kept[0]), 2**30, float(kept[1])) == Sampling(0.7, None, 0.9)
+    assert sglang._sampling(0.7, 20, 1.0) == Sampling(0.7, 20)
+    assert sglang._sampling(1.0, 1, 0.5) == sglang._sampling(0.0, 2**30, 1.0) == Sampling()
 
 
 @pytest.mark.parametrize("fdfo", [True, False])
@@ -247,49 +219,6 @@ def test_a_step_reads_the_device_once(registered: str, scheduler: str) -> None:
         with _Reads() as reads, _Operations():
             engine.algorithm.step(batch, logits, states)
         assert reads.count == 1
-
-
-REQUEST = {"temperature": 1.0, "top_k": 2**30, "top_p": 1.0}
-
-
-def request(more: Settings, **fields: Any) -> Any:
-    return SimpleNamespace(sampling_params=SimpleNamespace(**{**REQUEST, **more}), **fields)
-
-
-def test_requests_that_ask_for_more_are_refused(registered: str) -> None:
-    live = type(algorithm(sglang.NAME, {"scheduler": "threshold"}, True))
-    assert live.validate_request(request({"min_p": 0.0, "regex": None}, return_logprob=False)) is None
-    assert live.validate_request(request({"top_p": 0.9})) is None
-    assert "not min_p, json_schema:" in live.validate_request(request({"min_p": 0.1, "json_schema": "{}"}))
-    assert "not return_logprob:" in live.validate_request(request({}, return_logprob=True))
-    assert "give the same rid" in live.validate_request(request({"sampling_seed": 3}))
-    assert "temperature must be" in live.validate_request(request({"temperature": float("inf")}))
-
-
-WRONG = {
-    "scheduler: treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
-    "schedular: threshold": "did you mean 'scheduler'",
-    "scheduler: {name: threshold, threshold: high}": "threshold should be a valid number, not 'high'",
-    "scheduler: wino": "scheduler=wino needs more than the logits of a block",
-    "scheduler: eoser": "scheduler=eoser must know the model's end token",
-    "{scheduler: threshold, guide: end_tokens}": "guide=end_tokens must know the model's end token",
-    "{scheduler: threshold, guide: {name: choices, choices: [a]}}": "guide=choices says what form a whole answer",
-    "{scheduler: threshold, top_k: 5}": "top_k changes nothing without a temperature",
-    "block_size: 4": "names no scheduler",
-    "[threshold]": "should have names with values",
-    "scheduler: [": "cannot be read",
-}
-
-
-@pytest.mark.filterwarnings("ignore:scheduler=eoser counts over an answer")
-@pytest.mark.parametrize("text", WRONG)
-def test_wrong_settings_are_refused_before_the_model_is_loaded(registered: str, text: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text(text)
-    cls = import_module("sglang.srt.dllm.algorithm").algo_name_to_cls[sglang.NAME]
-    with pytest.raises(UserError) as error:
-        cls.configure_server_args(SimpleNamespace(dllm_algorithm_config=str(file)))
-    assert WRONG[text] in str(error.value) and "\n" not in str(error.value)
 
 
 def test_end_tokens_may_be_named(registered: str) -> None:

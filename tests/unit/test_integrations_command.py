@@ -62,9 +62,10 @@ WRONG = {
     "klass": "cannot make sense of 'klass': settings are written NAME=VALUE",
     "--multirun": "cannot make sense of '--multirun'",
     "scheduler=wino": "scheduler=wino needs more than the logits of a block",
-    "scheduler=eoser": "scheduler=eoser must know the model's end token",
-    "guide=end_tokens": "name it, as in guide.end_tokens.ids=[NUMBER]",
-    "guide=choices guide.choices=[a,b]": "guide=choices says what form a whole answer has",
+    "guide=regex guide.regex.pattern='[a'": "'[a' cannot be used as a form",
+    "guide=choices guide.choices.choices=[[a],[b]]": "guide=choices has a list of forms",
+    "guide=grammar guide.grammar.grammar=json": "guide=grammar judges whole answers",
+    "guide=json_schema guide.json_schema.schema=s.json": "is no JSON, and no file that can be read",
     "top_p=0.9": "top_p changes nothing without a temperature",
     "blocks=adablock": "blocks=adablock: an engine's blocks have one length",
     "model=mini": "the engine loads the model",
@@ -137,6 +138,13 @@ def test_who_chooses_the_temperature_is_said(capsys: pytest.CaptureFixture[str])
 def test_a_count_over_answers_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, said = run(capsys, "scheduler=ascending", "temperature=0")
     assert said.count("scheduler=ascending counts over an answer") == 1 == said.count("\n")
+
+
+def test_a_schema_is_written_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("s.json").write_text('{"type": "boolean"}')
+    written, said = run(capsys, "guide=json_schema", "guide.json_schema.schema=s.json", "temperature=0")
+    Path("s.json").unlink()
+    assert not said and Settings.read(written, "x.yaml").checked(32).form is not None
 
 
 def test_a_scheduler_of_ones_own_keeps_its_class(capsys: pytest.CaptureFixture[str]) -> None:
