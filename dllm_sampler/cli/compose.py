@@ -105,7 +105,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
 
 
 def _compose(app: App, words: list[str]) -> tuple[DictConfig, dict[str, Any]]:
-    with initialize_config_module(PACKAGED, job_name=app.name, version_base="1.3"):
+    with initialize_config_module(PACKAGED, job_name=app.root, version_base="1.3"):
         cfg = compose(app.root, overrides=words, return_hydra_config=True)
     chosen = OmegaConf.to_container(cfg.hydra.runtime.choices)
     OmegaConf.set_struct(cfg, False)

@@ -23,7 +23,7 @@ from dllm_sampler.cli.request import check_experiments
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations import COMMAND
 
-APP = App(SAMPLE.name, SAMPLE.root, SAMPLE.groups)  # its words, but no prompts
+APP = App(COMMAND, SAMPLE.root, SAMPLE.groups)
 OURS = ("scheduler", "guide", "experiment", "blocks", "block_length", "temperature", "top_k", "top_p", "compat")
 THEIRS = {
     "model": "the engine loads the model: --model-path of SGLang",
