@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dllm_sampler.config import GROUPS
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
 
@@ -31,7 +32,7 @@ def about(file: Path, text: str) -> dict[str, Any]:
         UserError: it is no JSON object of this schema; the sentence names the line.
     """
     try:
-        found = json.loads(text)
+        found = parsed(text)
     except ValueError as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise UserError(f"{file}, line {line}: this is not JSON ({getattr(error, 'msg', error)}): {_AGAIN}") from error
@@ -76,9 +77,10 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
 def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
     """The sample in a line; raises a ValueError that says what is wrong."""
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
     except ValueError as error:
-        raise ValueError(f"this is not JSON ({getattr(error, 'msg', 'its letters are not UTF-8')})") from error
+        why = "its letters are not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "msg", error)
+        raise ValueError(f"this is not JSON ({why})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"here should be a JSON object, not {_short(fields)}")
     flat = {**fields, **(fields["times"] if isinstance(fields.get("times"), dict) else {})}

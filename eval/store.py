@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dllm_sampler.core import files
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 
 Figures = TypeVar("Figures")
@@ -48,7 +49,7 @@ class Store(Generic[Figures]):
             raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # the run was cut in the middle of the line
-                entry = json.loads(line)
+                entry = parsed(line)
                 key = self._key(entry["schema"], entry["setup"], entry["plugins"], entry["task"])
                 self.found[key] = read(entry)
 

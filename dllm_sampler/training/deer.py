@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -247,7 +246,7 @@ class DeerTrainer:
                 cut = zip(some, result.tokens.tolist(), result.lengths.tolist(), strict=True)
                 found += [(prompt, tokens[:length]) for prompt, tokens, length in cut]
             checkpoint.write_json(path, found)
-        return json.loads(path.read_text(encoding="utf-8"))
+        return checkpoint.read_json(path)
 
     def _cut(self, prompt: list[int], answer: list[int], rng: Random) -> tuple[list[int], list[int]]:
         """A prompt, and its answer and the end tokens behind it up to a random token, the separator behind that."""
@@ -306,7 +305,7 @@ class DeerTrainer:
         path = self.folder / "settings.json"
         mine = {key: value for key, value in asdict(self).items() if key not in _FREE}
         if path.exists():
-            checkpoint.check_same(self.folder, json.loads(path.read_text(encoding="utf-8")), mine)
+            checkpoint.check_same(self.folder, checkpoint.read_json(path), mine)
         checkpoint.write_json(path, mine, indent=1)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.conformance.records import RECORDS
 
@@ -173,8 +173,8 @@ def _lines(file: Path) -> Iterator[Line]:
             continue
         where = f"{file}, line {number}"
         try:
-            raw = json.loads(content)
-        except (json.JSONDecodeError, RecursionError) as error:
+            raw = parsed(content)
+        except ValueError as error:
             raise UserError(f"{where}: not JSON ({error})") from None
         if not isinstance(raw, dict):
             raise UserError(f"{where}: should be a JSON object")

@@ -151,6 +151,7 @@ EDITS = [
     (_set("[]"), "should be a JSON object, not []: remove the file, and the command of the run writes it again"),
     (_set("{"), "this is not JSON"),
     (_set(""), "this is not JSON"),
+    (_set("[" * 100_000), "this is not JSON (lists and objects are nested too deeply)"),
     (_set("NaN"), "should be a JSON object, not NaN"),
     (_edit("run.json", 0, '"samples": 4', '"samples": "4"'), "`samples` should be a whole number of at least 1"),
     (_edit("run.json", 0, '"samples": 4', '"samples": -4'), "`samples` should be a whole number of at least 1, not -4"),
@@ -173,6 +174,7 @@ EDITS = [
     (_edit("samples.jsonl", 4, '{"schema":2', '{"schema":7'), "`schema` should be 2, not 7"),
     (_edit("samples.jsonl", 4, '"nfe"', '"more":1,"nfe"'), "this is no sample"),
     (_edit("samples.jsonl", 4, "{", "7 {"), "this is not JSON"),
+    (_edit("samples.jsonl", 4, "{", "[" * 100_000), "this is not JSON (lists and objects are nested too deeply)"),
 ]
 
 
