@@ -64,10 +64,13 @@ def make_folder(path: str | Path) -> None:
     """Make a folder and those above it, as far as they are not there.
 
     Raises:
-        NotWrittenError: it cannot be made, or is a file.
+        UserError: it is a file.
+        NotWrittenError: it cannot be made.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # no `NotWrittenError`: the same command would fail again
+        raise UserError(f"results cannot be kept in {path}, which is a file: name a folder") from None
     except OSError as error:
         raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
 

@@ -50,6 +50,16 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "f").read_text() == "0123456789\n\nabcdefgh\n", "the line before was closed first"
 
 
+def test_a_folder_that_is_a_file_is_no_full_disk(tmp_path: Path) -> None:
+    """What a command adds to the latter, that the same command goes on, would not be true."""
+    (tmp_path / "f").touch()
+    with pytest.raises(UserError, match=r"f, which is a file: name a folder$") as refused:
+        files.make_folder(tmp_path / "f")
+    assert not isinstance(refused.value, NotWrittenError)
+    with pytest.raises(NotWrittenError, match=r"f/g: Not a directory$"):
+        files.make_folder(tmp_path / "f/g")
+
+
 def test_appended_lines_are_all_there_or_none(tmp_path: Path) -> None:
     file = tmp_path / "f"
     files.append(file, "one\n")
