@@ -70,7 +70,7 @@ def make_folder(path: str | Path) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError:  # no `NotWrittenError`: the same command would fail again
-        raise UserError(f"results cannot be kept in {path}, which is a file: name a folder") from None
+        raise UserError(f"results cannot be kept in {path}: it is a file, and should be a folder") from None
     except OSError as error:
         raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
 

@@ -53,7 +53,7 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_folder_that_is_a_file_is_no_full_disk(tmp_path: Path) -> None:
     """What a command adds to the latter, that the same command goes on, would not be true."""
     (tmp_path / "f").touch()
-    with pytest.raises(UserError, match=r"f, which is a file: name a folder$") as refused:
+    with pytest.raises(UserError, match=r"f: it is a file, and should be a folder$") as refused:
         files.make_folder(tmp_path / "f")
     assert not isinstance(refused.value, NotWrittenError)
     with pytest.raises(NotWrittenError, match=r"f/g: Not a directory$"):
