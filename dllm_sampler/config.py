@@ -36,6 +36,7 @@ BASES = {
 }
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
 BATCHING = ("in_flight", "static")
+MOST_ROWS = 2**20  # samples of a prompt, and prompts of a batch
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.

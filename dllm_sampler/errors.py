@@ -17,6 +17,10 @@ class FallbackWarning(RuntimeWarning):
     """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
 
 
+class NoEffectWarning(UserWarning):
+    """Something that was given is not known and has no effect; the message is one sentence that names it."""
+
+
 def installing(extra: str) -> str:
     """The command that brings an extra of this package, for a sentence that says what is missing.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dllm_sampler.config import GROUPS
+from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
@@ -126,15 +127,11 @@ def _short(value: object) -> str:
 
 
 def _whole(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return is_whole(value) and value >= least
 
 
 def _positive(value: object) -> bool:
     return _whole(value, 1)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _seconds(value: object) -> bool:
@@ -142,12 +139,12 @@ def _seconds(value: object) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return _number(value) and math.isfinite(value)  # type: ignore[arg-type]
+    return is_real(value) and math.isfinite(value)
 
 
 def _known(value: object) -> bool:
     """A number, or null for one that is not finite."""
-    return value is None or _number(value)
+    return value is None or is_real(value)
 
 
 def _text(value: object) -> bool:

@@ -16,11 +16,10 @@ from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
 from dllm_sampler.cli.compose import App, composition, parse, parts, readable
-from dllm_sampler.cli.options import MOST
 from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.yours import FLAG, choices, entry, holders, own, trusts
-from dllm_sampler.config import BATCHING
+from dllm_sampler.config import BATCHING, MOST_ROWS
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
 from dllm_sampler.paths import expanded
@@ -66,8 +65,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
-        if self.batch_size > MOST:
-            raise UserError(f"batch_size should be at most {MOST}, not {self.batch_size}")
+        if self.batch_size > MOST_ROWS:
+            raise UserError(f"batch_size should be at most {MOST_ROWS}, not {self.batch_size}")
         for name in ("output", "report"):
             if (path := getattr(self, name)) is not None:
                 expanded(name, path)

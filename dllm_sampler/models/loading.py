@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.models import quantized, weights
@@ -177,7 +178,7 @@ def load_tokenizer(
     settings = weights.read_json(folder / files[1]) if (folder / files[1]).is_file() else {}
     code = settings.get("auto_map") or {}
     if not isinstance(code, list | dict):
-        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {code!r}")
+        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {shown(code)}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(f"the tokenizer of {folder} is code of its own: allow it to run with trust_remote_code=true")
     try:
@@ -189,8 +190,8 @@ def load_tokenizer(
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
         raise UserError(f"the tokenizer of {folder} cannot be loaded ({_reason(error)})") from None
     longest = getattr(found, "model_max_length", 0)
-    if isinstance(longest, bool) or not isinstance(longest, int | float):
-        raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {longest!r}")
+    if not is_real(longest):
+        raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {shown(longest)}")
     return found
 
 
@@ -242,10 +243,11 @@ def _denoiser(
         sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
             value = next(iter(value), None) if isinstance(value, list) else value
-            if isinstance(value, bool) or not isinstance(value, int | None):
-                raise UserError(f"the configuration of {folder} has {name}={value!r}, which should be a token id")
-            if value is not None:
-                return value
+            if value is None:
+                continue
+            if not is_whole(value):
+                raise UserError(f"the configuration of {folder} has {name}={shown(value)}, which should be a token id")
+            return value
         return None
 
     def spelt(text: str | None) -> int | None:
