@@ -142,7 +142,8 @@ class Inputs:
             return
         if case["process"]:
             yield case | {"process": False}
-        for at in range(len(case["words"])):
+        mistaken = 1 if case["must"] and case["file"] is None else 0  # the last word: without it all is right
+        for at in range(len(case["words"]) - mistaken):
             yield case | {"words": case["words"][:at] + case["words"][at + 1 :]}
 
     def command(self, case: Case) -> str | None:
