@@ -29,6 +29,12 @@ def installing(extra: str) -> str:
     return f"pip install -c constraints.txt -e '.[{extra}]' (in a clone of dllm_sampler)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, without its full stop; the name of its class where it says nothing."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return short(said.rstrip("."), 300)
+
+
 def short(text: str, most: int = 200) -> str:
     """A text for a sentence: of one that is longer than `most` characters its beginning, and how long it is."""
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dllm_sampler import config
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, first_line, unknown
 
 LOCAL = Path("conf")
 PACKAGED = "dllm_sampler.conf"
@@ -101,11 +101,6 @@ def holders(group: str, field: str) -> list[str]:
             if field in entry(group, name).settings:
                 found.append(name)
     return found
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, without its full stop."""
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _found(group: str) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.models.denoiser import spent
 
 
@@ -107,8 +107,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-        raise UserError(f"transformers cannot load {folder} as {what} ({reason})") from None
+        raise UserError(f"transformers cannot load {folder} as {what} ({first_line(error)})") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")

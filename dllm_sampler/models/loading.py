@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import UserError, short, unknown
+from dllm_sampler.errors import UserError, first_line, short, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
@@ -99,7 +99,7 @@ def load(
         with torch.device("meta"):
             model = Transformer(config).eval()
     except RuntimeError as error:  # the product of sizes is more than a tensor can have
-        raise UserError(f"{source} describes no network ({_reason(error)})") from None
+        raise UserError(f"{source} describes no network ({first_line(error)})") from None
     if wanted is None:
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
@@ -138,7 +138,7 @@ def find(path: str | Path, revision: str | None = None, trust_remote_code: bool 
     except RepositoryNotFoundError:
         raise UserError(f"there is neither a folder nor a public hub repository {name}") from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
-        raise UserError(f"{name} is no folder here and the hub does not deliver it ({_reason(error)})") from None
+        raise UserError(f"{name} is no folder here and the hub does not deliver it ({first_line(error)})") from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
@@ -188,7 +188,7 @@ def load_tokenizer(
         else:
             found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
-        raise UserError(f"the tokenizer of {folder} cannot be loaded ({_reason(error)})") from None
+        raise UserError(f"the tokenizer of {folder} cannot be loaded ({first_line(error)})") from None
     longest = getattr(found, "model_max_length", 0)
     if not is_real(longest):
         raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {shown(longest)}")
@@ -292,11 +292,6 @@ def _place(name: str, places: Places) -> torch.device:
     if place == "disk":
         raise UserError("device_map puts weights on disk, which is not supported: use cpu, or a smaller dtype")
     return as_device(f"cuda:{place}" if isinstance(place, int) else place)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's text, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _known() -> str:

@@ -187,6 +187,14 @@ def test_other_commands_call_none_either(
     assert not (folder / "RAN").exists()
 
 
+def test_a_launcher_is_one_of_hydras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(folder, "conf/hydra/launcher/mine.yaml", POPEN)
+    assert evaluate(["task.operation=copy", "task.count=1", "device=cpu", "hydra/launcher=mine"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "Invalid plugin 'subprocess.Popen'" in said
+    assert not (folder / "RAN").exists()
+
+
 def test_from_python_too(folder: Path) -> None:
     for group, spec in (
         ("scheduler", {"_target_": "subprocess.Popen", "args": ["touch", "RAN"]}),
