@@ -30,6 +30,7 @@ def locked(path: Path, busy: str | None = None, *, content: str = "", keep: bool
         raise UserError(busy or "")
     try:
         with files.reported(path):
+            os.ftruncate(file, 0)  # a process that was killed may have left some
             files.put(file, content.encode())
         yield
     finally:

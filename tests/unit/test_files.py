@@ -178,8 +178,8 @@ with locks.locked(pathlib.Path({str(file)!r}), content="state"):
     process.kill()
     process.wait()
     assert not locks.held(file), "the file is there, and says nothing"
-    with locks.locked(file, "busy"):
-        assert locks.held(file)
+    with locks.locked(file, "busy", content="on"):
+        assert locks.held(file) and file.read_text() == "on", "nothing of the content before is left"
     assert not file.exists()
     files.Lines(other, "output f").close()
 
