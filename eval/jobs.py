@@ -27,6 +27,7 @@ from dllm_sampler.paths import expanded
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
+MOST_PROCESSES = 2**12  # and threads of one
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
@@ -65,8 +66,9 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
-        if self.batch_size > MOST_ROWS:
-            raise UserError(f"batch_size should be at most {MOST_ROWS}, not {self.batch_size}")
+        for name, most in (("batch_size", MOST_ROWS), ("threads", MOST_PROCESSES), ("workers", MOST_PROCESSES)):
+            if (getattr(self, name) or 0) > most:
+                raise UserError(f"{name} should be at most {most}, not {getattr(self, name)}")
         for name in ("output", "report"):
             if (path := getattr(self, name)) is not None:
                 expanded(name, path)

@@ -44,6 +44,7 @@ KEYS: dict[str, list[tuple[str, str, str]]] = {  # settings of each command: key
     ],
     "dllm-eval": [
         *((key, "2", WHOLE) for key in ("max_new_tokens", "batch_size", "task.count", "max_steps", "block_length")),
+        ("threads", "1", WHOLE),
         ("temperature", "0.5", REAL), ("oracle", "false", TRUTH), ("guided", "false", TRUTH), ("seed", "3", "seed"),
         ("task", "copy", NAME), ("scheduler", "threshold", NAME), ("suite", "compare", NAME), ("cache", "dual", NAME),
         ("report", "r.html", "text"), ("task.operation", "sort", NAME), ("batching", "static", NAME),
