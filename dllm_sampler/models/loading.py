@@ -22,7 +22,7 @@ from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, check_numbers, shown
+from dllm_sampler.models.fields import Fields, shown
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.paths import expanded
 
@@ -85,12 +85,9 @@ def load(
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
-            check_numbers(raw, weights.shapes(folder), str(folder / "config.json"))
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
             raise UserError(f"{folder}: device_map is for models of the families {_known()}, not for a masked LM")
-        # Our sentence about pickles, broken files and absurd numbers, before transformers has its own.
-        check_numbers(raw, weights.shapes(folder), str(folder / "config.json"))
         return Loaded(huggingface.load(folder, tokenizer, wanted, target), tokenizer)
 
     source = str(folder / "config.json")

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,20 @@ def test_appended_lines_are_all_there_or_none(tmp_path: Path) -> None:
     file.write_text("one\ntw")  # cut by a kill
     files.append(file, "three\n")
     assert file.read_text() == "one\ntw\nthree\n"
+
+
+def test_an_append_waits_for_its_turn(tmp_path: Path) -> None:
+    """What is cut off after an error could otherwise be the line of another process."""
+    file = tmp_path / "f"
+    other = os.open(file, os.O_RDWR | os.O_CREAT)
+    assert files.lock(other, wait=False)
+    thread = threading.Thread(target=files.append, args=(file, "one\n"))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and file.read_text() == ""
+    os.close(other)
+    thread.join(20)
+    assert file.read_text() == "one\n"
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
