@@ -20,6 +20,7 @@ from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
+from dllm_sampler.paths import expanded
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler
@@ -117,7 +118,7 @@ class DeerTrainer:
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
         logging.disable_progress_bar()  # ours is the one to look at
-        self.folder, self._device = Path(self.output), as_device(self.device)
+        self.folder, self._device = expanded("train.output", self.output), as_device(self.device)
         if (self.folder / "report.json").exists():
             raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
         files.make_folder(self.folder)

@@ -1,5 +1,6 @@
 """Numbers with which nothing can be trained are refused before anything runs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,21 @@ def test_numbers_of_an_optimizer(name: str, value: Any, said: str) -> None:
 def test_every_trainer_checks_its_numbers(train: str) -> None:
     with pytest.raises(UserError, match=r"train\.seed must be a whole number up to"):
         trainer([f"train={train}", "train.seed=99999999999"])
+
+
+@pytest.mark.parametrize(
+    ("train", "file"),
+    [("mini", "model.safetensors"), ("grpo", "model.safetensors"), ("deer", "report.json"), ("filter", "")],
+)
+def test_the_home_folder_is_meant_by_its_sign(
+    train: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a command line the shell does not replace it behind `=`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / file).touch()
+    with pytest.raises(UserError, match=rf"{tmp_path}/m already "):
+        trainer([f"train={train}", "train.output=~/m"]).run()
 
 
 @pytest.mark.parametrize(
