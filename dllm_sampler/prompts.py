@@ -246,8 +246,12 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
     """Token ids of a text, which errors call `name`; with the tokenizer's `special` tokens around it, or without.
 
     Raises:
-        UserError: something in it is not in the vocabulary.
+        UserError: it is no valid Unicode, or something in it is not in the vocabulary.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8; tokenizers raise a TypeError
+        raise UserError(f"{name} is not valid Unicode text") from None
     fast = bool(tokenizer.is_fast)
     encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
     ids = list(encoded["input_ids"])

@@ -4,6 +4,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,14 @@ def test_states_that_were_damaged(tmp_path: Path) -> None:
         for read in (lambda: checkpoint.read_json(tmp_path / "answers.json"), lambda: checkpoint.peek(tmp_path)):
             with pytest.raises(UserError, match=r"is damaged \(.*\); remove it to start the run again$"):
                 read()
+
+
+def test_processes_that_train_together_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SimpleNamespace(output=str(tmp_path / "m"))
+    with cli._alone(trainer):  # as the first of them holds it
+        monkeypatch.setenv("RANK", "1")
+        with cli._alone(trainer):
+            pass
 
 
 def test_one_trainer_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

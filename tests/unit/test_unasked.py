@@ -202,6 +202,8 @@ def test_from_python_too(folder: Path) -> None:
         ("scheduler", {"name": "threshold", "threshold": {"_target_": "evil.Evil"}}),
         ("guide", [{"_target_": "subprocess.Popen", "args": ["touch", "RAN"]}]),
         ("cache", {"_target_": OURS}),
+        ("cache", {"_target_": "dllm_sampler.core.protocols.Cache"}),
+        ("stop", {"_target_": ""}),
     ):
         with pytest.raises(UserError):
             Sampler.from_pretrained("mini", **cast(Any, {group: spec}))
