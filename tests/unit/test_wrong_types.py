@@ -122,9 +122,9 @@ def test_prompts(prompt: Any) -> None:
 
 def test_texts_that_are_no_unicode() -> None:
     sampler, bad = toys.sampler(), "a\udc80"
-    for given in ({"prompts": bad}, {"prompts": PROMPT, "prefix": bad}, {"prompts": Infill(bad + "{gap:2}")}):
+    for prompt, prefix in ((bad, None), (PROMPT, bad), (Infill(bad + "{gap:2}"), None)):
         with pytest.raises(UserError, match=r"^(prompt 1|prefix) is not valid Unicode text$"):
-            sampler.generate(**{"max_new_tokens": 4, **cast(Any, given)})
+            sampler.generate(prompt, prefix=prefix, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("seed", [True, [True], b"x", "3"])
