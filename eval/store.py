@@ -42,8 +42,8 @@ class Store(Generic[Figures]):
         self.path, self.schema, self.setup = path, schema, dict(setup)
         self.settings, self.written = settings, written
         self.found: dict[str, Figures] = {}
+        files.make_folder(path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except OSError as error:
             raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
