@@ -17,8 +17,8 @@ from rich.table import Table
 
 import dllm_sampler
 from dllm_sampler.core import files
-from dllm_sampler.errors import FallbackWarning
-from dllm_sampler.kernels.backend import first_line, forget
+from dllm_sampler.errors import FallbackWarning, first_line
+from dllm_sampler.kernels.backend import forget
 
 Value = TypeVar("Value")
 

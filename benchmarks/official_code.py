@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
-from dllm_sampler.kernels.backend import first_line
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.models.transformer import Transformer
 
 

@@ -1,4 +1,4 @@
-"""Refuse arguments of `Sampler` that are of a wrong type, and that nothing else looks at before they are used."""
+"""Checks of the types of those arguments of `Sampler` that no other code checks before it uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dllm_sampler.errors import UserError
 
 
 def check_name(model: object) -> None:
-    """Refuse what names no model, a module say."""
+    """Refuse a model that is no name, path or settings, such as a module."""
     if isinstance(model, torch.nn.Module):
         raise UserError(
             f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
@@ -26,7 +26,7 @@ def check_name(model: object) -> None:
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
-    """Refuse what is no `Denoiser`, a bare module say, no tokenizer of transformers, or no `Noise`."""
+    """Refuse a denoiser without a spec (a bare module), a tokenizer not of transformers, an incomplete `Noise`."""
     if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
         raise UserError(
             f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import infill, prompts
 from dllm_sampler.arguments import check_progress
+from dllm_sampler.config import MOST_ROWS
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
@@ -87,7 +88,7 @@ def steps(
 ) -> Iterator[Commits]:
     """Check the arguments of `Sampler.generate` or `Sampler.stream`, and start the loop."""
     found = prompts.stop_strings(stops, sampler.tokenizer)
-    check_count("samples", samples, most=prompts.MOST)
+    check_count("samples", samples, most=MOST_ROWS)
     tasks = infill.encode(given, sampler.tokenizer, plugins, new_tokens, fixed)
     wrong = fixed.uneven(len(tasks))
     if wrong is not None:

@@ -36,6 +36,7 @@ BASES = {
 }
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
 BATCHING = ("in_flight", "static")
+MOST_ROWS = 2**20  # samples of a prompt, and prompts of a batch
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.
@@ -164,6 +165,8 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
         given, name = {"path": checkpoint(name), **given}, CHECKPOINT
     owner = "model" if name == CHECKPOINT else f"model={name}"
     made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
+    if made.path == "???":  # as in conf/model/checkpoint.yaml
+        raise UserError('model settings need a name or a path, as in {"name": "mini"}')
     if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
         raise UserError(f"{owner}: revision={made.revision} is for a hub id, and {made.path} is a folder: leave it out")
     return vars(made)
@@ -217,7 +220,7 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     """
     found: Any = function(f"{owner}: _target_", target)
     base = resolve(BASES[group])
-    if not inspect.isclass(found) or not issubclass(found, base):
+    if not inspect.isclass(found) or found is base or not issubclass(found, base):
         raise UserError(f"{owner}: _target_ should name a class that extends {base.__name__}, and {target} is none")
     return found
 
@@ -240,7 +243,7 @@ def _one(group: str, spec: object) -> Any:
         defaults = dict(entry(group, str(name)).settings)
         target = defaults.pop("_target_", None)
         given = {**defaults, **given}
-    owner = f"{group}={name}" if name else str(target).rpartition(".")[2]
+    owner = f"{group}={name}" if name else str(target).rpartition(".")[2] or group
     if target is None:  # guide=none
         if given:
             raise unknown(f"field of {owner}", next(iter(given)), [])

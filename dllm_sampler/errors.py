@@ -17,12 +17,22 @@ class FallbackWarning(RuntimeWarning):
     """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
 
 
+class NoEffectWarning(UserWarning):
+    """Something that was given is not known and has no effect; the message is one sentence that names it."""
+
+
 def installing(extra: str) -> str:
     """The command that brings an extra of this package, for a sentence that says what is missing.
 
     The package is on no index, so the command is one for a clone of the repository, as in README.md.
     """
     return f"pip install -c constraints.txt -e '.[{extra}]' (in a clone of dllm_sampler)"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, without its full stop; the name of its class where it says nothing."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return short(said.rstrip("."), 300)
 
 
 def short(text: str, most: int = 200) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dllm_sampler import prompts as texts
 from dllm_sampler.arguments import check_progress
 from dllm_sampler.batch import Progress
-from dllm_sampler.config import BATCHING
+from dllm_sampler.config import BATCHING, MOST_ROWS
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.engine.lockstep import Ranks
@@ -42,8 +42,8 @@ def answers(
     fixed: Fixed,
 ) -> Iterator[Answer]:
     """See `Sampler.generate_many`: its arguments, checked before the first prompt is read."""
-    check_count("batch_size", places, most=texts.MOST)
-    check_count("samples", samples, most=texts.MOST)
+    check_count("batch_size", places, most=MOST_ROWS)
+    check_count("samples", samples, most=MOST_ROWS)
     check_count("max_length", max_length, optional=True)
     new_tokens, seed = texts.numbers("max_new_tokens", new_tokens), texts.numbers("seed", seed)
     forms = texts.check_forms(forms, plugins.forms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -21,12 +22,12 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
     """
     try:
         path = Path(given).expanduser()
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):  # to be written, or for the caller to complain about
-        return path  # pyright: ignore[reportPossiblyUnboundVariable]
     except RuntimeError:
         user = Path(given).parts[0]
         raise UserError(f"{what}={short(fspath(given))}: there is no home folder {short(user)}") from None
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):  # to be written, or for the caller to complain about
+            os.stat(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{what}={short(fspath(given))} is a path that cannot be looked for: {reason}") from None

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import chat
-from dllm_sampler.core.checks import is_whole
+from dllm_sampler.core.checks import check_count, is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 
@@ -34,7 +34,6 @@ class Infill:
     prompt: str | Sequence[int] | Tensor | Sequence[Message] | None = None
 
 
-MOST = 2**20  # samples of a prompt, and prompts of a batch
 BYTES = bytes | bytearray | memoryview
 
 Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Infill
@@ -55,8 +54,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_tokens") -> None:
     """Refuse what is no number of tokens, or leaves no room for a prompt."""
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-        raise UserError(f"{name} must be a whole number of at least 1, not {max_new_tokens!r}")
+    check_count(name, max_new_tokens)
     if max_new_tokens >= spec.max_positions:
         raise UserError(
             f"{name}={max_new_tokens} leaves no room for a prompt: the model's context is"
@@ -248,8 +246,12 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
     """Token ids of a text, which errors call `name`; with the tokenizer's `special` tokens around it, or without.
 
     Raises:
-        UserError: something in it is not in the vocabulary.
+        UserError: it is no valid Unicode, or something in it is not in the vocabulary.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8; tokenizers raise a TypeError
+        raise UserError(f"{name} is not valid Unicode text") from None
     fast = bool(tokenizer.is_fast)
     encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
     ids = list(encoded["input_ids"])

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dllm_sampler.config import GROUPS
+from dllm_sampler.core.checks import is_real, is_whole
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
 
@@ -31,7 +33,7 @@ def about(file: Path, text: str) -> dict[str, Any]:
         UserError: it is no JSON object of this schema; the sentence names the line.
     """
     try:
-        found = json.loads(text)
+        found = parsed(text)
     except ValueError as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise UserError(f"{file}, line {line}: this is not JSON ({getattr(error, 'msg', error)}): {_AGAIN}") from error
@@ -76,9 +78,10 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
 def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
     """The sample in a line; raises a ValueError that says what is wrong."""
     try:
-        fields = json.loads(line)
+        fields = parsed(line)
     except ValueError as error:
-        raise ValueError(f"this is not JSON ({getattr(error, 'msg', 'its letters are not UTF-8')})") from error
+        why = "its letters are not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "msg", error)
+        raise ValueError(f"this is not JSON ({why})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"here should be a JSON object, not {_short(fields)}")
     flat = {**fields, **(fields["times"] if isinstance(fields.get("times"), dict) else {})}
@@ -124,15 +127,11 @@ def _short(value: object) -> str:
 
 
 def _whole(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return is_whole(value) and value >= least
 
 
 def _positive(value: object) -> bool:
     return _whole(value, 1)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _seconds(value: object) -> bool:
@@ -140,12 +139,12 @@ def _seconds(value: object) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return _number(value) and math.isfinite(value)  # type: ignore[arg-type]
+    return is_real(value) and math.isfinite(value)
 
 
 def _known(value: object) -> bool:
     """A number, or null for one that is not finite."""
-    return value is None or _number(value)
+    return value is None or is_real(value)
 
 
 def _text(value: object) -> bool:

@@ -16,11 +16,10 @@ from hydra.core.override_parser.types import Glob
 
 from dllm_sampler import config
 from dllm_sampler.cli.compose import App, composition, parse, parts, readable
-from dllm_sampler.cli.options import MOST
 from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.yours import FLAG, choices, entry, holders, own, trusts
-from dllm_sampler.config import BATCHING
+from dllm_sampler.config import BATCHING, MOST_ROWS
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Task
 from dllm_sampler.paths import expanded
@@ -28,6 +27,7 @@ from dllm_sampler.paths import expanded
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
+MOST_PROCESSES = 2**12  # and threads of one
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
@@ -66,8 +66,9 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
-        if self.batch_size > MOST:
-            raise UserError(f"batch_size should be at most {MOST}, not {self.batch_size}")
+        for name, most in (("batch_size", MOST_ROWS), ("threads", MOST_PROCESSES), ("workers", MOST_PROCESSES)):
+            if (getattr(self, name) or 0) > most:
+                raise UserError(f"{name} should be at most {most}, not {getattr(self, name)}")
         for name in ("output", "report"):
             if (path := getattr(self, name)) is not None:
                 expanded(name, path)

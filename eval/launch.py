@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_sampler.cli.compose import literal
 from dllm_sampler.cli.yours import PACKAGED
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError, installing, unknown
+from dllm_sampler.errors import UserError, first_line, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run_all
@@ -110,7 +110,10 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
             HydraConfig.instance().set_config(cfg)
             context = HydraContext(config_loader=loader, callbacks=_callbacks())
             piece = Piece(tuple(found), workers)
-            launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
+            try:
+                launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
+            except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
+                raise UserError(f"hydra.launcher._target_ should name a launcher of Hydra's: {error}") from error
             with _safe_path():
                 done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
         except (HydraException, ImportError) as error:
@@ -144,7 +147,7 @@ def _safe_path() -> Iterator[None]:
 
 def _explain(error: Exception, own: Sequence[str], loader: Any) -> UserError:
     """Which word about a launcher Hydra does not know, and what was probably meant."""
-    text = str(error).partition("\n")[0].rstrip(".")
+    text = first_line(error)
     key = re.search(r"Could not override '(.+?)'", text)
     chosen = next((word for word in own if word.startswith(LAUNCHER)), LAUNCHER)
     if key:

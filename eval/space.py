@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_sampler import config
 from dllm_sampler.cli.yours import LOCAL, entry
+from dllm_sampler.core.checks import is_real
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.jobs import ELSEWHERE, Options
 from dllm_sampler.eval.measures import SPEEDS
@@ -48,13 +49,13 @@ class Domain:
         if not isinstance(given, Mapping) or not {"low", "high"} <= set(given) <= {"low", "high", "log", "step"}:
             raise UserError(f"{where} should be a list of values, or low and high (log, step), not {given!r}")
         low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
-        if not all(isinstance(bound, int | float) and not isinstance(bound, bool) for bound in (low, high)):
+        if not all(map(is_real, (low, high))):
             raise UserError(f"{where}: low and high should be numbers, not {low!r} and {high!r}")
         if low > high:
             raise UserError(f"{where}: low should be at most high, and {low} is above {high}")
         if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
             raise UserError(f"{where}: log should be true or false, and true only with low above 0 and without step")
-        if step is not None and (not isinstance(step, int | float) or isinstance(step, bool) or step <= 0):
+        if step is not None and (not is_real(step) or step <= 0):
             raise UserError(f"{where}: step should be a number above 0, not {step!r}")
         check(low)
         check(high)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from dllm_sampler.core import files
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 
 Figures = TypeVar("Figures")
@@ -41,14 +42,14 @@ class Store(Generic[Figures]):
         self.path, self.schema, self.setup = path, schema, dict(setup)
         self.settings, self.written = settings, written
         self.found: dict[str, Figures] = {}
+        files.make_folder(path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except OSError as error:
             raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # the run was cut in the middle of the line
-                entry = json.loads(line)
+                entry = parsed(line)
                 key = self._key(entry["schema"], entry["setup"], entry["plugins"], entry["task"])
                 self.found[key] = read(entry)
 

@@ -18,8 +18,8 @@ from dllm_sampler.cli.mistakes import check_named, missing, several
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
 from dllm_sampler.cli.shorthand import spelled_out
-from dllm_sampler.cli.yours import PACKAGED, check, choices, entry, first_line, holders, own
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.cli.yours import PACKAGED, check, choices, entry, holders, own
+from dllm_sampler.errors import UserError, first_line, unknown
 
 # What Hydra raises for input it does not like; from YAMLError on they come from its own code, unprepared for it.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError, RecursionError)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
 from dllm_sampler.paths import expanded
 
@@ -36,7 +37,7 @@ class Forms(NamedTuple):
             if value is None:
                 where = f'"form" should be in each line of {self.file}, or in none'
                 raise UserError(f"{place} names no form, and others do: {where}")
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < known:
+            if not is_whole(value) or not 0 <= value < known:
                 raise UserError(f'{place}: "form" should be {right}, not {json.dumps(value)}')
             found.append(value)
         return found
@@ -158,7 +159,7 @@ def prompt(record: Any, where: str) -> Prompt:
     if "messages" in record:
         return _messages(record["messages"], where)
     given = record["prompt"]
-    if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int for token in given)):
+    if isinstance(given, str) or (isinstance(given, list) and all(map(is_whole, given))):
         return given
     raise UserError(f'{where}: "prompt" should be text or a list of token ids')
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from dllm_sampler.config import BATCHING, DTYPES
+from dllm_sampler.config import BATCHING, DTYPES, MOST_ROWS
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.paths import expanded
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
-MOST = 2**20  # samples of a prompt, and prompts of a batch
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
 
@@ -66,8 +65,8 @@ class Options:
                 " that ends in .jsonl"
             )
         for name in ("samples", "batch_size"):
-            if getattr(self, name) > MOST:
-                raise UserError(f"{name} should be at most {MOST}, not {getattr(self, name)}")
+            if getattr(self, name) > MOST_ROWS:
+                raise UserError(f"{name} should be at most {MOST_ROWS}, not {getattr(self, name)}")
         if not -LARGEST <= self.seed <= LARGEST:
             raise UserError(f"seed should have at most 18 digits, not {len(str(abs(self.seed)))}")
         if not 0 <= self.stream_delay <= 60:

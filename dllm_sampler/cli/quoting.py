@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import short
 
 # Fields that hold a regular expression, JSON, or a file: their signs are not Hydra's lists, mappings and sweeps.
@@ -32,8 +33,8 @@ def as_text(key: str, value: str, readable: Callable[[str], bool]) -> str:
         return value
     if value.startswith(("[", "{")):
         try:
-            parts = json.loads(value)
-        except (ValueError, RecursionError):
+            parts = parsed(value)
+        except ValueError:
             parts = None
         if isinstance(parts, list) and parts and all(isinstance(part, str | dict) for part in parts):
             return listed([part if isinstance(part, str) else json.dumps(part) for part in parts])

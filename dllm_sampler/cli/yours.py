@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dllm_sampler import config
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, first_line, unknown
 
 LOCAL = Path("conf")
 PACKAGED = "dllm_sampler.conf"
@@ -85,7 +86,7 @@ def check(group: str, name: str) -> None:
         UserError: it names the file and both ways out.
     """
     file = None if trusts() or name not in config.names(group) else _found(group).get(name)
-    if file is not None and file.read_bytes() != (files(PACKAGED) / group / f"{name}.yaml").read_bytes():
+    if file is not None and not _same(file, files(PACKAGED) / group / f"{name}.yaml"):
         raise UserError(
             f"{file} has the name of a file of ours, and would be used in its place: rename it and say {group}=NEWNAME,"
             f" or say {FLAG} if you trust all files in ./{LOCAL}"
@@ -102,15 +103,17 @@ def holders(group: str, field: str) -> list[str]:
     return found
 
 
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, without its full stop."""
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-
-
 def _found(group: str) -> dict[str, Path]:
     if LOCAL.resolve() == Path(str(files(PACKAGED))).resolve():
         return {}
-    return {file.stem: file for file in sorted((LOCAL / group).glob("*.yaml"))}
+    return {file.stem: file for file in sorted((LOCAL / group).glob("*.yaml")) if file.is_file()}
+
+
+def _same(file: Path, packaged: Traversable) -> bool:
+    """Whether a file has the bytes of a packaged one; one that cannot be read has not."""
+    with suppress(OSError):
+        return file.read_bytes() == packaged.read_bytes()
+    return False
 
 
 class Own(FileConfigSource):

@@ -5,16 +5,21 @@
 
 from collections.abc import Iterable
 from math import inf
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeGuard, TypeVar, get_args
 
 from dllm_sampler.errors import UserError
 
 Inner = TypeVar("Inner")
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number; Python counts true and false among them, and here they are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a number, NaN and infinities included; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_switch(name: str, value: object) -> None:
@@ -27,7 +32,7 @@ def check_count(name: str, value: object, least: int = 1, *, most: int | None = 
     """Refuse anything but a whole number from `least` to `most`; None passes where it is `optional`."""
     if optional and value is None:
         return
-    if not isinstance(value, int) or not is_whole(value) or value < least:
+    if not is_whole(value) or value < least:
         null = ", or null" if optional else ""
         raise UserError(f"{name} must be a whole number of at least {least}{null}, not {value!r}")
     if most is not None and value > most:
@@ -52,8 +57,7 @@ def check_number(
     """
     if optional and value is None:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and least <= value <= most and not (finite and value == inf):
+    if is_real(value) and least <= value <= most and not (finite and value == inf):
         return
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
     null = ", or null" if optional else ""
@@ -62,8 +66,7 @@ def check_number(
 
 def check_positive(name: str, value: Any, what: str = "a number", *, most: float | None = None) -> None:
     """Refuse anything but a finite number above 0, `most` at most."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < inf or (most is not None and value > most):
+    if not is_real(value) or not 0 < value < inf or (most is not None and value > most):
         limit = "" if most is None else f", at most {most}"
         raise UserError(f"{name} must be {what} above 0{limit}, not {value!r}")
 
@@ -91,6 +94,6 @@ def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
     """Token ids as a tuple; refuses anything but a list of whole numbers of at least 0."""
     listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray)
     ids: tuple[Any, ...] = tuple(value) if listed else ()
-    if not listed or any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+    if not listed or not all(is_whole(one) and one >= 0 for one in ids):
         raise UserError(f"{name} must be a list of token ids, [198] say, not {value!r}")
     return ids

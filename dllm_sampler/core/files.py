@@ -1,4 +1,4 @@
-"""How the project writes files: whole or not at all, and a disk that is full is an error of one sentence."""
+"""Writing files: whole or not at all. A full disk is an error of one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STDOUT = 1
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Replace a file at once: never half of it. A link stays a link; a pipe or a device is written to.
+    """Replace a file atomically. A link stays a link; a pipe or a device is written to.
 
     Raises:
         NotWrittenError: it cannot be written; what it had before is still there.
@@ -50,7 +50,7 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Give a file that is whole another name in its folder, in place of what has that name.
+    """Rename a complete file in its folder, in place of the file that has the new name, if any.
 
     Raises:
         NotWrittenError: it cannot be renamed.
@@ -61,19 +61,24 @@ def move(path: Path, target: Path) -> None:
 
 
 def make_folder(path: str | Path) -> None:
-    """Make a folder and those above it, as far as they are not there.
+    """Make a folder and its parents where they do not exist.
 
     Raises:
-        NotWrittenError: it cannot be made, or is a file.
+        UserError: it is a file.
+        NotWrittenError: it cannot be made.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:  # no `NotWrittenError`: the same command would fail again
+        raise UserError(f"results cannot be kept in {path}: it is a file, and should be a folder") from None
     except OSError as error:
         raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
 
 
 def append(path: str | Path, lines: str) -> None:
-    """Add whole lines to a file: all of them, or none and an error. What a killed process left of a line is closed.
+    """Append whole lines to a file: all of them, or none and an error.
+
+    An incomplete last line, which a killed process left, is ended first.
 
     Args:
         path: the file, which several processes may append to.
@@ -91,11 +96,11 @@ def append(path: str | Path, lines: str) -> None:
 
 
 def write_folder(folder: Path, save: Callable[[str], object]) -> None:
-    """Let a library write files into a folder: they take their names there when all of them are on the disk.
+    """Let a library write files into a folder. The files get their names there when all of them are on the disk.
 
     Args:
-        folder: it is made where it is not there.
-        save: writes the files to the folder that it is given.
+        folder: made where it does not exist.
+        save: writes the files to the folder that it is given; a subfolder is an error.
 
     Raises:
         NotWrittenError: they cannot be written.
@@ -114,10 +119,10 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
 
 
 class Lines:
-    """The lines that one command writes to a file or a stream, in place of what the file had.
+    """Writes lines to a file or a stream. The first line replaces what the file had.
 
-    The file keeps what it had until the first line: a mistake found before costs nothing. It is locked as long as it
-    is open; the lock ends with the process.
+    Until then the file is as it was: a mistake found before costs nothing. It is locked while it is open; the lock ends
+    with the process.
 
     Args:
         path: a file, or a stream: a pipe, a device, `/dev/stdout`.
@@ -146,7 +151,7 @@ class Lines:
             raise UserError(f"another process is writing {named}: wait until it is done, or choose another file")
 
     def add(self, line: str) -> None:
-        """Write a line, without its end: the whole of it, or an error, after which a file has the lines before.
+        """Write a line, given without its end. After an error a regular file has the lines before and no part of it.
 
         Raises:
             NotWrittenError: it cannot be written.
@@ -165,10 +170,10 @@ class Lines:
                 self.count += 1
 
     def close(self) -> None:
-        """Nothing more is coming: wait until the lines are on the disk.
+        """Wait until the lines are on the disk, and close the file.
 
         Raises:
-            NotWrittenError: they cannot be written there after all.
+            NotWrittenError: they cannot be written, which some systems tell only here.
         """
         with reported(self.path, self.named):
             try:
@@ -180,7 +185,7 @@ class Lines:
 
 @contextmanager
 def reported(path: str | Path, named: str | None = None, broken: bool = False) -> Iterator[None]:
-    """Turn an error of the operating system, also one that a library tells, into a sentence that names the file.
+    """Turn an error of the operating system, or one that a library reports as text, into one sentence.
 
     Args:
         path: of the file, for the sentence.
@@ -221,7 +226,7 @@ def same(one: str | Path, other: str | Path) -> bool:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end of this."""
+    """Delay Ctrl-C until this block ends; in the main thread, where Python raises it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -284,7 +289,7 @@ def lock(file: int, wait: bool) -> bool:
 
 
 def _extend(file: int, size: int, data: bytes) -> None:
-    """Append to a file of `size` bytes; after an error it has as many again."""
+    """Append to a file of `size` bytes; after an error it has that size again."""
     try:
         put(file, data)
     except BaseException:
@@ -294,7 +299,7 @@ def _extend(file: int, size: int, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the new name of a file last, where the system can."""
+    """Write the names of a folder to the disk, where the system can."""
     with suppress(OSError):
         file = os.open(folder, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Files that are locked for as long as something is going on: one process at a time, and others can see it."""
+"""Lock files: one process at a time holds one, and other processes can see that it does."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dllm_sampler.errors import UserError
 
 @contextmanager
 def locked(path: Path, busy: str | None = None, *, content: str = "", keep: bool = False) -> Iterator[None]:
-    """Hold the lock of a file that is there for nothing else; the lock ends with the process, however it ends.
+    """Hold a lock file while the block runs; the lock ends with the process, however that ends.
 
     Args:
         path: the file.
         busy: what is said where another process holds the lock; None: wait for it.
-        content: what others may read in the file meanwhile.
+        content: written to the file, for other processes to read.
         keep: leave the file there, which is quicker where processes take turns.
 
     Raises:
@@ -30,6 +30,7 @@ def locked(path: Path, busy: str | None = None, *, content: str = "", keep: bool
         raise UserError(busy or "")
     try:
         with files.reported(path):
+            os.ftruncate(file, 0)  # a process that was killed may have left some
             files.put(file, content.encode())
         yield
     finally:
@@ -52,7 +53,7 @@ def held(path: Path) -> bool:
 
 
 def _taken(path: Path, wait: bool) -> int | None:
-    """A file, made where it is not there, opened and locked; None: another process has the lock."""
+    """The number of the lock file, made where it does not exist, opened and locked; None: another process holds it."""
     while True:
         with files.reported(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

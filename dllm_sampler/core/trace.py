@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dllm_sampler.core import files, notebook
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -239,13 +240,14 @@ class Trace:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads((file.metadata() or {}).get("trace", "{}"))
-                if about.get("schema") != SCHEMA:
-                    raise UserError(f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
+                about = parsed((file.metadata() or {}).get("trace", "{}"))
+                known = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys() and about["schema"] == SCHEMA
                 optional = {"entropy"} & set(file.keys())
-                tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)}
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+                tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
+        except (OSError, SafetensorError, ValueError) as error:
             raise UserError(f"{path} cannot be read as a trace: {error}") from error
+        if not known:
+            raise UserError(f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 

@@ -25,8 +25,8 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import Opaque
-from dllm_sampler.errors import UserError
-from dllm_sampler.kernels.backend import TORCH, Backend, first_line, warn
+from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.kernels.backend import TORCH, Backend, warn
 from dllm_sampler.models.fused import hooked
 from dllm_sampler.models.moe import Experts, waits
 from dllm_sampler.naming import named

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.values import Readout
-from dllm_sampler.errors import FallbackWarning, UserError
+from dllm_sampler.errors import FallbackWarning, UserError, first_line
 from dllm_sampler.kernels import reference
 from dllm_sampler.kernels.sampling import Sampling
 
@@ -113,11 +113,6 @@ def driver() -> str | None:
     except Exception as error:  # it compiles a C module first, which can raise anything
         return f"triton's driver does not start: {first_line(error)}"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its class."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @cache

@@ -10,12 +10,14 @@ from math import prod
 from sys import float_info
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.core.checks import is_real, is_whole
+from dllm_sampler.errors import NoEffectWarning, UserError
 
 # Fields that no network depends on: special tokens, how text is generated, training, how a checkpoint was saved. Those
 # of `PreTrainedConfig` in transformers 4 and 5, and what training scripts and hubs add.
 IGNORED = re.compile(
-    r"_.*|.*_token_ids?|.*(dropout|pdrop|_loss|_coef|_coeff|_version|_implementation)|(init|output|unsloth)_.*|.*_loss_.*"
+    r"_.*|.*_token_ids?|.*(dropout|pdrop|_loss|_coef|_coeff|_version|_implementation)|(init|unsloth)_.*|.*_loss_.*"
+    r"|output_(attentions|hidden_states|scores|logits|router_logits|past)"
     r"|architectures|model_type|auto_map|torch_dtype|dtype|name_or_path|initializer_(range|factor)|use_cache|return_dict"
     r"|is_decoder|is_encoder_decoder|chunk_size_feed_forward|torchscript|use_bfloat16|tf_legacy_loss|pretraining_tp"
     r"|tie_encoder_decoder|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|tokenizer_class"
@@ -28,8 +30,10 @@ IGNORED = re.compile(
 COMPUTES = re.compile(
     r"scal|cap|window|rope|rotary|alibi|clip|norm|bias|expert|router|moe|group|hidden|activation|(^|_)act(_|$)|attention"
     r"|attn|q_?k|lora|quant|multipl|mup|logit|head|layer|(^|_)tie|position|block|embed|mask|causal|conv|residual|chunk"
-    r"|recur|loop|gate|memory|sparse|factor|latent|ssm|mixer"
+    r"|recur|loop|gate|memory|sparse|factor|latent|ssm|mixer|mlp|ffn|feed_?forward|linear|glu|(^|_)dims?(_|$)"
 )
+# What the networks of all families have: a switch of these that is off asks for another network.
+BUILT_IN = re.compile(r"(use_)?(rope|rotary(_(pos_)?emb(edding)?s?)?|rms_?norm|swiglu)")
 ROPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})  # what a field of rotary positions says
 LONGEST = 2**30  # tokens of a context
 HIGHEST_BASE = 1e15  # of rotary positions; published ones end at 1e8
@@ -63,8 +67,8 @@ class Fields:
     def size(self, *keys: str, default: int | None = None) -> int:
         """The first of `keys` that is set, a positive whole number that the checkpoint's tensors have room for."""
         key, value = self._first(keys, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.source}: {keys[0]} should be a positive whole number, not {shown(value)}")
+        if not is_whole(value) or value < 1:
+            raise UserError(f"{self.source}: {key} should be a positive whole number, not {shown(value)}")
         return self._held(key, value)
 
     def depth(self, key: str) -> int:
@@ -74,11 +78,11 @@ class Fields:
             raise UserError(f"{self.source}: {key} is {value}, and the checkpoint has tensors of {self.layers} layers")
         return value
 
-    def length(self, *keys: str, default: int) -> int:
-        """The first of `keys` that is set, a positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
-        value = Fields(self.raw, self.source, read=self.read).size(*keys, default=default)
+    def length(self, key: str, default: int) -> int:
+        """A positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
+        value = Fields(self.raw, self.source, read=self.read).size(key, default=default)
         if value > LONGEST:
-            raise UserError(f"{self.source}: {keys[0]} should be at most {LONGEST}, not {shown(value)}")
+            raise UserError(f"{self.source}: {key} should be at most {LONGEST}, not {shown(value)}")
         return value
 
     def head_dim(self, width: int, heads: int) -> int:
@@ -95,11 +99,11 @@ class Fields:
         """What the norms add to a mean square: more than 1 would be most of it."""
         return self.number("rms_norm_eps", default, most=1)
 
-    def count(self, *keys: str, default: int = 0) -> int:
-        """The first of `keys` that is set, a whole number from 0 on that the checkpoint's tensors have room for."""
-        key, value = self._first(keys, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UserError(f"{self.source}: {keys[0]} should be a whole number from 0 on, not {shown(value)}")
+    def count(self, key: str, default: int = 0) -> int:
+        """A whole number from 0 on that the checkpoint's tensors have room for."""
+        value = self.get(key, default)
+        if not is_whole(value) or value < 0:
+            raise UserError(f"{self.source}: {key} should be a whole number from 0 on, not {shown(value)}")
         return self._held(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -123,8 +127,9 @@ class Fields:
                 said[name][name] = self.number(name, 1.0)
         for where in BOTH:
             inside = self.get(where, {})
-            kind = inside.get("rope_type", inside.get("type")) if isinstance(inside, dict) else inside
-            if kind not in (None, "default"):
+            if not isinstance(inside, dict) or any(
+                inside.get(kind) not in (None, "default") for kind in ("rope_type", "type")
+            ):
                 raise UserError(
                     f"{self.source}: {where} asks for scaled rotary positions, which are not implemented: it should be"
                     " null"
@@ -171,6 +176,7 @@ class Fields:
             warnings.warn(
                 f"{self.source}: unknown fields have no effect: {', '.join(unknown[:5])}"
                 + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""),
+                NoEffectWarning,
                 stacklevel=2,
             )
 
@@ -189,8 +195,7 @@ class Fields:
         return value
 
     def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
-        real = isinstance(value, int | float) and not isinstance(value, bool)
-        if not real or not 0 < value <= most:
+        if not is_real(value) or not 0 < value <= most:
             limit = "" if most == float_info.max else f" of at most {most:g}"
             raise UserError(f"{self.source}: {key} should be a positive number{limit}, not {shown(value)}")
         return float(value)
@@ -202,9 +207,11 @@ def largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def neutral(key: str, value: Any) -> bool:
-    """Whether a field's value asks for nothing: unset, switched off, a factor of 1, full attention everywhere."""
+    """Whether a field's value asks for nothing: unset, off, a factor of 1, full attention everywhere."""
     if isinstance(value, list) and key == "layer_types":
         return all(one == "full_attention" for one in value)
+    if value is False and BUILT_IN.fullmatch(key):
+        return False
     factor = bool(re.search(r"scal|factor|multipl", key)) and not isinstance(value, bool)
     return value is None or value in (False, "", [], {}) or (factor and value == 1)
 
@@ -228,13 +235,17 @@ def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) 
     Raises:
         UserError: the first such size, by name.
     """
-    inside = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
-    for key, value in inside:
-        if isinstance(value, dict | list):
-            check_numbers(value, shapes, source)
-        elif isinstance(key, str) and isinstance(value, int) and not isinstance(value, bool):
+    most = largest(shapes)
+    nodes: list[Any] = [raw]
+    for node in nodes:  # which grows: JSON may be nested deeper than calls
+        items: Iterable[Any] = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, value in items:
+            if isinstance(value, dict | list):
+                nodes.append(value)
+            if not isinstance(key, str) or not is_whole(value):
+                continue
             # Layers may share their tensors (ALBERT), so that there can be more than tensors; never thousands.
             if re.search(r"layers$|depth$", key) and value > max(SHARED, len(shapes)):
                 raise UserError(f"{source}: {key} is {shown(value)}, and the checkpoint has {len(shapes)} tensors")
             if re.search(r"(^|_)(num|n)_|(size|dim|width|heads|experts)$", key):
-                Fields({key: value}, source, largest(shapes)).count(key)
+                Fields({key: value}, source, most).count(key)

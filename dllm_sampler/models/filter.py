@@ -1,6 +1,5 @@
 """Learn2PD's filter (arXiv 2509.25188): linear layers from a block's confidences to one logit per position."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 from dllm_sampler.paths import expanded
@@ -55,7 +55,7 @@ def load(path: Path, spec: ModelSpec) -> Layers:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-            said = json.loads((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
+            said = parsed((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"scheduler.filter: {path} cannot be read as a safetensors file ({error})") from error
     _check_made_for(spec, said, path)

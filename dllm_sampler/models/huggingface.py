@@ -15,8 +15,10 @@ from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import spent
+from dllm_sampler.models.fields import check_numbers
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,17 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     Raises:
         UserError: the checkpoint does not fit its config; `what` says what it should have been.
     """
+    source = folder / "config.json"
+    if not source.is_file():
+        raise UserError(f"{folder} is no checkpoint: it has no config.json")
+    # First, so that pickles, broken files and absurd sizes get our sentences: transformers builds before it compares.
+    check_numbers(weights.read_json(source), weights.shapes(folder), str(source))
     try:
         model, report = kind.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
-        raise UserError(f"transformers cannot load {folder} as {what} ({reason})") from None
+        raise UserError(f"transformers cannot load {folder} as {what} ({first_line(error)})") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")

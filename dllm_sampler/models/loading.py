@@ -15,13 +15,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import UserError, short, unknown
+from dllm_sampler.errors import UserError, first_line, short, unknown
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, check_numbers, shown
+from dllm_sampler.models.fields import Fields, shown
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.paths import expanded
 
@@ -84,12 +85,9 @@ def load(
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
-            check_numbers(raw, weights.shapes(folder), str(folder / "config.json"))
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
             raise UserError(f"{folder}: device_map is for models of the families {_known()}, not for a masked LM")
-        # Our sentence about pickles, broken files and absurd numbers, before transformers has its own.
-        check_numbers(raw, weights.shapes(folder), str(folder / "config.json"))
         return Loaded(huggingface.load(folder, tokenizer, wanted, target), tokenizer)
 
     source = str(folder / "config.json")
@@ -98,7 +96,7 @@ def load(
         with torch.device("meta"):
             model = Transformer(config).eval()
     except RuntimeError as error:  # the product of sizes is more than a tensor can have
-        raise UserError(f"{source} describes no network ({_reason(error)})") from None
+        raise UserError(f"{source} describes no network ({first_line(error)})") from None
     if wanted is None:
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
@@ -137,7 +135,7 @@ def find(path: str | Path, revision: str | None = None, trust_remote_code: bool 
     except RepositoryNotFoundError:
         raise UserError(f"there is neither a folder nor a public hub repository {name}") from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
-        raise UserError(f"{name} is no folder here and the hub does not deliver it ({_reason(error)})") from None
+        raise UserError(f"{name} is no folder here and the hub does not deliver it ({first_line(error)})") from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
@@ -177,7 +175,7 @@ def load_tokenizer(
     settings = weights.read_json(folder / files[1]) if (folder / files[1]).is_file() else {}
     code = settings.get("auto_map") or {}
     if not isinstance(code, list | dict):
-        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {code!r}")
+        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {shown(code)}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(f"the tokenizer of {folder} is code of its own: allow it to run with trust_remote_code=true")
     try:
@@ -187,10 +185,10 @@ def load_tokenizer(
         else:
             found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
-        raise UserError(f"the tokenizer of {folder} cannot be loaded ({_reason(error)})") from None
+        raise UserError(f"the tokenizer of {folder} cannot be loaded ({first_line(error)})") from None
     longest = getattr(found, "model_max_length", 0)
-    if isinstance(longest, bool) or not isinstance(longest, int | float):
-        raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {longest!r}")
+    if not is_real(longest):
+        raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {shown(longest)}")
     return found
 
 
@@ -242,10 +240,11 @@ def _denoiser(
         sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
         for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
             value = next(iter(value), None) if isinstance(value, list) else value
-            if isinstance(value, bool) or not isinstance(value, int | None):
-                raise UserError(f"the configuration of {folder} has {name}={value!r}, which should be a token id")
-            if value is not None:
-                return value
+            if value is None:
+                continue
+            if not is_whole(value):
+                raise UserError(f"the configuration of {folder} has {name}={shown(value)}, which should be a token id")
+            return value
         return None
 
     def spelt(text: str | None) -> int | None:
@@ -290,11 +289,6 @@ def _place(name: str, places: Places) -> torch.device:
     if place == "disk":
         raise UserError("device_map puts weights on disk, which is not supported: use cpu, or a smaller dtype")
     return as_device(f"cuda:{place}" if isinstance(place, int) else place)
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error's text, or its type."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _known() -> str:

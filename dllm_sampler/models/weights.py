@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.family import HARMLESS, Family, Part
 from dllm_sampler.models.transformer import Transformer
@@ -150,12 +150,12 @@ def read_json(file: Path) -> dict[str, Any]:
         UserError: it is no JSON object.
     """
     try:
-        parsed = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        found = parsed(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise UserError(f"{file} is not valid JSON ({error})") from None
-    if not isinstance(parsed, dict):
-        raise UserError(f"{file} should hold a JSON object, not a {type(parsed).__name__}")
-    return parsed
+    if not isinstance(found, dict):
+        raise UserError(f"{file} should hold a JSON object, not a {type(found).__name__}")
+    return found
 
 
 def _names(file: Path) -> list[str]:

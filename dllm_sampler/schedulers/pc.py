@@ -1,8 +1,6 @@
 """PC-Sampler: position-aware, frequency-calibrated confidence."""
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -10,9 +8,11 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.paths import expanded
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 
@@ -50,11 +50,12 @@ class PositionCalibrated(FixedSteps):
             return self
         share = torch.full((spec.vocab_size,), 1 / spec.vocab_size)
         if self.frequency is not None:
+            path = expanded("scheduler.frequency", self.frequency)
             try:
-                table = json.loads(Path(self.frequency).read_text(encoding="utf-8"))
+                table = parsed(path.read_text(encoding="utf-8"))
                 total = float(table["num_token"])
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"scheduler.frequency: {self.frequency} is no JSON file with num_token and p_baseline_dict"
                     f" ({error})"

@@ -16,7 +16,7 @@ from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-from dllm_sampler.models import huggingface, loading, weights
+from dllm_sampler.models import huggingface, loading
 from dllm_sampler.speculative.mixture import KnownTokens
 
 PADDING = 512  # vocabularies of one tokenizer differ by the padding to a multiple of at most this
@@ -180,7 +180,6 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
         UserError: nothing to load there.
     """
     folder = loading.find(path)
-    weights.tensor_files(folder)
     model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", spec.dtype)
     return Verifier(model.eval().to(spec.device), spec, folder, name)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn, optim
 
 from dllm_sampler.core import files
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 
 FILE = "checkpoint.safetensors"
@@ -27,6 +28,18 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 def write_json(path: Path, content: Any, indent: int | None = None) -> None:
     """Write a JSON file whole or not at all."""
     files.write(path, json.dumps(content, indent=indent) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote.
+
+    Raises:
+        UserError: it was damaged since.
+    """
+    try:
+        return parsed(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None
 
 
 def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -65,14 +78,14 @@ def _opened(folder: Path) -> Iterator[Any]:
     try:
         with safe_open(folder / FILE, "pt") as file:
             yield file
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run again") from None
 
 
 def peek(folder: Path) -> dict[str, Any]:
     """The `state` alone, to see whether the rest would fit."""
     with _opened(folder) as file:
-        return json.loads(file.metadata()["state"])
+        return parsed(file.metadata()["state"])
 
 
 def load(
@@ -80,7 +93,7 @@ def load(
 ) -> dict[str, Any]:
     """Put weights and moments back and return the `state` that was saved with them."""
     with _opened(folder) as file:
-        state = json.loads(file.metadata()["state"])
+        state = parsed(file.metadata()["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
     for other, module in (others or {}).items():

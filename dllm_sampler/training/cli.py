@@ -122,7 +122,7 @@ def _alone(trainer: Any) -> Iterator[None]:
     if given is None or os.environ.get("RANK", "0") != "0":
         yield
         return
-    output = Path(os.path.realpath(Path(given).expanduser()))
+    output = Path(os.path.realpath(expanded("train.output", given)))
     files.make_folder(output.parent)
     busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
     try:

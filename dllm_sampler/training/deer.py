@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
+from dllm_sampler.paths import expanded
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler
@@ -118,7 +118,7 @@ class DeerTrainer:
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
         logging.disable_progress_bar()  # ours is the one to look at
-        self.folder, self._device = Path(self.output), as_device(self.device)
+        self.folder, self._device = expanded("train.output", self.output), as_device(self.device)
         if (self.folder / "report.json").exists():
             raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
         files.make_folder(self.folder)
@@ -247,7 +247,7 @@ class DeerTrainer:
                 cut = zip(some, result.tokens.tolist(), result.lengths.tolist(), strict=True)
                 found += [(prompt, tokens[:length]) for prompt, tokens, length in cut]
             checkpoint.write_json(path, found)
-        return json.loads(path.read_text(encoding="utf-8"))
+        return checkpoint.read_json(path)
 
     def _cut(self, prompt: list[int], answer: list[int], rng: Random) -> tuple[list[int], list[int]]:
         """A prompt, and its answer and the end tokens behind it up to a random token, the separator behind that."""
@@ -306,7 +306,7 @@ class DeerTrainer:
         path = self.folder / "settings.json"
         mine = {key: value for key, value in asdict(self).items() if key not in _FREE}
         if path.exists():
-            checkpoint.check_same(self.folder, json.loads(path.read_text(encoding="utf-8")), mine)
+            checkpoint.check_same(self.folder, checkpoint.read_json(path), mine)
         checkpoint.write_json(path, mine, indent=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.training.checkpoint import write_json
+from dllm_sampler.training.checkpoint import read_json, write_json
 from dllm_sampler.training.finetune import FineTuner
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.rewards import solved
@@ -79,7 +78,7 @@ class DistillTrainer(FineTuner):
         path = self.folder / f"answers{self.accelerator.process_index or ''}.json"
         if not path.exists():
             write_json(path, self._answer())
-        self.pairs: list[tuple[list[int], list[int]]] = json.loads(path.read_text(encoding="utf-8"))
+        self.pairs: list[tuple[list[int], list[int]]] = read_json(path)
         if not self.pairs:
             raise UserError(f"none of the {self.answers} answers is right, so there is nothing to learn from")
 

@@ -24,6 +24,7 @@ from dllm_sampler.errors import NotFiniteError, UserError, installing, unknown
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.paths import expanded
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal
@@ -196,7 +197,7 @@ class FineTuner:
             UserError: a finished run, one of other settings, or a model that does not fit.
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
-        folder = self.folder = Path(self.output)
+        folder = self.folder = expanded("train.output", self.output)
         if (folder / "model.safetensors").exists():
             raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
         files.make_folder(folder)

@@ -19,6 +19,7 @@ from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.paths import expanded
 from dllm_sampler.training import checkpoint, journal
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
@@ -78,7 +79,7 @@ class MiniTrainer:
             UserError: the folder holds a finished model, or a run of another configuration
             KeyboardInterrupt: after Ctrl-C, with the state saved
         """
-        folder = Path(self.output)
+        folder = expanded("train.output", self.output)
         if (folder / "model.safetensors").exists():
             raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
         files.make_folder(folder)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -135,7 +136,7 @@ def _resume(path: Path, run: Mapping[str, Any]) -> tuple[list[int], list[Records
         return [], []
     try:
         with safe_open(path, "pt") as file:
-            state = json.loads(file.metadata()["state"])
+            state = parsed(file.metadata()["state"])
             records = Records(*(file.get_tensor(one.name) for one in fields(Records)))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None

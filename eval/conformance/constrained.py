@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup
@@ -111,7 +111,7 @@ def _language(path: Path, name: str) -> Language:
         UserError: the file cannot be read.
     """
     try:
-        about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))[name]
+        about: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} does not describe the language {name!r}: {error}") from None
     prelex = about["prelex"]

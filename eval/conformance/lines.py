@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dllm_sampler.core.checks import is_whole
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.conformance.records import RECORDS
 
@@ -173,8 +174,8 @@ def _lines(file: Path) -> Iterator[Line]:
             continue
         where = f"{file}, line {number}"
         try:
-            raw = json.loads(content)
-        except (json.JSONDecodeError, RecursionError) as error:
+            raw = parsed(content)
+        except ValueError as error:
             raise UserError(f"{where}: not JSON ({error})") from None
         if not isinstance(raw, dict):
             raise UserError(f"{where}: should be a JSON object")
@@ -190,7 +191,7 @@ def _lines(file: Path) -> Iterator[Line]:
 def _is_steps(steps: Any) -> bool:
     """Lists of positions, or, in a batch, of rows of positions."""
     flat = isinstance(steps, list) and all(isinstance(entry, list) for entry in steps)
-    return flat and all(isinstance(p, int) and not isinstance(p, bool) and p >= 0 for entry in steps for p in entry)
+    return flat and all(is_whole(p) and p >= 0 for entry in steps for p in entry)
 
 
 def _shape(rows: Any) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""`python -m dllm_sampler.eval.fuzz`: look for failures by chance."""
+"""`python -m dllm_sampler.eval.fuzz`: look for failures by random cases."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ KEYS: dict[str, list[tuple[str, str, str]]] = {  # settings of each command: key
     ],
     "dllm-eval": [
         *((key, "2", WHOLE) for key in ("max_new_tokens", "batch_size", "task.count", "max_steps", "block_length")),
+        ("threads", "1", WHOLE),
         ("temperature", "0.5", REAL), ("oracle", "false", TRUTH), ("guided", "false", TRUTH), ("seed", "3", "seed"),
         ("task", "copy", NAME), ("scheduler", "threshold", NAME), ("suite", "compare", NAME), ("cache", "dual", NAME),
         ("report", "r.html", "text"), ("task.operation", "sort", NAME), ("batching", "static", NAME),
@@ -142,7 +143,8 @@ class Inputs:
             return
         if case["process"]:
             yield case | {"process": False}
-        for at in range(len(case["words"])):
+        mistaken = 1 if case["must"] and case["file"] is None else 0  # the last word: without it all is right
+        for at in range(len(case["words"]) - mistaken):
             yield case | {"words": case["words"][:at] + case["words"][at + 1 :]}
 
     def command(self, case: Case) -> str | None:

@@ -1,4 +1,4 @@
-"""What runs leave in their folders, without times: to be held against an undisturbed run's."""
+"""What runs leave in their folders, without times, to be compared with what an undisturbed run leaves."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -12,7 +11,7 @@ from typing import Any
 
 from dllm_sampler._version import __version__
 from dllm_sampler.eval.measures import MEASURES
-from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.report.data import RATES, Comparison, Run
 from dllm_sampler.eval.report.headline import family_rows, sentences
 from dllm_sampler.eval.report.pictures import TITLES
@@ -112,7 +111,7 @@ def _finite(value: Any) -> Any:
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(value) if isinstance(value, float) else value
 
 
 def _rounded(figures: dict[str, float | None], together: Sequence[str]) -> dict[str, float | None]:

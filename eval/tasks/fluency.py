@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 LEFTOVER = re.compile(r"<\|[^|>]*\|>|</?s>|\[(?:MASK|EOS|PAD|UNK|SEP|CLS)\]|�")
@@ -93,4 +93,4 @@ def _tool(grammar: str) -> Any:
         server = {} if grammar == "languagetool" else {"remote_server": grammar}
         return module.LanguageTool("en-US", **server)
     except Exception as error:  # no Java, no download, no server: each has a kind of its own
-        raise UserError(f"LanguageTool cannot be started ({str(error).partition(chr(10))[0]})") from error
+        raise UserError(f"LanguageTool cannot be started ({first_line(error)})") from error

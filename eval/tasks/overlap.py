@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from dllm_sampler.errors import UserError, installing
+from dllm_sampler.errors import UserError, first_line, installing
 
 
 def need(module: str, what: str) -> Any:
@@ -50,8 +50,7 @@ def bert_score(text: str, reference: str) -> float:
     try:
         scorer = _bert_scorer()
     except Exception as error:  # the hub's kinds of errors are many
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"task.bert_score cannot load its weights, roberta-large ({reason})") from error
+        raise UserError(f"task.bert_score cannot load its weights, roberta-large ({first_line(error)})") from error
     return float(scorer.score([text], [reference])[2][0])
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from dllm_sampler import UserError
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, kills, left, mutations, rows
+from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, kills, left, mutations, rows, scene
 from dllm_sampler.eval.fuzz.__main__ import main
 from dllm_sampler.eval.fuzz.harness import PASSED, Case, Outcome, crashed, drawn, guarded, sentence, shrunk
 
@@ -132,6 +132,17 @@ def test_what_an_ending_means() -> None:
         torch.zeros(2)[5]
     assert crashed(raised.value).kind == "traceback" and "IndexError" in crashed(raised.value).fault
     assert guarded(lambda case: calls.check(case), {"call": "generate", "given": {}, "family": "llada"}) == PASSED
+
+
+def test_a_command_in_a_process_of_its_own_runs() -> None:
+    assert "dllm-sample: unknown flag '--nothing'" in scene.started("dllm-sample", ["--nothing"], 60).err
+
+
+@pytest.mark.parametrize(("words", "file"), [(["a", "b", "mistake"], None), (["a"], {"name": "f", "content": ""})])
+def test_a_mistake_is_not_taken_out(words: list[str], file: dict[str, str] | None) -> None:
+    case = {"command": "dllm-sample", "words": words, "file": file, "must": "a mistake", "process": False}
+    smaller = [one["words"] for one in inputs.FUZZ.simpler(case)]
+    assert smaller == ([["b", "mistake"], ["a", "mistake"]] if file is None else [[]])
 
 
 def test_mutations_change_what_they_are_given() -> None:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "f").read_text() == "0123456789\n\nabcdefgh\n", "the line before was closed first"
 
 
+def test_a_folder_that_is_a_file_is_no_full_disk(tmp_path: Path) -> None:
+    """What a command adds to the latter, that the same command goes on, would not be true."""
+    (tmp_path / "f").touch()
+    with pytest.raises(UserError, match=r"f: it is a file, and should be a folder$") as refused:
+        files.make_folder(tmp_path / "f")
+    assert not isinstance(refused.value, NotWrittenError)
+    with pytest.raises(NotWrittenError, match=r"f/g: Not a directory$"):
+        files.make_folder(tmp_path / "f/g")
+
+
 def test_appended_lines_are_all_there_or_none(tmp_path: Path) -> None:
     file = tmp_path / "f"
     files.append(file, "one\n")
@@ -59,6 +70,20 @@ def test_appended_lines_are_all_there_or_none(tmp_path: Path) -> None:
     file.write_text("one\ntw")  # cut by a kill
     files.append(file, "three\n")
     assert file.read_text() == "one\ntw\nthree\n"
+
+
+def test_an_append_waits_for_its_turn(tmp_path: Path) -> None:
+    """What is cut off after an error could otherwise be the line of another process."""
+    file = tmp_path / "f"
+    other = os.open(file, os.O_RDWR | os.O_CREAT)
+    assert files.lock(other, wait=False)
+    thread = threading.Thread(target=files.append, args=(file, "one\n"))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and file.read_text() == ""
+    os.close(other)
+    thread.join(20)
+    assert file.read_text() == "one\n"
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -168,8 +193,8 @@ with locks.locked(pathlib.Path({str(file)!r}), content="state"):
     process.kill()
     process.wait()
     assert not locks.held(file), "the file is there, and says nothing"
-    with locks.locked(file, "busy"):
-        assert locks.held(file)
+    with locks.locked(file, "busy", content="on"):
+        assert locks.held(file) and file.read_text() == "on", "nothing of the content before is left"
     assert not file.exists()
     files.Lines(other, "output f").close()
 
@@ -204,9 +229,7 @@ ALLOWED |= {
     f"eval/{name}.py": "inputs of a test, in a temporary folder"
     for name in ("fuzz/harness", "fuzz/inputs", "fuzz/calls", "fuzz/mutations", "fuzz/scene", "fuzz/kills", "fuzz/left")
 }
-ALLOWED |= {
-    f"eval/testbeds/{name}.py": "a tiny model for tests, in a temporary folder" for name in ("toys", "checkpoint")
-}
+ALLOWED["eval/testbeds/checkpoint.py"] = "a tiny model for tests, in a temporary folder"
 WRITES = {"write_text", "write_bytes", "savez", "save_file", "save_pretrained", "dump", "rename"}
 
 

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from dllm_sampler.core.protocols import Cache, Denoiser
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.cfg import GuidedDenoiser, guided
+from dllm_sampler.models import fused
+from dllm_sampler.models.cfg import GuidedDenoiser, guided, laid_out
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from tests import toys
@@ -196,3 +198,18 @@ def test_masked_language_models_load(tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="only pickle weights"):
         load(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.5])
+def test_weights_lie_side_by_side_where_kernels_multiply_them_together(scale: float) -> None:
+    """Under guidance too; without such kernels nothing is moved."""
+    model = toys.transformer()
+    projections = [getattr(model.layers[0], name).weight.data for name in ("q_proj", "k_proj", "v_proj")]
+    plain, fast = (cast(Any, SimpleNamespace(layer=layer)) for layer in (None, object()))
+    denoiser = guided(toys.wrapped(model), scale)
+    laid_out(denoiser, plain)
+    assert fused.adjacent(*projections) is None
+    laid_out(denoiser, fast)
+    moved = [getattr(model.layers[0], name).weight.data for name in ("q_proj", "k_proj", "v_proj")]
+    assert fused.adjacent(*moved) is not None
+    assert all(map(torch.equal, moved, projections))

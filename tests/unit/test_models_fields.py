@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dllm_sampler.cli.main import main
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -111,7 +112,12 @@ def test_published_files_are_understood_without_a_word(name: str):
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}), ("rope_scaling", {"type": "linear", "factor": 2.0}),
         ("rope_scaling", {"rope_type": "llama3"}), ("rope_scaling", {"rope_type": "longrope"}),
         ("rope_scaling", {"rope_type": "dynamic"}), ("rope_scaling", {"factor": 2.0}), ("rope_scaling", 4.0),
-        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}), ("rope_scaling", "default"),
+        ("rope_scaling", {"rope_type": None, "type": "linear"}),
+        ("rope_scaling", {"rope_type": "default", "type": "yarn"}),
+        ("use_rope", False), ("use_rotary_embedding", False), ("use_rmsnorm", False), ("swiglu", False),
+        ("output_multiplier_scale", 0.577), ("output_gate", True), ("mlp_type", "gelu"), ("ffn_dim", 7),
+        ("feedforward_type", "relu"), ("dim_model_base", 256), ("nonlinearity", "relu"),
         ("rope_parameters", {"rope_type": "default", "mrope_section": [16, 24, 24]}),
     ],
 )  # fmt: skip
@@ -142,6 +148,12 @@ def test_values_of_one_family_that_are_refused(name: str, key: str, value: Any):
 def test_an_unknown_field_that_names_nothing_of_a_network_is_told():
     with pytest.warns(UserWarning, match="unknown fields have no effect: wandb_run, curriculum$"):
         config("SDAR-8B", wandb_run="a1", curriculum={"stage": 2}, license="", seed=0)
+
+
+def test_the_command_tells_unknown_fields_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    save(tmp_path, "llada", wandb_run="a1")
+    assert main(["a", f"model={tmp_path}", "max_new_tokens=2", "device=cpu"]) == 2, "it has no tokenizer"
+    assert "config.json: unknown fields have no effect: wandb_run\n" in capsys.readouterr().err
 
 
 def test_rotary_positions_are_read_wherever_they_stand():
@@ -254,8 +266,10 @@ def test_sizes_whose_product_is_no_tensor_are_one_sentence(tmp_path: Path):
     ],
 )
 def test_absurd_sizes_of_networks_that_transformers_builds(raw: dict[str, Any], said: str):
-    shapes = {"embed": (100, 16), "norm": (16,)}
+    shapes, deep = {"embed": (100, 16), "norm": (16,)}, [raw]
+    for _ in range(2000):
+        deep = [deep]
     sane = {"num_hidden_layers": 12, "vocab_size": 100, "hidden_size": 16, "max_position_embeddings": 10**9}
     check_numbers(sane | {"eos_token_id": -1, "text_config": sane, "num_labels": True}, shapes, "config.json")
     with pytest.raises(UserError, match=f"config.json: {said}"):
-        check_numbers(sane | raw, shapes, "config.json")
+        check_numbers({"deep": deep}, shapes, "config.json")

@@ -78,11 +78,18 @@ def test_json_in_too_many_brackets(line: str, tmp_path: Path) -> None:
         Sampler.from_pretrained("mini", guide={"name": "json_schema", "schema": line})
 
 
-@pytest.mark.parametrize("word", ["seed=", "+x=", "scheduler.threshold="])
-@pytest.mark.parametrize("value", ["[" * 999 + "]" * 999, "{a:" * 999 + "}" * 999, "${seed" * 999 + "}" * 999])
-def test_overrides_in_too_many_brackets(word: str, value: str) -> None:
+@pytest.mark.parametrize(
+    "word",
+    [
+        "seed=" + "[" * 999 + "]" * 999,
+        "+x=" + "{a:" * 999 + "}" * 999,
+        "scheduler.threshold=" + "${seed" * 999 + "}" * 999,
+    ],
+    ids=["lists", "mappings", "interpolations"],
+)
+def test_overrides_in_too_many_brackets(word: str) -> None:
     with pytest.raises(UserError) as caught:
-        settings([word + value])
+        settings([word])
     assert len(str(caught.value)) < 500
 
 

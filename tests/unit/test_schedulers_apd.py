@@ -1,5 +1,6 @@
 """APD: its invariants, an example by hand, the verifier, its window, and left to right as its baseline."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -228,6 +229,17 @@ def test_from_a_folder(tmp_path: Path) -> None:
     assert torch.equal(loaded.trace.ids, run({**rule, "verifier": toys.verifier()}, stop="none").trace.ids)
     judge = autoregressive.load(str(tmp_path), toys.denoiser().spec)
     assert judge.model.dtype == torch.float64
+
+
+def test_absurd_sizes_of_a_verifier_are_refused_before_it_is_built(tmp_path: Path) -> None:
+    toys.verifier().save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 10**9}))
+    with pytest.raises(UserError, match="num_hidden_layers is 1000000000, and the checkpoint has"):
+        autoregressive.load(str(tmp_path), toys.denoiser().spec)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(UserError, match=r"is no checkpoint: it has no config\.json$"):
+        autoregressive.load(str(tmp_path), toys.denoiser().spec)
 
 
 def words(order: list[str], folder: Path | None = None) -> PreTrainedTokenizerFast:

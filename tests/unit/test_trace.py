@@ -85,6 +85,14 @@ def _no_trace(file: Path, trace: Trace) -> None:
     save_file({"weight": torch.ones(2)}, file)
 
 
+def _list(file: Path, trace: Trace) -> None:
+    save_file({"weight": torch.ones(2)}, file, {"trace": "[]"})
+
+
+def _deep(file: Path, trace: Trace) -> None:
+    save_file({"weight": torch.ones(2)}, file, {"trace": "[" * 100_000})
+
+
 def _half(file: Path, trace: Trace) -> None:
     trace.save(file)
     file.write_bytes(file.read_bytes()[:-100])
@@ -100,6 +108,8 @@ def _field_missing(file: Path, trace: Trace) -> None:
     [
         (_other_schema, "is not a trace of schema 2, the one this version reads"),
         (_no_trace, "is not a trace of schema 2, the one this version reads"),
+        (_list, "is not a trace of schema 2, the one this version reads"),
+        (_deep, "cannot be read as a trace: lists and objects are nested too deeply"),
         (_half, "cannot be read as a trace"),
         (_field_missing, "cannot be read as a trace"),
         (lambda file, trace: file.write_text("not a trace"), "cannot be read as a trace"),

@@ -4,14 +4,15 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dllm_sampler.core import locks
-from dllm_sampler.errors import NotWrittenError
+from dllm_sampler.errors import NotWrittenError, UserError
 from dllm_sampler.training import checkpoint, cli
 from tests.disks import fail, full_after
 from tests.unit.test_mini_training import words
@@ -85,6 +86,23 @@ def test_the_log_is_written_before_the_state_that_vouches_for_it(
         assert cli.main(words(folder, "train.steps=14")) == 130
     assert cli.main(words(folder, "train.steps=14")) == 0
     assert same(folder, whole)
+
+
+def test_states_that_were_damaged(tmp_path: Path) -> None:
+    save_file({"model.a": torch.zeros(1)}, tmp_path / checkpoint.FILE)  # of something else: it has no state
+    for text in ("{", "[" * 100_000, "\xff"):
+        (tmp_path / "answers.json").write_text(text, encoding="latin-1")
+        for read in (lambda: checkpoint.read_json(tmp_path / "answers.json"), lambda: checkpoint.peek(tmp_path)):
+            with pytest.raises(UserError, match=r"is damaged \(.*\); remove it to start the run again$"):
+                read()
+
+
+def test_processes_that_train_together_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SimpleNamespace(output=str(tmp_path / "m"))
+    with cli._alone(trainer):  # as the first of them holds it
+        monkeypatch.setenv("RANK", "1")
+        with cli._alone(trainer):
+            pass
 
 
 def test_one_trainer_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,39 +1,56 @@
 """Numbers with which nothing can be trained are refused before anything runs."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from dllm_sampler import UserError
 from dllm_sampler.training.cli import main, trainer
 from dllm_sampler.training.data import Pools
-from dllm_sampler.training.settings import check_shape
+from dllm_sampler.training.settings import check_settings, check_shape
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("name", "value", "said"),
     [
-        ("learning_rate=-1", "learning_rate must be a number above 0"),
-        ("learning_rate=nan", "learning_rate"),
-        ("clip=0", "clip must be a number above 0"),
-        ("weight_decay=inf", "weight_decay must be"),
-        ("init_std=nan", "init_std must be"),
-        ("embedding_std=-0.5", "embedding_std must be"),
-        ("decay=2", "decay must be a share between 0 and 1"),
-        ("warmup=-1", "warmup must be a whole number of at least 0"),
-        ("betas=[0.9,1.0]", "betas must be two numbers from 0 to below 1"),
-        ("steps=99999999999", "steps must be a whole number up to 4294967295"),
-        ("seed=99999999999", "seed must be a whole number up to 2147483647"),
+        ("learning_rate", -1, "a number above 0"),
+        ("learning_rate", float("nan"), "a number above 0"),
+        ("clip", 0, "a number above 0"),
+        ("weight_decay", float("inf"), "a number of at least 0"),
+        ("init_std", float("nan"), "a number of at least 0"),
+        ("embedding_std", -0.5, "a number of at least 0"),
+        ("decay", 2, "a share between 0 and 1"),
+        ("warmup", -1, "a whole number of at least 0"),
+        ("betas", (0.9, 1.0), "two numbers from 0 to below 1"),
+        ("steps", 99999999999, "a whole number up to 4294967295"),
+        ("seed", -99999999999, "a whole number up to 2147483647"),
     ],
 )
-def test_numbers_of_an_optimizer(word: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        trainer(["train=mini", f"train.{word}"])
+def test_numbers_of_an_optimizer(name: str, value: Any, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^train\.{name} must be {said}"):
+        check_settings({name: value})
 
 
-@pytest.mark.parametrize("train", ["filter", "distill", "deer", "grpo", "cjgrpo"])
+@pytest.mark.parametrize("train", ["mini", "filter", "distill", "deer", "grpo", "cjgrpo"])
 def test_every_trainer_checks_its_numbers(train: str) -> None:
-    assert trainer([f"train={train}", "train.seed=3"])
     with pytest.raises(UserError, match=r"train\.seed must be a whole number up to"):
         trainer([f"train={train}", "train.seed=99999999999"])
+
+
+@pytest.mark.parametrize(
+    ("train", "file"),
+    [("mini", "model.safetensors"), ("grpo", "model.safetensors"), ("deer", "report.json"), ("filter", "")],
+)
+def test_the_home_folder_is_meant_by_its_sign(
+    train: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a command line the shell does not replace it behind `=`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / file).touch()
+    with pytest.raises(UserError, match=rf"{tmp_path}/m already "):
+        trainer([f"train={train}", "train.output=~/m"]).run()
 
 
 @pytest.mark.parametrize(

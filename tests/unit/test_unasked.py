@@ -91,6 +91,18 @@ def test_the_same_file_is_no_other_one(folder: Path, capsys: pytest.CaptureFixtu
     assert sample(["copy: Ada"]) == 0 and capsys.readouterr().out == "Ada\n"
 
 
+def test_what_is_no_file_does_not_count(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "conf/scheduler/threshold.yaml").mkdir(parents=True)
+    (folder / "conf/cache").mkdir()
+    (folder / "conf/cache/exact.yaml").symlink_to("gone")
+    assert sample(["copy: Ada"]) == 0 and capsys.readouterr().out == "Ada\n"
+    put(folder, "conf/model/mini.yaml", "path: x/y\n")
+    monkeypatch.setattr(Path, "read_bytes", lambda _: (_ for _ in ()).throw(PermissionError(13, "no")))
+    assert sample(["copy: Ada"]) == 2 and "has the name of a file of ours" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("root", ["sample", "hydra/config", "hydra/job_logging/default", "hydra/env/default"])
 def test_files_outside_of_groups_are_not_read(root: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(folder, f"conf/{root}.yaml", f"# @package _global_\nscheduler: {{{EVIL.strip()}}}\noutput: RAN\nplanted: 1\n")
@@ -175,6 +187,14 @@ def test_other_commands_call_none_either(
     assert not (folder / "RAN").exists()
 
 
+def test_a_launcher_is_one_of_hydras(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(folder, "conf/hydra/launcher/mine.yaml", POPEN)
+    assert evaluate(["task.operation=copy", "task.count=1", "device=cpu", "hydra/launcher=mine"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.count("\n") == 0 and "Invalid plugin 'subprocess.Popen'" in said
+    assert not (folder / "RAN").exists()
+
+
 def test_from_python_too(folder: Path) -> None:
     for group, spec in (
         ("scheduler", {"_target_": "subprocess.Popen", "args": ["touch", "RAN"]}),
@@ -182,6 +202,8 @@ def test_from_python_too(folder: Path) -> None:
         ("scheduler", {"name": "threshold", "threshold": {"_target_": "evil.Evil"}}),
         ("guide", [{"_target_": "subprocess.Popen", "args": ["touch", "RAN"]}]),
         ("cache", {"_target_": OURS}),
+        ("cache", {"_target_": "dllm_sampler.core.protocols.Cache"}),
+        ("stop", {"_target_": ""}),
     ):
         with pytest.raises(UserError):
             Sampler.from_pretrained("mini", **cast(Any, {group: spec}))

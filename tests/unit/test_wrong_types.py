@@ -16,6 +16,7 @@ from dllm_sampler.cli.compose import settings
 from dllm_sampler.core.functions import resolve
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.loading import load
+from dllm_sampler.prompts import Infill
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
@@ -119,6 +120,13 @@ def test_prompts(prompt: Any) -> None:
             sampler.generate(tensor, max_new_tokens=4)
 
 
+def test_texts_that_are_no_unicode() -> None:
+    sampler, bad = toys.sampler(), "a\udc80"
+    for prompt, prefix in ((bad, None), (PROMPT, bad), (Infill(bad + "{gap:2}"), None)):
+        with pytest.raises(UserError, match=r"^(prompt 1|prefix) is not valid Unicode text$"):
+            sampler.generate(prompt, prefix=prefix, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("seed", [True, [True], b"x", "3"])
 def test_seeds(seed: Any) -> None:
     with pytest.raises(UserError, match=r"^seed must be a whole number"):
@@ -210,6 +218,11 @@ def test_devices(device: Any) -> None:
 def test_models(model: Any) -> None:
     with pytest.raises(UserError, match=r"^model must be a name, a folder, a hub id or a settings dict, not a"):
         Sampler.from_pretrained(model)
+
+
+def test_settings_of_no_model() -> None:
+    with pytest.raises(UserError, match=r"^model settings need a name or a path, as in"):
+        Sampler.from_pretrained({})
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "mask_token_id", "pad_token_id"])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, short
 
 
@@ -29,8 +30,8 @@ def schema_text(given: Any) -> str:
                 f" {getattr(error, 'strerror', None) or error}"
             ) from None
     try:
-        json.loads(text)
-    except (ValueError, RecursionError) as error:
+        parsed(text)
+    except ValueError as error:
         raise UserError(f"guide.json_schema.schema is not JSON that can be read: {error}") from None
     return text
 

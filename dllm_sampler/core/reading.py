@@ -1,0 +1,18 @@
+"""JSON that somebody may have written by hand, or damaged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def parsed(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, not UTF-8, or has more brackets inside each other than Python can follow.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:  # which is no ValueError: a caller that expects a damaged file would miss it
+        raise ValueError("lists and objects are nested too deeply") from None
