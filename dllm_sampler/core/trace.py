@@ -239,13 +239,13 @@ class Trace:
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {}).get("trace", "{}"))
-                if about.get("schema") != SCHEMA:
+                if not isinstance(about, dict) or about.get("schema") != SCHEMA:
                     raise UserError(f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
                 optional = {"entropy"} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)}
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+                return Trace(**tensors, **{name: about[name] for name in NUMBERS})
+        except (OSError, SafetensorError, json.JSONDecodeError, KeyError, RecursionError) as error:
             raise UserError(f"{path} cannot be read as a trace: {error}") from error
-        return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 
 def _span(numbers: Tensor) -> str:

@@ -95,9 +95,19 @@ def _field_missing(file: Path, trace: Trace) -> None:
     save_file({name: getattr(trace, name) for name in FIELDS[1:]}, file, {"trace": json.dumps(about)})
 
 
+def _number_missing(file: Path, trace: Trace) -> None:
+    save_file({name: getattr(trace, name) for name in FIELDS}, file, {"trace": json.dumps({"schema": 2})})
+
+
+def _list(file: Path, trace: Trace) -> None:
+    save_file({"weight": torch.ones(2)}, file, {"trace": "[]"})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_number_missing, "cannot be read as a trace: 'origin'"),
+        (_list, "is not a trace of schema 2, the one this version reads"),
         (_other_schema, "is not a trace of schema 2, the one this version reads"),
         (_no_trace, "is not a trace of schema 2, the one this version reads"),
         (_half, "cannot be read as a trace"),
