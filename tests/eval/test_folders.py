@@ -262,7 +262,7 @@ def test_a_second_terminal_sees_how_far_a_run_is(
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     state = f"{tmp_path}: dllm-eval is running, "
     assert [status for status, _ in seen] == [2, *[0] * 7]
-    assert "yet: dllm-eval is running, ask again later" in seen[0][1]
+    assert f"yet, ask again later: {state}" in seen[0][1]
     for (_, err), done in zip(seen, (0, 1, 1, 2, 2, 3, 3, 4), strict=True):
         assert err.startswith(f"{state}{done} of 4 samples of 1 run, 0:0")
     assert "to go" in seen[1][1] and "to go" not in seen[0][1]
@@ -271,7 +271,7 @@ def test_a_second_terminal_sees_how_far_a_run_is(
 
 
 def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
-    about = {"schema": 1, "runs": [], "samples": 9, "done": 0, "boot": None, "begun": 0.0}
+    about = {"schema": 2, "command": "dllm-eval", "runs": [], "total": 9, "done": 0, "boot": None, "begun": 0.0}
     (tmp_path / ".running-0.json").write_text(json.dumps(about))
     assert running([tmp_path]) == []
     with told(jobs([*WORDS, f"output={tmp_path}"])):

@@ -154,7 +154,8 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process(tmp_path: Path) -> No
 import os, pathlib, sys
 from dllm_sampler.core import files, locks
 lines = files.Lines({str(other)!r}, "output f")
-with locks.locked(pathlib.Path({str(file)!r}), content="state"):
+with locks.locked(pathlib.Path({str(file)!r})) as held:
+    files.overwrite(held, b"state")
     print("ready", flush=True)
     sys.stdin.read()
 """
