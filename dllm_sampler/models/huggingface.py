@@ -16,6 +16,7 @@ from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
+from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import spent
 
 
@@ -112,6 +113,8 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
+    if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
+        weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)
     return model
 
