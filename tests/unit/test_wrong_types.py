@@ -238,10 +238,14 @@ def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoi
 def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: Path) -> None:
     """Its positions are integers, and no weights."""
     if kind == "bert":
-        sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "pad_token_id": 0}
-        model: Any = BertForMaskedLM(
-            BertConfig(vocab_size=20, hidden_size=16, mask_token_id=3, eos_token_id=1, **sizes)
-        )
+        sizes: Any = {
+            "vocab_size": 20,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "mask_token_id": 3,
+            "eos_token_id": 1,
+        }
+        model: Any = BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0))
         read: Callable[[], object] = lambda: load(tmp_path)  # noqa: E731
     else:
         model, spec = toys.verifier(), toys.denoiser().spec
