@@ -44,7 +44,7 @@ def about(file: Path, text: str) -> dict[str, Any]:
             f"{file.parent} is no run of schema {SCHEMA}, the one this version reads: run again into another folder"
         )
     for name, (holds, wanted) in _ABOUT.items():
-        if not holds(found.get(name)):
+        if not holds(found.get(name)) or (name not in found and name not in _LATER):
             raise UserError(f"{file}, line {_line(text, name)}: {_wrong(name, found, wanted)}: {_AGAIN}")
     return found
 
@@ -175,16 +175,22 @@ def _revision(value: object) -> bool:
     return isinstance(value, list) and len(value) == 3 and all(map(_whole, value[:2])) and _optional(_text)(value[2])
 
 
+def _chosen(value: object) -> bool:
+    return _having("task", *GROUPS)(value) and _named(_text)(value)
+
+
 def _setup(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(name), dict) for name in ("task", "model"))
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), dict) for name in ("task", "model")):
+        return False
+    return _many(_having("name"))(value.get("guide")) and _optional(_text)(value["task"].get("content"))
 
 
 _COUNT = (_whole, "a whole number of at least 0")
 # What each field must be: a test, and how it is said.
 _ABOUT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (_text, "a text"),
-    "choices": (_having("task", *GROUPS), "an object with the name of each group"),
-    "config": (_setup, "an object with `task` and `model`"),
+    "choices": (_chosen, "an object with the name of each group"),
+    "config": (_setup, "an object with `task`, `model` and the list `guide`, as dllm-eval writes it"),
     "samples": (_positive, "a whole number of at least 1"),
     "score": (_text, "the name of a grade"),
     "dependency": (_optional(_text), "low, high or null"),
@@ -192,6 +198,7 @@ _ABOUT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "measures": (_optional(_named(_known)), "an object of numbers, or null"),
     "environments": (_many(_having(*PLACE)), f"a list of objects with {', '.join(PLACE)}"),
 }
+_LATER = ("measures",)  # a field that older files lack
 _SAMPLE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schema": (lambda value: _whole(value) and value == 2, "2"),
     "index": _COUNT,

@@ -65,7 +65,7 @@ class RunFolder:
                 files.move(self.path / SAMPLES, self._new_part())
             self._note(job, environment(device))
 
-    def _lock(self) -> AbstractContextManager[None]:
+    def _lock(self) -> AbstractContextManager[int]:
         return locks.locked(self.path / LOCK, keep=True)
 
     def _new_part(self) -> Path:

@@ -21,7 +21,8 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.yours import LOCAL, entry, trusting
-from dllm_sampler.core import files, locks
+from dllm_sampler.core import files
+from dllm_sampler.core.telling import tell, telling
 from dllm_sampler.errors import NotWrittenError, UserError, installing
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
@@ -92,12 +93,15 @@ class Tuner:
             raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
         with self.study() as study, bars(self.console) as progress:
             every = progress.add_task("one per step", total=tuning.trials)
+            tell(_complete(study), tuning.trials, "trials")
             reference = self.reference(self.words)
             least = reference.score - tuning.loss / 100
             while (done := _complete(study)) < tuning.trials:
                 progress.update(every, completed=done, description=_best(study))
+                tell(done, tuning.trials, "trials")
                 self.trial(study, done, least)
             progress.update(every, completed=done, description="confirming")
+            tell(done, tuning.trials, "trials")
             winner, fresh, plain = self.confirm(study, reference)
         text = self.experiment(winner, fresh, plain)
         files.make_folder(tuning.file.parent)
@@ -126,7 +130,7 @@ class Tuner:
         file = self.output.resolve() / "study.db"
         busy = f"another dllm-tune makes this search in {self.output}: wait until it is done, or choose another output"
         try:
-            with locks.locked(self.output / f".{self.digest}.lock", busy):
+            with telling(self.output / f".{self.digest}.lock", "dllm-tune", busy):
                 study = optuna.create_study(
                     storage=f"sqlite:///{file}",
                     study_name=self.digest,

@@ -272,6 +272,12 @@ def put(file: int, data: bytes) -> None:
         rest = rest[wrote:]
 
 
+def overwrite(file: int, data: bytes) -> None:
+    """Replace what an open file holds; a reader sees all of it where both have the same size."""
+    os.pwrite(file, data, 0)
+    os.ftruncate(file, len(data))
+
+
 def lock(file: int, wait: bool) -> bool:
     """Take the lock of an open file, which ends when it is closed; False: another process has it.
 

@@ -12,14 +12,16 @@ from dllm_sampler.errors import UserError
 
 
 @contextmanager
-def locked(path: Path, busy: str | None = None, *, content: str = "", keep: bool = False) -> Iterator[None]:
-    """Hold a lock file while the block runs; the lock ends with the process, however that ends.
+def locked(path: Path, busy: str | None = None, *, keep: bool = False) -> Iterator[int]:
+    """Hold the lock of a file that is there for nothing else; the lock ends with the process, however it ends.
 
     Args:
         path: the file.
         busy: what is said where another process holds the lock; None: wait for it.
-        content: written to the file, for other processes to read.
         keep: leave the file there, which is quicker where processes take turns.
+
+    Yields:
+        The open file: other processes may read what is written to it.
 
     Raises:
         NotWrittenError: the file cannot be made.
@@ -31,8 +33,7 @@ def locked(path: Path, busy: str | None = None, *, content: str = "", keep: bool
     try:
         with files.reported(path):
             os.ftruncate(file, 0)  # a process that was killed may have left some
-            files.put(file, content.encode())
-        yield
+        yield file
     finally:
         if not keep:
             with suppress(OSError):

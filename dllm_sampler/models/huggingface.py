@@ -118,6 +118,8 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
+    if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
+        weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)
     return model
 

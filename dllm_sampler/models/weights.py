@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def fill(
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in (name for name in used if files[name] == file):
-                    if not (stored := str(opened.get_slice(name).get_dtype())).startswith(("F", "BF")):
-                        raise UserError(f"{file}: {name} holds {stored}, and weights are floating-point numbers")
+                    if not _floating(opened, name):
+                        raise _not_floating(file, name, opened)
                     tensor = opened.get_tensor(name)
                     for parameter, part in ours[name]:
                         target, kind = place(parameter), dtype or tensor.dtype
@@ -79,6 +79,33 @@ def fill(
         state["lm_head.weight"] = state["embed.weight"]
     model.load_state_dict(state, assign=True)
     model.tie_weights()
+
+
+def check_floating(folder: Path, parameters: Collection[str]) -> None:
+    """Check that what a checkpoint stores for some parameters are floating-point numbers.
+
+    Args:
+        folder: of the checkpoint.
+        parameters: their names in a model of transformers, which may add a prefix or leave one out.
+
+    Raises:
+        UserError: a tensor holds integers, say; also as `tensor_files`.
+    """
+    files = tensor_files(folder)
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as opened:
+            for name in (name for name in files if files[name] == file and not _floating(opened, name)):
+                if any(name == one or one.endswith(f".{name}") or name.endswith(f".{one}") for one in parameters):
+                    raise _not_floating(file, name, opened)
+
+
+def _floating(opened: Any, name: str) -> bool:
+    return str(opened.get_slice(name).get_dtype()).startswith(("F", "BF"))
+
+
+def _not_floating(file: Path, name: str, opened: Any) -> UserError:
+    stored = opened.get_slice(name).get_dtype()
+    return UserError(f"{file}: {name} holds {stored}, and weights are floating-point numbers")
 
 
 def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -273,12 +273,11 @@ class SpeculativeSampler:
             end=last + behind,
             stop=torch.minimum(canvas.stop, last + behind),
             done=width == 0,
-            step=text.step,
             padded=canvas.padded or min(widths) < k,
         )
         at = canvas.first[:, None] + torch.arange(k, device=ids.device)
         at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
-        if self.scheduled:
+        if self.scheduled:  # a generation of its own: schedulers and caches count from step 0
             bound = self.drafter.max_steps or self.drafter.plugins.bound(k + behind)
             engine = Engine(self.drafter.denoiser, self.drafter.plugins, 1, self.drafter.kernels)
             for state in engine.run(canvas, bound):
@@ -286,7 +285,7 @@ class SpeculativeSampler:
             run.drafting = run.drafting + canvas.nfe
             return Draft(canvas.ids.gather(1, at), None)
         query = Query.at(canvas, at)
-        canvas, plan = once(canvas, query, spec)
+        canvas, plan = once(replace(canvas, step=text.step), query, spec)
         hidden, spent = self.drafter.denoiser(canvas, query, plan)
         run.drafting = run.drafting + spent.nfe
         logits = plan.answers.spread(self.drafter.denoiser.head(hidden))[:, 0]  # [B, k, V]

@@ -17,8 +17,9 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import about, written
-from dllm_sampler.core import files, locks
+from dllm_sampler.core import files
 from dllm_sampler.core.functions import function
+from dllm_sampler.core.telling import telling
 from dllm_sampler.errors import NotWrittenError, UserError, unknown
 from dllm_sampler.paths import expanded
 
@@ -126,7 +127,7 @@ def _alone(trainer: Any) -> Iterator[None]:
     files.make_folder(output.parent)
     busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
     try:
-        with locks.locked(output.with_name(f".{output.name}.lock"), busy):
+        with telling(output.with_name(f".{output.name}.lock"), "dllm-train", busy):
             yield
     except NotWrittenError as error:
         raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error

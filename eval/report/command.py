@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
+from dllm_sampler.eval.folders import ABOUT
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.eval.state import running
@@ -38,8 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [Path(path) for path in options.runs]
         if options.output is not None:
             check(options.output)
-        for line in running(runs):
+        for line in (lines := running(runs)):
             print(line, file=sys.stderr)
+        there = (file for path in options.runs if os.path.isdir(path) for file in Path(path).rglob(ABOUT))
+        if lines and options.csv is None and options.output is None and next(there, None) is None:
+            return 0  # of a training that is all there is to say
         if options.csv is not None:
             write_csv(runs, options.csv)
         if options.csv is None or options.output is not None:

@@ -188,8 +188,8 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs.append(Run(about, RunFolder(folder).records(), folder.parent))
     if not any(run.records for run in runs):
         where = ", ".join(map(str, paths))
-        if running(paths):
-            raise UserError(f"there are no samples under {where} yet: dllm-eval is running, ask again later")
+        if lines := running(paths):
+            raise UserError(f"there are no samples under {where} yet, ask again later: {lines[0]}")
         raise UserError(f"there are no samples under {where}: run dllm-eval, or name the folder it wrote")
     return runs
 

@@ -145,6 +145,17 @@ def _set(text: str) -> Callable[[Path], str]:
     return edit
 
 
+def _swap(old: str, new: str) -> Callable[[Path], str]:
+    """An edit of `run.json` inside a field, whose line is named."""
+
+    def edit(folder: Path) -> str:
+        text = (folder / "run.json").read_text()
+        assert old in text
+        return _set(text.replace(old, new, 1))(folder)
+
+    return edit
+
+
 EDITS = [
     (_set("[]"), "should be a JSON object, not []: remove the file, and the command of the run writes it again"),
     (_set("{"), "this is not JSON"),
@@ -156,6 +167,11 @@ EDITS = [
     (_edit("run.json", 0, '"environments": [', '"environments": [7,'), "`environments` should be a list of objects"),
     (_edit("run.json", 0, '"score": "exact', '"score": 3, "o": "exact'), "`score` should be the name of a grade"),
     (_set('{"schema": 2, "name": "a"}'), "line 1: `choices` is missing"),
+    (_set("[" * 100_000), "this is not JSON"),
+    (_swap('"refused"', '"refuseed"'), "line 1: `refused` is missing"),
+    (_swap('"task": "', '"task": [], "o": "'), "`choices` should be an object with the name of each"),
+    (_swap('"guide": []', '"guide": [7]'), "`config` should be an object with `task`, `model` and the"),
+    (_swap('"count": 4', '"count": 4, "content": []'), "`config` should be an object with `task`"),
     (_edit("run.json", 0, '"measures": null', '"measures": {"a": "b"}'), "`measures` should be an object of numbers"),
     (_edit("samples.jsonl", 2, '"index":1', '"index":"1"'), '`index` should be a whole number of at least 0, not "1"'),
     (_edit("samples.jsonl", 2, '"index":1', '"index":99'), "`index` should be below 4"),
@@ -184,7 +200,7 @@ def test_what_was_edited_is_named(copied: Path, edit: Callable[[Path], str], sen
     assert str(error.value).startswith(place) and sentence in str(error.value)
 
 
-@pytest.mark.parametrize("edit", [EDITS[0][0], EDITS[10][0]])
+@pytest.mark.parametrize("edit", [EDITS[0][0], EDITS[15][0]])
 def test_both_commands_name_it_and_what_they_say_helps(
     whole: Path, copied: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Path], str]
 ) -> None:
@@ -245,7 +261,7 @@ def test_a_second_terminal_sees_how_far_a_run_is(
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     state = f"{tmp_path}: dllm-eval is running, "
     assert [status for status, _ in seen] == [2, *[0] * 7]
-    assert "yet: dllm-eval is running, ask again later" in seen[0][1]
+    assert f"yet, ask again later: {state}" in seen[0][1]
     for (_, err), done in zip(seen, (0, 1, 1, 2, 2, 3, 3, 4), strict=True):
         assert err.startswith(f"{state}{done} of 4 samples of 1 run, 0:0")
     assert "to go" in seen[1][1] and "to go" not in seen[0][1]
@@ -254,7 +270,7 @@ def test_a_second_terminal_sees_how_far_a_run_is(
 
 
 def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
-    about = {"schema": 1, "runs": [], "samples": 9, "done": 0, "boot": None, "begun": 0.0}
+    about = {"schema": 2, "command": "dllm-eval", "runs": [], "total": 9, "done": 0, "boot": None, "begun": 0.0}
     (tmp_path / ".running-0.json").write_text(json.dumps(about))
     assert running([tmp_path]) == []
     with told(jobs([*WORDS, f"output={tmp_path}"])):

@@ -1,8 +1,12 @@
 """Chat templates: programs that came with a checkpoint, of which every fault is one sentence."""
 
+import os
 import resource
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -17,6 +21,11 @@ from tests import toys
 MESSAGES = [{"role": "user", "content": "copy : Ada"}]
 DOUBLED = "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GROWN = (
+    "{% set n = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}"
+)
+COMPARED = GROWN + "{% endfor %}{{ n.a == n.b }}"  # one operation, of 2**60 steps
+MULTIPLIED = "{% set n = namespace(x=7) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}"
 TREE = "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(99) }}"
 
 
@@ -49,12 +58,14 @@ def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> 
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template: RecursionError: maximum recursion depth"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "chat template: OverflowError: Range too big."),
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
-        ("{{ 10 ** 10 ** 10 }}", "the chat template of this model uses **, an operator that can take forever"),
+        ("{{ 10 ** 1000000000 }}", "the chat template of this model takes more than 0.2 s for prompt 1"),
         (LOOP, "the chat template of this model takes more than 0.2 s for prompt 1"),
         (TREE, "the chat template of this model takes more than 0.2 s for prompt 1"),
+        (COMPARED, "the chat template of this model takes more than 0.2 s for prompt 1"),
+        (MULTIPLIED, "the chat template of this model takes more than 0.2 s for prompt 1"),
         ("{{ 'a' * 10000000000 }}", "the chat template of this model takes more than 256 MB for prompt 1"),
         (DOUBLED, "the chat template of this model takes more than 256 MB for prompt 1"),
-        ("{{ 'a' * 4000001 }}", "the chat template of this model makes 4000001 characters of prompt 1, more than"),
+        ("{{ 'a' * 4000001 }}", "the chat template of this model makes more than the 4000000 characters of prompt 1"),
     ],
 )
 def test_every_fault_is_one_sentence(
@@ -70,10 +81,41 @@ def test_every_fault_is_one_sentence(
     assert resource.getrlimit(resource.RLIMIT_AS) == before, "the limit is the template's"
 
 
-def test_one_of_several_templates(tokenizer: PreTrainedTokenizerBase) -> None:
-    templates: Any = {"default": "Ada", "tool_use": "{{ 2 ** 3 }}"}
-    tokenizer.chat_template = templates
-    with pytest.raises(UserError, match=r"uses \*\*"):
-        chat.ids(MESSAGES, tokenizer, "it")
-    tokenizer.chat_template = {**templates, "tool_use": "**Ada**"}
-    assert chat.text(MESSAGES, tokenizer, "it") == "Ada", "stars in its text are no operator"
+def test_one_process_for_many_prompts(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there for one tokenizer as it is now, for a while, and not after Ctrl-C."""
+    forks, fork, idle = list[int](), os.fork, 0.3
+
+    def counted() -> int:
+        forks.append(1)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", counted)
+    monkeypatch.setattr(chat, "IDLE", idle)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ eos_token }}"
+    texts = ["Ada", "\ud800 \n\r\u2028", "x" * 3_000_000]
+    for text in texts:
+        assert chat.text([{"role": "user", "content": text}], tokenizer, "it") == text + str(tokenizer.eos_token)
+    assert len(forks) == 1
+    tokenizer.chat_template = "{{ messages[0].content }}!"
+    with ThreadPoolExecutor(4) as pool:  # from any thread, one after another
+        found = pool.map(lambda n: chat.text([{"role": "user", "content": str(n)}], tokenizer, "it"), range(20))
+        assert list(found) == [f"{n}!" for n in range(20)]
+    assert len(forks) == 2
+    time.sleep(3 * idle)  # it has gone
+    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada!" and len(forks) == 3
+    tokenizer.chat_template = LOOP
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        chat.text(MESSAGES, tokenizer, "it")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # none is left, not even a dead one
+
+
+def test_a_field_that_json_has_not(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match="it does not fit this model's chat template: TypeError: Object of type object"):
+        chat.text([{"role": "user", "content": "a", "x": object()}], tokenizer, "it")  # type: ignore[dict-item]

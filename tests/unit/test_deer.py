@@ -256,6 +256,20 @@ def test_scheduled_drafts(separator: int | None) -> None:
         deer(scheduled=True, temperature=1.0)
 
 
+@pytest.mark.parametrize("cache", ["elastic", "trailing", "d2", "dkv"])
+def test_a_scheduled_draft_is_a_generation_of_its_own(cache: str) -> None:
+    """Caches refresh at step 0, in each round: a draft that began at another step would read empty slots."""
+    spy = toys.Spy(toys.denoiser())
+    drafter = Sampler(spy, cache=cache)
+    sampler = SpeculativeSampler(drafter, toys.verifier(), draft_length=3, scheduled=True)
+    result = sampler.generate(toys.PROMPTS, max_new_tokens=9)
+    assert answers(result) == [greedy(prompt, 9) for prompt in toys.PROMPTS]
+    begun = [(canvas, plan) for canvas, _, plan in spy.calls if not canvas.step.any()]
+    assert len(begun) == result.accepted.shape[1] - 1 > 1  # the last token of a text has no draft
+    for canvas, plan in begun:
+        assert torch.equal(plan.computed, canvas.end.masked_fill(canvas.done, 0))
+
+
 def test_several_end_tokens() -> None:
     """Those of the target's generation config end an answer."""
     target = toys.verifier(seed=5)

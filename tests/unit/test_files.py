@@ -179,7 +179,8 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process(tmp_path: Path) -> No
 import os, pathlib, sys
 from dllm_sampler.core import files, locks
 lines = files.Lines({str(other)!r}, "output f")
-with locks.locked(pathlib.Path({str(file)!r}), content="state"):
+with locks.locked(pathlib.Path({str(file)!r})) as held:
+    files.overwrite(held, b"state")
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -193,7 +194,8 @@ with locks.locked(pathlib.Path({str(file)!r}), content="state"):
     process.kill()
     process.wait()
     assert not locks.held(file), "the file is there, and says nothing"
-    with locks.locked(file, "busy", content="on"):
+    with locks.locked(file, "busy") as opened:
+        files.put(opened, b"on")
         assert locks.held(file) and file.read_text() == "on", "nothing of the content before is left"
     assert not file.exists()
     files.Lines(other, "output f").close()

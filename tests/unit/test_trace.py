@@ -103,9 +103,14 @@ def _field_missing(file: Path, trace: Trace) -> None:
     save_file({name: getattr(trace, name) for name in FIELDS[1:]}, file, {"trace": json.dumps(about)})
 
 
+def _number_missing(file: Path, trace: Trace) -> None:
+    save_file({name: getattr(trace, name) for name in FIELDS}, file, {"trace": json.dumps({"schema": 2})})
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_number_missing, "is not a trace of schema 2, the one this version reads"),
         (_other_schema, "is not a trace of schema 2, the one this version reads"),
         (_no_trace, "is not a trace of schema 2, the one this version reads"),
         (_list, "is not a trace of schema 2, the one this version reads"),

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForMaskedLM
 
 from dllm_sampler import CounterNoise, Sampler, config
 from dllm_sampler.cli.compose import settings
@@ -19,6 +20,7 @@ from dllm_sampler.models.loading import load
 from dllm_sampler.prompts import Infill
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.threshold import Threshold
+from dllm_sampler.speculative import autoregressive
 from tests import toys
 
 PROMPT = [1, 2, 3]
@@ -243,3 +245,32 @@ def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoi
     save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="and weights are floating-point numbers"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["bert", "deer"])
+def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: Path) -> None:
+    """Its positions are integers, and no weights."""
+    if kind == "bert":
+        sizes: Any = {
+            "vocab_size": 20,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "mask_token_id": 3,
+            "eos_token_id": 1,
+        }
+        model: Any = BertForMaskedLM(BertConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0))
+        read: Callable[[], object] = lambda: load(tmp_path)  # noqa: E731
+    else:
+        model, spec = toys.verifier(), toys.denoiser().spec
+        read = lambda: autoregressive.load(str(tmp_path), spec)  # noqa: E731
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["bert.embeddings.position_ids"] = torch.arange(512)[None]  # as older files have
+    file, head = tmp_path / "model.safetensors", {"format": "pt"}
+    save_file(tensors, file, head)
+    read()
+    name = next(one for one in tensors if "layer" in one and tensors[one].dim() == 2)
+    for stored in (name, name.partition(".")[2]):  # with and without the prefix of the base model
+        save_file({key: one for key, one in tensors.items() if key != name} | {stored: tensors[name].int()}, file, head)
+        with pytest.raises(UserError, match=rf"{stored} holds I32, and weights are floating-point numbers"):
+            read()
