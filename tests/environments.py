@@ -152,7 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.environments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = it.add_argument
-    add("--only", nargs="+", choices=names, default=names, metavar="NAME", help="these environments (all)")
+    add(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=names,
+        metavar="NAME",
+        help="these environments, in this order (all)",
+    )
     add("--tests", nargs="+", default=["tests/unit"], metavar="PATH", help="what pytest is given (tests/unit)")
     add("--processes", type=positive, default=2, metavar="N", help="of pytest (2)")
     add("--minutes", type=positive, default=45, metavar="N", help="for an installation, and for its tests (45)")
@@ -165,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         options = it.parse_args(argv)
         options.out = options.out.absolute()
-        chosen = [one for one in ENVIRONMENTS if one.name in options.only]
+        chosen = [one for name in options.only for one in ENVIRONMENTS if one.name == name]
         found = earlier(options.out / FILE)
         if options.list:
             for one in chosen:

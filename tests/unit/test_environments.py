@@ -80,9 +80,10 @@ def test_continue_leaves_out_what_has_passed(folder: Path, capsys: pytest.Captur
     assert environments.main([*words, "--keep"]) == 0 and (folder / "good" / "bin" / "python").exists()
     before = results(folder)
     assert environments.main([*words, "--continue"]) == 0 and results(folder) == before
-    assert environments.main(["--out", str(folder), "--continue", "--only", "good", "missing"]) == 1
-    assert results(folder)["good"] == before["good"] and "missing" in results(folder)
     capsys.readouterr()
+    assert environments.main(["--out", str(folder), "--continue", "--only", "missing", "good", "dead"]) == 1
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["missing", "dead"]
+    assert results(folder)["good"] == before["good"] and "missing" in results(folder)
     assert environments.main([*words, "--continue", "--tests", "tests/kernels"]) == 0
     assert capsys.readouterr().out.startswith("good: passed")  # these tests it has not passed before
 
