@@ -18,7 +18,7 @@ from dllm_sampler.errors import NotWrittenError, UserError
 
 # Names of streams that this process has open. Opened by name, a file behind one would be written from its start.
 _OPEN = re.compile(r"/dev/std(?P<name>out|err)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in what libraries written in Rust say
+_OS_ERROR = re.compile(r"(?:\(os error|\bOs \{ code:) (\d+)")  # in what libraries written in Rust say
 STDOUT = 1
 
 

@@ -13,7 +13,7 @@ Every function works on `[R, n]` tiles. `LOW` stands for -inf, since the differe
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportOptionalCall=false, reportPossiblyUnboundVariable=false
 # A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
 SCALE = tl.constexpr(noise.SCALE)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # as it was when `triton.jit` read it
+map_elementwise = getattr(tl, "map_elementwise", None)  # None: Triton 3.4
+MAPS = tl.constexpr(map_elementwise is not None and not triton.knobs.runtime.interpret)  # the interpreter cannot
 LOG2E = tl.constexpr(math.log2(math.e))
 REALS = tl.constexpr(7)  # floats of a part: best, rest, spread, second, chosen, its logit, current
 NAMES = tl.constexpr(2)  # and ids: best, chosen
@@ -59,10 +61,10 @@ def gumbel(low, high, ids):
 
 @triton.jit
 def noises(low, high, ids):
-    """`gumbel` of words `[R, 1]` and ids `[R, n]`, token by token: whole tiles would fill the registers."""
-    if INTERPRETED:  # the interpreter cannot map
-        return gumbel(low, high, ids)
-    return tl.map_elementwise(gumbel, low, high, ids)
+    """`gumbel` of words `[R, 1]` and ids `[R, n]`, token by token where possible: whole tiles fill the registers."""
+    if MAPS:
+        return map_elementwise(gumbel, low, high, ids)
+    return gumbel(low, high, ids)
 
 
 @triton.jit

@@ -113,8 +113,12 @@ def waits(experts: Experts, device: torch.device) -> bool:
 
 
 def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch has a grouped product for these matrices: none in float64, none of rows that are not aligned."""
-    return dtype != torch.float64 and not any(size * dtype.itemsize % 16 for size in weight.shape[1:])
+    """Whether torch has a grouped product for these matrices: none in float64, none of rows that are not aligned.
+
+    torch 2.8 and 2.9 have none at all.
+    """
+    aligned = not any(size * dtype.itemsize % 16 for size in weight.shape[1:])
+    return hasattr(F, "grouped_mm") and dtype != torch.float64 and aligned
 
 
 def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def quantize(model: Transformer, device: torch.device) -> None:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
         raise UserError(f"model.quantize=int8 needs torchao: {installing('quantize')}") from None
-    rule = Int8WeightOnlyConfig(set_inductor_config=False)
+    rule = Int8WeightOnlyConfig(set_inductor_config=False, version=2)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         quantize_(layer.to(device), rule)

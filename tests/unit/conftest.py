@@ -1,6 +1,8 @@
 """What tests of commands share."""
 
 import io
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,14 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def words(checkpoint: Path) -> list[str]:
     """A tiny model, and answers of six tokens."""
     return [f"model={checkpoint}", "max_new_tokens=6", "device=cpu"]
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """Put a driver into Triton, in place of the one that it looks for."""
+
+    def put(driver: object) -> None:
+        holder = import_module("triton.runtime").driver
+        monkeypatch.setattr(holder, "_active" if hasattr(holder, "_active") else "active", driver)  # Triton 3.4
+
+    return put

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton.compiler
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ir, make_backend
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from dllm_sampler.kernels import (
@@ -52,12 +52,16 @@ def translated(source: Any, target: Any = None, options: Any = None, **_: Any) -
     parsed = backend.parse_options({**(options or {}), **source.parse_options()})
     ir.load_dialects(context)
     backend.load_dialects(context)
-    source.make_ir(target, parsed, backend.get_codegen_implementation(parsed), backend.get_module_map(), context)
+    functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    given = {
+        "target": target, "options": parsed, "codegen_fns": functions, "module_map": modules, "context": context
+    }  # fmt: skip
+    source.make_ir(*(given[name] for name in signature(source.make_ir).parameters))  # Triton 3.4 takes no target
     return SimpleNamespace()
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+def launched(monkeypatch: pytest.MonkeyPatch, drive: Callable[[object], None]) -> Iterator[set[str]]:
     """The names of the kernels that were launched on an H100 which is not there."""
     names: set[str] = set()
     run = JITFunction.run
@@ -69,7 +73,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     here = SimpleNamespace(
         get_current_device=lambda: PLACE, get_current_stream=lambda _=None: 0, get_current_target=lambda: TARGET
     )
-    monkeypatch.setattr(driver, "_active", here)
+    drive(here)
     monkeypatch.setattr(JITFunction, "run", warm)
     monkeypatch.setattr(triton.compiler, "compile", translated)
     yield names

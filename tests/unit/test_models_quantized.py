@@ -119,7 +119,7 @@ def test_what_activations_take_part_in_is_left_to_its_own_code() -> None:
     from torchao.quantization.quant_api import Int8WeightOnlyConfig
 
     linear = torch.nn.Linear(8, 3)
-    quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False))
+    quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False, version=2))
     assert isinstance(linear.weight.data, Int8Tensor) and quantized.integers(linear.weight) is not None
     linear.weight.act_pre_scale = torch.tensor(2.0)  # pyright: ignore
     assert quantized.integers(linear.weight) is None
