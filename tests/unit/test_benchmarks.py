@@ -206,6 +206,14 @@ def test_it_runs(
     assert said in capsys.readouterr().out
 
 
+def test_throughput_counts_answers_up_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, row = import_module("in_flight"), import_module("in_flight").Row("fixed", "none", 2)
+    flown = [SimpleNamespace(tokens=torch.zeros(9), length=length, nfe=4) for length in (3, 9)]
+    monkeypatch.setattr(bench, "answers", lambda *_: flown)
+    bench.count(SimpleNamespace(denoiser=None), row, [[5], [6]], [9, 9])
+    assert row.tokens == 12
+
+
 TINY = (
     "--shortest 3 --longest 12 --tokens 15 --block 6 --vocabulary 40 --width 16 --inner 24 --layers 2 --heads 2"
     " --dtype float64 --threshold 0.3 --steps 5 --repeats 1"

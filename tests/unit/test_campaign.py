@@ -6,6 +6,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,28 @@ def test_the_products_of_a_layer_are_the_sum(campaign: Any) -> None:
     rows = [products.Row(name, 4, "library", 10, 0.5, [1.0, 2.0]) for name in products.SHAPES]
     (layer,) = products.layers([*rows, products.Row("qkv", 4, "kernel", 10, 0.5, [1.0])])  # three are missing
     assert (layer.side, layer.moved, layer.floor, layer.seconds) == ("library", 40, 2.0, [4.0, 8.0])
+
+
+def test_a_floor_is_the_longer_of_memory_and_arithmetic(campaign: Any) -> None:
+    products, clocks = import_module("products"), import_module("clocks")
+    limits = products.Limits(clocks.Bandwidth(copy=1.0, read=4e12), 8e14)
+    assert limits.floor(4e6, 8e5) == 1e-6 and limits.floor(4e6, 8e9) == 1e-5
+    clock = clocks.Clock(torch.device("cpu"))
+    for rows, read in ((1, True), (64, False)):
+        limits = products.Limits(clocks.Bandwidth(copy=1.0, read=1e9), 5e9)
+        (row,) = products.measure("o", (64, 64), rows, limits, clock, SimpleNamespace(tiles=False, repeats=1))
+        assert row.floor == pytest.approx(row.moved / 1e9 if read else 2 * rows * 64 * 64 / 5e9)
+
+
+def test_no_call_of_a_graph_finds_its_data_in_the_cache(campaign: Any) -> None:
+    """The calls of one graph go through more than an H200's 50 MB: those of the smallest work of `kernels.py` too."""
+    pytest.importorskip("triton")
+    clock = import_module("clocks").Clock(torch.device("cpu"))
+    clock.gpu = True
+    dream = import_module("kernel_cases").Layer(torch.device("cpu"), torch.bfloat16, 1, 8, 64, 28, 4, 128)
+    for make in (dream.norm, dream.qkv_rope, dream.swiglu):
+        moved = make().moved
+        assert moved * clock.copies(moved) > 70e6
 
 
 def test_reading_compiles_to_loads_of_sixteen_bytes(
