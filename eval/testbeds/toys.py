@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -27,19 +24,9 @@ PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16], [4, 4, 28, 13, 33], [12, 
 SEEDS = [7, 7, 3, 2**40, -5]
 
 
-def _filter() -> str:
-    """A Learn2PD filter for `FILTER_BLOCK` positions that accepts what is surer than a half, more or less."""
-    path = Path(tempfile.gettempdir()) / f"dllm-sampler-test-filter-{os.getuid()}.safetensors"
-    near = 0.2 * torch.randn(FILTER_BLOCK, FILTER_BLOCK, generator=torch.Generator().manual_seed(0))
-    weight = 8 * torch.eye(FILTER_BLOCK) + near
-    partial = path.with_suffix(f".{os.getpid()}")
-    save_file({"fc1.weight": weight, "fc1.bias": torch.full((FILTER_BLOCK,), -4.0)}, partial)
-    os.replace(partial, path)  # every test process writes the same
-    return str(path)
-
-
-FILTER_BLOCK = 6  # as the blocks of `sampler`
-FILTER = _filter()
+# A Learn2PD filter that accepts what is surer than a half, more or less: the layer x -> (8 I + noise) x - 4.
+FILTER = str(Path(__file__).with_name("toy_filter.safetensors"))
+FILTER_BLOCK = 6  # positions it was made for, and the blocks of `sampler`
 
 
 def transformer(
