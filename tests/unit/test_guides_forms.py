@@ -28,6 +28,7 @@ from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, chosen, laid_out, ruled, strings
+from tests.sampling import crossed
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +126,15 @@ def test_equal_logits(pattern: str) -> None:
     assert chosen(pattern, logits, canvas, Query.window(canvas))[0, 0].tolist() == [1, END, END, END]
 
 
-@pytest.mark.parametrize("posterior", [False, True])
-@pytest.mark.parametrize("guide", [None, {"name": "temperature", "value": 1.0}])
-@pytest.mark.parametrize("scheduler", ["threshold", "editing", "wino", "freedave"])
+@pytest.mark.parametrize(
+    ("scheduler", "guide", "posterior"),
+    crossed(
+        ["threshold", "editing", "wino", "freedave"],
+        {"greedy": None, "drawn": {"name": "temperature", "value": 1.0}},
+        [False, True],
+        together=2,
+    ),
+)
 def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any, posterior: bool) -> None:
     guides = [] if guide is None else [guide]
     plain = toys.sampler(scheduler=scheduler, guide=guides).generate(toys.PROMPTS, max_new_tokens=14)
