@@ -166,6 +166,7 @@ def test_every_stage_is_a_command_of_its_benchmark(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for stage in campaign.STAGES:
         script, *words = shlex.split(stage.smoke if smoke else stage.command)
+        assert (campaign.HERE / script).is_file()
         options = import_module(script.removesuffix(".py")).arguments([*words, "--json", str(tmp_path / "a.json")])
         if script == "kernels.py":
             cases = import_module("kernel_cases").cases(torch.device("cpu" if smoke else "cuda"), smoke)
@@ -181,18 +182,13 @@ def test_the_page_has_the_rules(campaign: Any, tmp_path: Path) -> None:
     assert not named
 
 
-def test_one_stage_runs(campaign: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert campaign.main(["--smoke", "--only", "ceilings", "--out", str(tmp_path)]) == 0
-    assert "read TB/s" in capsys.readouterr().out
-    assert "driver" in json.loads((tmp_path / "ceilings.json").read_text())["about"]
-
-
 @pytest.mark.slow
 def test_every_stage_runs(campaign: Any, tmp_path: Path) -> None:
     assert campaign.main(["--smoke", "--out", str(tmp_path), "--official", str(_published(tmp_path))]) == 0
     found = json.loads((tmp_path / "campaign.json").read_text())["stages"]
     assert {name: one["state"] for name, one in found.items()} == {stage.name: "done" for stage in campaign.STAGES}
     assert all(one["figures"] for one in found.values())
+    assert found["ceilings"]["figures"]["read TB/s"] > 0
 
 
 def _published(folder: Path) -> Path:
