@@ -26,9 +26,10 @@ from dllm_sampler.guides.forms import automaton, choice, library
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
+from tests.contract.cases import kinds, settings
 from tests.contract.test_syncs import no_host_reads
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, chosen, laid_out, ruled, strings
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,6 @@ def test_equal_logits(pattern: str) -> None:
         ["threshold", "editing", "wino", "freedave"],
         {"greedy": None, "drawn": {"name": "temperature", "value": 1.0}},
         [False, True],
-        together=2,
     ),
 )
 def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any, posterior: bool) -> None:
@@ -146,9 +146,13 @@ def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any
 
 
 NAMES = "(Ada|Ben|Cal|Dan)"
+SCHEDULERS = settings("scheduler")
 
 
-@pytest.mark.parametrize("scheduler", config.names("scheduler"))
+@pytest.mark.parametrize(
+    "scheduler",
+    sampled(config.names("scheduler"), lambda name: next(kinds(one) for one in SCHEDULERS if one["name"] == name)),
+)
 def test_valid_against_the_models_will(scheduler: str) -> None:
     """The prompt has none of the names that the form demands."""
     settings: dict[str, Any] = {

@@ -144,8 +144,7 @@ def guided(inner: Settings, **settings: Any) -> Settings:
     return {"name": "svdd", "inner": inner, "reward": toys.reward, **settings}
 
 
-@pytest.mark.parametrize("value", ["fill", "masked"])
-@pytest.mark.parametrize("inner", [*INNER, *FREE])
+@pytest.mark.parametrize(("inner", "value"), crossed([*INNER, *FREE], ["fill", "masked"]))
 def test_one_candidate_is_the_scheduler_inside(inner: str, value: str) -> None:
     rule = (INNER | FREE)[inner]
     one, alone = run(guided(rule, candidates=1, value=value)), run(rule)
