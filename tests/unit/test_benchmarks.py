@@ -70,6 +70,21 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
     assert sum(line.split()[1:2] == ["torch"] for line in printed.splitlines()) == len(rows)
 
 
+def test_a_loop_of_other_forwards_is_no_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, official = import_module("decode_step"), import_module("official_style")
+    generate = official.generate
+
+    def longer(*given: Any, **how: Any) -> Any:
+        answer, forwards = generate(*given, **how)
+        return answer, forwards + 1
+
+    monkeypatch.setattr(official, "generate", longer)
+    words = ["--smoke", "--windows", "4", "--slots", "16", "--kinds", "generate", "--json", str(tmp_path / "a.json")]
+    assert bench.main(words) == 0
+    (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert "forwards, where the plain loop's are" in row["note"] and not row["seconds"]
+
+
 COMMANDS = (
     "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "step_operations", "branches",
     "recording", "batching", "forms", "rewards", "in_flight", "ceilings", "products", "timeline", "campaign",

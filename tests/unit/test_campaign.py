@@ -207,6 +207,12 @@ def test_a_clock_leaves_nothing_to_write_back(campaign: Any) -> None:
     calls.clear()
     assert timer() > 0 and calls == ["a", "b"]
     assert clock.flush._version == before
+
+    class Seconds(clocks.Clock):
+        def __call__(self, run: Any) -> float:
+            return 6.0
+
+    assert Seconds(torch.device("cpu")).replayed([lambda: None] * 3)() == 2, "of one call"
     clock.gpu = True
     assert clock.copies(2**40) == 1 and clock.copies(2**27) == 8 and clock.copies(1) == clocks.MOST
 
@@ -239,6 +245,16 @@ def test_a_floor_is_the_longer_of_memory_and_arithmetic(campaign: Any) -> None:
         limits = products.Limits(clocks.Bandwidth(copy=1.0, read=1e9), 5e9)
         (row,) = products.measure("o", (64, 64), rows, limits, clock, SimpleNamespace(tiles=False, repeats=1))
         assert row.floor == pytest.approx(row.moved / 1e9 if read else 2 * rows * 64 * 64 / 5e9)
+
+
+def test_a_wrong_product_has_no_figure(campaign: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    products, clocks = import_module("products"), import_module("clocks")
+    sides = {"library": torch.nn.functional.linear, "kernel": lambda x, weight: 1.1 * x @ weight.T}
+    monkeypatch.setattr(products, "sides", lambda *_: sides.items())
+    limits, clock = products.Limits(clocks.Bandwidth(1.0, 1e9), 1e9), clocks.Clock(torch.device("cpu"))
+    good, bad = products.measure("o", (64, 64), 2, limits, clock, SimpleNamespace(tiles=False, repeats=1))
+    assert len(good.seconds) == 1 and not good.note
+    assert not bad.seconds and "another answer than the library's" in bad.note
 
 
 def test_no_call_of_a_graph_finds_its_data_in_the_cache(campaign: Any) -> None:
