@@ -6,9 +6,9 @@
     python benchmarks/campaign.py --smoke                      # every stage tiny on the CPU: does it run?
 
 Each stage is a benchmark of this folder in a process of its own, stopped at a time limit: a stage that hangs or fails
-does not stop the others. A line is printed after each, and `campaign.json` written; the stage's own file and what
-it printed lie next to it. A stage for which no time is left is not begun; `--continue` runs it. The last lines say what the
-figures decide, by the rules of docs/benchmarks.md.
+does not stop the others. A line is printed after each, and `campaign.json` written; the stage's own file and what it
+printed lie next to it. A stage for which no time is left is not begun; `--continue` runs it. The last lines say what
+the figures decide, by the rules of docs/benchmarks.md.
 
 Exit status: 0 if something was measured, 1 if nothing was, 2 for a mistake in the arguments.
 """
