@@ -20,7 +20,6 @@ classifier-free guidance.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,17 +30,16 @@ from typing import Any
 
 import lock_step
 import torch
-from circumstances import circumstances, show
-from options import among, command, numbers, parser, quantity
+from circumstances import circumstances, save, show
+from options import add_json, among, command, numbers, parser, quantity
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
 from dllm_sampler import config
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -248,7 +246,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=3, help="measurements of each time (default %(default)s)")
     add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
     add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add_json(it)
     options = it.parse_args(argv)
     given = ",".join(map(str, options.batches))
     if options.batches[0] != 1:
@@ -297,9 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown.update(task, description=f"{one.scheduler}, {one.cache}")
             rows = one.measured(some, batches, CLOCKS[options.clock], turns(repeats))
             found["branches" if one.scheduler in BRANCHED else "batches"] += rows
-            if options.json:
-                known = {name: [asdict(row) for row in rows] for name, rows in found.items()}
-                files.write(options.json, json.dumps({"about": about} | known, indent=1))
+            save(options.json, about, **{name: [asdict(row) for row in rows] for name, rows in found.items()})
     console = Console(width=120)
     show(console, about)
     for name in options.tables:

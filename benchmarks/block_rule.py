@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from circumstances import circumstances, report
-from options import among, command, parsed, parser
+from options import add_json, add_smoke, among, command, parsed, parser
 from rich.table import Table
 from scene import Scene
 from step_overhead import CLOCKS
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.integrations.sglang import BlockAlgorithm
 
 STEPS = 3  # of which the last is measured: what a scheduler keeps has its place then
@@ -126,8 +126,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--vocab", type=positive, default=157184, help="tokens of the vocabulary (default %(default)s)")
     add("--repeats", type=positive, default=9, help="steps of each side (default %(default)s)")
     add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
-    add("--smoke", action="store_true", help="a tiny vocabulary, once: does it run?")
+    add_json(it)
+    add_smoke(it, "a tiny vocabulary, once: does it run?")
     return parsed(it, argv, batch=2, block=8, vocab=640, repeats=1)
 
 

@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from circumstances import circumstances, report
-from options import command, numbers, parser, quantity
+from options import add_json, command, numbers, parser, quantity
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.sampler import Sampler
 
 
@@ -108,7 +108,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=5, help="generations per depth that are timed (default %(default)s)")
     add("--slack", type=quantity, default=1.25, help="what counts as free (default %(default)s)")
     add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add_json(it)
     options = it.parse_args(argv)
     if options.branches[0] != 1:
         given = ",".join(map(str, options.branches))

@@ -5,10 +5,10 @@
     python benchmarks/campaign.py --list                       # the stages, with the seconds they take by estimate
     python benchmarks/campaign.py --smoke                      # every stage tiny on the CPU: does it run?
 
-Each stage is a benchmark of this folder in a process of its own, which is stopped at a limit, so that one that hangs or
-fails costs the others nothing. A line is printed after each, and `campaign.json` written; the stage's own file and what
-it printed lie next to it. A stage for which no time is left is put off. At the end stands what the figures decide: the
-rules are those of docs/benchmarks.md.
+Each stage is a benchmark of this folder in a process of its own, stopped at a time limit: a stage that hangs or fails
+does not stop the others. A line is printed after each, and `campaign.json` written; the stage's own file and what it
+printed lie next to it. A stage for which no time is left is not begun; `--continue` runs it. The last lines say what
+the figures decide, by the rules of docs/benchmarks.md.
 
 Exit status: 0 if something was measured, 1 if nothing was, 2 for a mistake in the arguments.
 """
@@ -28,10 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from campaign_rules import decisions, table
 from campaign_stages import STAGES, Figures, Stage
-from options import among, command, parser, quantity
+from options import add_smoke, among, check_gpu, command, parser, quantity
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
@@ -170,20 +169,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="LLaDA's own generate.py, for `uncached` (default: a loop like it)",
     )
     add("--docs", type=output, metavar="FILE", help="fill this page's table of decisions, run nothing (default: none)")
-    add("--smoke", action="store_true", help="every stage tiny on the CPU: does it run?")
+    add_smoke(it, "every stage tiny on the CPU: does it run?")
     options = it.parse_args(argv)
     if options.list or options.docs:
         return options
-    if not options.smoke and not torch.cuda.is_available():
-        it.error("a GPU is what this measures: run it on one, or with --smoke")
+    check_gpu(it, options)
     if options.official and not options.official.is_file():
         it.error(f"--official: there is no file {options.official}")
     if options.official:
         options.official = options.official.absolute()
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        it.error(f"--out {options.out} cannot be made: {error.strerror}")
+    files.make_folder(options.out)
     return options
 
 

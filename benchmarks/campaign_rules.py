@@ -31,7 +31,7 @@ RULES = [
     Rule("what is outside the model, share of a step", lambda it: it["step: outside"], 0.03,
          "look at `compiled`: the small operations of the engine are worth compiling", "leave the engine's operations"),
     Rule("LLaDA's loop without a cache, over ours", lambda it: it["uncached: speed"], 4.0,
-         "claim it, with the GPU's name", "claim nothing; read `timeline` first"),
+         "claim it, with the GPU's name and the sizes of the line `uncached`", "claim nothing; read `timeline` first"),
     Rule("a loop with the dual cache, over ours", lambda it: it["dual: speed"], 1.0,
          "say how much in docs/kernels.md", "find the error: the loop does more work in the same forwards"),
     Rule("products of 32 rows by the library, over their floor", lambda it: it["products: 32 rows over floor"], 1.08,

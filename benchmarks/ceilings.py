@@ -15,19 +15,16 @@ First come the versions, the driver with its clocks, and whether Triton's kernel
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 from collections.abc import Sequence
 
 import torch
-from circumstances import circumstances, show
+from circumstances import circumstances, save, show
 from clocks import Clock, bandwidth, node, peak
-from options import command, parsed, parser
+from options import add_json, add_smoke, command, parsed, parser
 from rich.console import Console
 
-from dllm_sampler.core import files
-from dllm_sampler.eval.arguments import output
 from dllm_sampler.kernels.backend import obstacle
 
 DRIVER = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit"
@@ -44,8 +41,8 @@ def driver() -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
-    it.add_argument("--json", type=output, metavar="FILE", help="write every figure there (default: nowhere)")
-    it.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: does it run?")
+    add_json(it)
+    add_smoke(it)
     return parsed(it, argv)
 
 
@@ -63,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def note(**figures: float) -> None:
         found.update(figures)
         show(console, {name: f"{value:.4g}" for name, value in figures.items()})
-        if options.json:
-            files.write(options.json, json.dumps({"about": about, "figures": found}, indent=1))
+        save(options.json, about, figures=found)
 
     moved = bandwidth(clock)
     note(copy=moved.copy, read=moved.read)

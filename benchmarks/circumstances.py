@@ -45,6 +45,12 @@ def show(console: Console, about: dict[str, object]) -> None:
     console.print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", highlight=False)
 
 
+def save(file: Path | None, about: dict[str, object], **measured: object) -> None:
+    """Write what was measured, and under which circumstances, as JSON; without a file nothing is written."""
+    if file:
+        files.write(file, json.dumps({"about": about} | measured, indent=1))
+
+
 def report(
     about: dict[str, object], table: Table, rows: list[dict[str, Any]], file: Path | None, width: int = 120
 ) -> None:
@@ -52,8 +58,7 @@ def report(
     console = Console(width=width)
     show(console, about)
     console.print(table)
-    if file:
-        files.write(file, json.dumps({"about": about, "rows": rows}, indent=1))
+    save(file, about, rows=rows)
 
 
 def attempt(run: Callable[[], Value]) -> tuple[Value | None, str]:
@@ -63,7 +68,7 @@ def attempt(run: Callable[[], Value]) -> tuple[Value | None, str]:
         warnings.simplefilter("always", FallbackWarning)
         try:
             found, failed = run(), []
-        except Exception as error:
+        except Exception as error:  # CUDA's, a compiler's, the allocator's: the next line is measured all the same
             found, failed = None, [f"failed: {type(error).__name__}: {first_line(error)}"]
     fell = [str(one.message) for one in met if issubclass(one.category, FallbackWarning)]
     return found, "; ".join(failed + fell)

@@ -2,8 +2,9 @@
 
 Caches are emptied by reading. Emptying them by writing leaves lines that must go to memory before anything else can
 take their place, and the call that is timed would pay for that. A call of microseconds is timed in a graph of many:
-alone it would take less time than the events around it. Each call of the graph has data of its own, a gigabyte in all,
-so that little of it is still in the cache when its turn comes again.
+alone it would take less time than the events around it. Each call of the graph has data of its own, a gigabyte in all
+or what 512 calls have (never less than 70 MB in `kernels.py`, where an H200's cache holds 50), so that little of it is
+still in the cache when its turn comes again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from dllm_sampler.engine import capture
 
 FLUSHES = 16  # about a millisecond on a GPU, in which the host is through with the launches of what is timed
-TURN = 2**30  # bytes that the calls of a graph go through
+TURN = 2**30  # bytes that the calls of a graph go through, as far as MOST calls do
 MOST, FEWEST = 512, 8  # calls of a graph
 TIMES = 10  # that a bandwidth is measured
 
@@ -115,7 +116,7 @@ def node(clock: Clock, count: int = 500) -> float:
 
 
 def peak(clock: Clock, dtype: torch.dtype) -> float:
-    """Operations per second of a large square matrix product."""
+    """Operations per second of a large square matrix product, the fastest of several: a floor needs the best."""
     width = 8192 if clock.gpu else 256
     a, b = (torch.randn(width, width, device=clock.device, dtype=dtype) for _ in range(2))
     return 2 * width**3 / min(clock(lambda: a @ b) for _ in range(TIMES))

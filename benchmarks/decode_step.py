@@ -23,6 +23,7 @@ side that fell back to torch says that too.
             Fast-dLLM has it; tokens may differ in half precision.
             `uncached`, ours with the dual cache over a loop without a cache, as LLaDA publishes it: its own code with
             `--official FILE`, else `official_style.py`. The cache changes tokens: this is how much faster, not equal.
+            It depends on the prompt, which has all of `--slots` but the answer's four windows.
             `official`, with `--official FILE`: ours without a cache over LLaDA's published code (`official_code.py`).
 `readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth.
 
@@ -36,7 +37,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -48,21 +48,20 @@ import official_code
 import official_style
 import roofline
 import torch
-from circumstances import attempt, circumstances, show
+from circumstances import attempt, circumstances, save, show
 from clocks import Clock, bandwidth, peak, size
 from decode_row import HEADS, Row, cells, line
-from options import accepted, among, command, numbers, parsed, parser
+from options import accepted, add_json, add_smoke, among, check_gpu, command, numbers, parsed, parser
 from rich.console import Console
 from spy import Spy
 from torch import Tensor
 
-from dllm_sampler.core import files
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.capture import cuda as record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.eval.untrained import llada
 from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import Sampling
@@ -267,13 +266,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=3, help="blocks measured (default %(default)s)")
     official = accepted(official_code.load)
     add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to compare with (default: none)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
-    add("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
+    add_json(it)
+    add_smoke(it)
     options = parsed(it, argv, sides="torch", batch="1,2", windows="8,4", slots=32, repeats=1)
     if options.smoke and options.sides != ["torch"]:
         it.error(f"--sides {','.join(options.sides)}: --smoke runs on the CPU, where there is the side torch alone")
-    if not options.smoke and not torch.cuda.is_available():
-        it.error("a model of 8 billion parameters needs a GPU: run this on one, or with --smoke")
+    check_gpu(it, options, "a model of 8 billion parameters needs a GPU")
     if options.kinds is None:
         options.kinds = [kind for kind in KINDS if kind != "official" or options.official]
     elif "official" in options.kinds and not options.official:
@@ -297,9 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in bench.measure():
         rows.append(row)
         print(line(cells(row)), flush=True)
-        if options.json:
-            text = json.dumps({"about": about, "rows": [asdict(one) for one in rows]}, indent=1)
-            files.write(options.json, text)
+        save(options.json, about, rows=[asdict(one) for one in rows])
     if bench.device.type == "cpu":
         print("A tiny model on a CPU: nothing about a GPU was measured, and no kernel or graph ran.")
     return 0

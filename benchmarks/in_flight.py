@@ -8,7 +8,7 @@ The same prompts run through `generate_many` with `batching=in_flight` and `stat
 
 `in flight`  mean rows of a forward over the places, until no prompt is left to take one
 `forwards`   of the whole set; `bound`: 1.1 times the forwards of all answers over the places, and the longest answer
-`tokens/s`   of all answers over the seconds, in flight
+`tokens/s`   of all answers, each up to and with its end token, over the seconds, in flight
 `time`       static over in flight, median and range of the repeats. On a CPU a finished row costs nothing either way,
              since steps are packed: only what a step costs outside the arithmetic can be saved
 `differ`     prompts whose tokens are not the same both ways; rounding does that
@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 from circumstances import circumstances, report
-from options import among, command, numbers, parser
+from options import add_json, among, command, numbers, parser
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -38,7 +38,7 @@ from dllm_sampler import Answer, Sampler, config
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.training.tasks import TASKS
 
 WAYS: tuple[Literal["in_flight", "static"], ...] = ("in_flight", "static")
@@ -53,7 +53,7 @@ class Row:
     scheduler: str
     cache: str
     batch: int
-    tokens: int = 0  # of all answers
+    tokens: int = 0  # of all answers, each up to and with its end token
     forwards: int = 0
     nfe: list[int] = field(default_factory=list)  # of each answer
     in_flight: list[int] = field(default_factory=list)  # rows of each forward
@@ -118,7 +118,8 @@ def count(one: Sampler, row: Row, given: Sequence[Any], tokens: list[int]) -> No
     flown = answers(one, row, given, tokens, "in_flight")
     one.denoiser = plain
     stood = answers(one, row, given, tokens, "static")
-    row.tokens, row.forwards, row.nfe = sum(tokens), len(row.in_flight), [answer.nfe for answer in flown]
+    row.tokens, row.forwards = sum(answer.length for answer in flown), len(row.in_flight)
+    row.nfe = [answer.nfe for answer in flown]
     row.differ = sum(not torch.equal(a.tokens, b.tokens) for a, b in zip(flown, stood, strict=True))
 
 
@@ -187,7 +188,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=5, help="measurements of each time (default %(default)s)")
     add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
     add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+    add_json(it)
     options = it.parse_args(argv)
     check(options.model)
     if options.shortest and options.shortest > options.tokens:

@@ -19,7 +19,6 @@ Without a GPU there is no figure for a kernel: then only the references are time
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,16 +26,15 @@ from functools import partial
 from itertools import chain
 
 import torch
-from circumstances import attempt, circumstances, show
+from circumstances import attempt, circumstances, save, show
 from clocks import Bandwidth, Clock, bandwidth
 from kernel_cases import Case, cases
-from options import command, parsed, parser
+from options import add_json, add_smoke, command, parsed, parser
 from rich.console import Console
 from rich.table import Table
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.kernels.backend import TORCH, Backend, select
 
 
@@ -98,8 +96,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = it.add_argument
     add("--only", default="", metavar="TEXT", help="cases whose name contains it (default: all)")
     add("--repeats", type=positive, default=7, help="replays of a graph (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
-    add("--smoke", action="store_true", help="tiny sizes, once: does it run?")
+    add_json(it)
+    add_smoke(it, "tiny sizes, once: does it run?")
     return parsed(it, argv, repeats=1)
 
 
@@ -122,9 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for case in chain([first], chosen):
         rows.append(noted(case, fused, clock, options.repeats))
-        if options.json:
-            measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-            files.write(options.json, json.dumps({"about": about, "rows": measured}, indent=1))
+        save(options.json, about, rows=[asdict(row) | {"ratios": row.ratios} for row in rows])
     console.print(table(rows, moves))
     return 0
 

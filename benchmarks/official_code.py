@@ -56,7 +56,7 @@ def load(file: str | Path) -> Callable[..., Tensor]:
     sys.modules[found.name] = module  # a dataclass looks for its module there
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except Exception as error:  # whatever the file does when it is imported
         raise UserError(f"{file} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     if not callable(getattr(module, "generate", None)):
         raise UserError(f"{file} has no function generate, as generate.py of LLaDA has")

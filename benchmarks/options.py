@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import TypeVar
 
+import torch
+
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler
 
@@ -29,6 +31,22 @@ def parsed(it: Parser, argv: Sequence[str] | None, **smoke: str | float) -> argp
         it.set_defaults(**smoke)
         options = it.parse_args(argv)
     return options
+
+
+def add_json(it: Parser) -> None:
+    """Add the option `--json`: the file that every measurement is written to."""
+    it.add_argument("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
+
+
+def add_smoke(it: Parser, does: str = "tiny sizes on the CPU, once: does it run?") -> None:
+    """Add the option `--smoke`, with what it `does` as its help."""
+    it.add_argument("--smoke", action="store_true", help=does)
+
+
+def check_gpu(it: Parser, options: argparse.Namespace, why: str = "a GPU is what this measures") -> None:
+    """End with a mistake in the arguments where there is no GPU, unless it is a smoke run."""
+    if not options.smoke and not torch.cuda.is_available():
+        it.error(f"{why}: run it on one, or with --smoke")
 
 
 def check_recorded(sampler: Sampler) -> None:

@@ -7,8 +7,9 @@
 These products read nine tenths of the bytes of a decoding step. `library` is torch's product (cuBLAS); `kernel` is the
 kernel of 8-bit weights (`kernels/linear.py`), which takes others too and deals the inputs of an output to several
 programs: up to 128 rows. Each is replayed in a CUDA graph of many calls, every call with a weight of its own, a
-gigabyte in all (`clocks.py`). `floor`: the weight, inputs and outputs at the bandwidth of reading, measured in the
-same process. `layer`: the four together, where all four were measured.
+gigabyte in all (`clocks.py`). `floor`: the longer of the weight, inputs and outputs at the bandwidth of reading and of
+the operations at the rate of a large product, both measured in the same process; from some 200 rows on the second one
+is longer. `layer`: the four together, where all four were measured.
 """
 
 # pyright: reportCallIssue=false
@@ -17,7 +18,6 @@ same process. `layer`: the four together, where all four were measured.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,14 +25,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from circumstances import attempt, circumstances, show
-from clocks import Bandwidth, Clock, bandwidth, size
-from options import command, numbers, parsed, parser
+from circumstances import attempt, circumstances, save, show
+from clocks import Bandwidth, Clock, bandwidth, peak, size
+from options import add_json, add_smoke, check_gpu, command, numbers, parsed, parser
 from rich.console import Console
 from torch import Tensor
 
-from dllm_sampler.core import files
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 
 SHAPES = {"qkv": (12288, 4096), "o": (4096, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}  # outputs, inputs
 TINY = {"qkv": (192, 64), "o": (64, 64), "gate up": (256, 64), "down": (64, 128)}
@@ -103,17 +102,34 @@ def sides(rows: int, tiles: bool, gpu: bool) -> Iterator[tuple[str, Product]]:
             yield " ".join(map(str, tile)), partial(tiled, tile)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What the GPU was seen to do at best."""
+
+    moves: Bandwidth
+    most: float  # operations per second of a large product
+
+    def floor(self, moved: int, operations: float) -> float:
+        """Seconds for that many bytes and operations: the two overlap, so the longer counts."""
+        return max(moved / self.moves.read, operations / self.most)
+
+
+def dtype_of(clock: Clock) -> torch.dtype:
+    """Of the products."""
+    return torch.bfloat16 if clock.gpu else torch.float32
+
+
 def measure(
-    name: str, shape: tuple[int, int], rows: int, moves: Bandwidth, clock: Clock, options: argparse.Namespace
+    name: str, shape: tuple[int, int], rows: int, limits: Limits, clock: Clock, options: argparse.Namespace
 ) -> Iterator[Row]:
     """Every side of one product."""
-    dtype = torch.bfloat16 if clock.gpu else torch.float32
+    dtype = dtype_of(clock)
     (outputs, inputs), x = shape, torch.randn(rows, shape[1], device=clock.device, dtype=dtype)
     first = torch.randn(shape, device=clock.device, dtype=dtype) / inputs**0.5
     weights = [first, *(first.clone() for _ in range(clock.copies(size(first)) - 1))]
     moved = size(first, x) + rows * outputs * x.element_size()
     for side, product in sides(rows, options.tiles, clock.gpu):
-        row = Row(name, rows, side, moved, moved / moves.read)
+        row = Row(name, rows, side, moved, limits.floor(moved, 2.0 * rows * outputs * inputs))
 
         def run(row: Row = row, product: Product = product) -> None:
             error = float((product(x, first).double() - F.linear(x, first).double()).norm())
@@ -151,11 +167,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=numbers, default="32,1,8,16,64,128,256", help="of the inputs (default %(default)s)")
     add("--tiles", action="store_true", help="the kernel in other tiles too")
     add("--repeats", type=positive, default=5, help="replays of a graph (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
-    add("--smoke", action="store_true", help="tiny sizes on the CPU, once: does it run?")
+    add_json(it)
+    add_smoke(it)
     options = parsed(it, argv, rows="1,4", repeats=1)
-    if not options.smoke and not torch.cuda.is_available():
-        it.error("a GPU is what this measures: run it on one, or with --smoke")
+    check_gpu(it, options)
     return options
 
 
@@ -164,18 +179,16 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     clock = Clock(torch.device("cpu" if options.smoke else "cuda"))
-    moves = bandwidth(clock)
-    about = circumstances() | moves.about()
+    limits = Limits(bandwidth(clock), peak(clock, dtype_of(clock)))
+    about = circumstances() | limits.moves.about() | {"product TFLOP/s": round(limits.most / 1e12, 3)}
     show(Console(), about)
     found: list[Row] = []
     for rows in options.rows:
         for name, shape in (TINY if options.smoke else SHAPES).items():
-            for row in measure(name, shape, rows, moves, clock, options):
+            for row in measure(name, shape, rows, limits, clock, options):
                 found.append(row)
                 print(said(row), flush=True)
-                if options.json:
-                    every = [asdict(one) for one in (*found, *layers(found))]
-                    files.write(options.json, json.dumps({"about": about, "rows": every}, indent=1))
+                save(options.json, about, rows=[asdict(one) for one in (*found, *layers(found))])
         for row in layers([row for row in found if row.rows == rows]):
             print(said(row), flush=True)
     return 0

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from options import among, command, numbers, parser, quantity
+from options import add_smoke, among, command, numbers, parser, quantity
 from rich.console import Console
 from rich.table import Table
 
@@ -291,7 +291,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--parts", action="store_true", help="also the parts of each batch at window 32")
     add("--json", type=output, metavar="FILE", help="write every part of every configuration there (default: nowhere)")
     add("--docs", type=output, metavar="FILE", help="fill this page's tables, for the first GPU (default: none)")
-    add("--smoke", action="store_true", help="one model, one GPU, two batches")
+    add_smoke(it, "one model, one GPU, two batches")
     options = it.parse_args(argv)
     if options.smoke:
         options.models, options.gpus, options.batch, options.windows = ["llada-8b"], ["h200"], [1, 2], [8, 32]

@@ -18,7 +18,6 @@ row, numbers per position, or distributions as wide as the vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -26,8 +25,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from circumstances import circumstances, show
-from options import among, command, parsed, parser, quantity
+from circumstances import circumstances, save, show
+from options import add_json, add_smoke, among, command, parsed, parser, quantity
 from rich.console import Console
 from rich.table import Table
 from scene import Scene
@@ -37,10 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllm_sampler import config
-from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Blocks, Carry, Scheduler, Stop
 from dllm_sampler.core.values import Readout
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.schedulers.threshold import Threshold
 
 WARM = 2  # steps played before the measured one
@@ -244,8 +242,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=positive, default=9, help="measurements per ratio (default %(default)s)")
     add("--wanted", type=quantity, default=0.02, help="seconds per measurement of tell (default %(default)s)")
     add("--clock", choices=CLOCKS, default="cpu", help="cpu: the process's own seconds (default %(default)s)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
-    add("--smoke", action="store_true", help="a tiny vocabulary, once: does it run?")
+    add_json(it)
+    add_smoke(it, "a tiny vocabulary, once: does it run?")
     return parsed(it, argv, batch=2, block=8, vocab=640, repeats=1, wanted=1e-4)
 
 
@@ -267,9 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         rows += [] if options.only else others(scene, base, watch)
     console.print(table(rows, base.operations))
-    if options.json:
-        text = json.dumps({"about": about, "rows": [asdict(row) for row in rows]}, indent=1)
-        files.write(options.json, text)
+    save(options.json, about, rows=[asdict(row) for row in rows])
     return 0
 
 

@@ -15,7 +15,6 @@ Two ratios, both of alternating measurements in one process, each the median of 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,22 +24,21 @@ from functools import partial
 import official_code
 import official_style
 import torch
-from circumstances import circumstances, show
-from options import accepted, among, command, numbers, parsed, parser
+from circumstances import circumstances, save, show
+from options import accepted, add_json, add_smoke, among, command, numbers, parsed, parser
 from rich.console import Console
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
-from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import output, positive
+from dllm_sampler.eval.arguments import positive
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
 from dllm_sampler.naming import named
@@ -277,8 +275,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--clock", choices=CLOCKS, default="wall", help="cpu: of this process, on a busy machine (default %(default)s)")
     official = accepted(official_code.load)
     add("--official", type=official, metavar="FILE", help="LLaDA's own generate.py, to compare with (default: none)")
-    add("--json", type=output, metavar="FILE", help="write every measurement there (default: nowhere)")
-    add("--smoke", action="store_true", help="a tiny model, once: does it run, are the tokens equal?")
+    add_json(it)
+    add_smoke(it, "a tiny model, once: does it run, are the tokens equal?")
     options = parsed(it, argv, models="smoke", batch="1,2", steps=8, repeats=1)
     for name in options.models:
         check(name, options.steps)
@@ -301,10 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in measure(options):
         rows.append(row)
         console.print(f"{row.model} batch {row.batch} {row.cache} {row.kind}: {statistics.median(row.ratios):.3f}")
-        if options.json:
-            measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
-            text = json.dumps({"about": about, "steps": options.steps, "rows": measured}, indent=1)
-            files.write(options.json, text)
+        measured = [asdict(row) | {"ratios": row.ratios} for row in rows]
+        save(options.json, about, steps=options.steps, rows=measured)
     console.print(table(rows, options.steps))
     return 0
 

@@ -18,20 +18,16 @@ The profiler slows the host down: waits are shorter without it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import decode_step
 import torch
-from circumstances import attempt, circumstances, show
-from options import command, parsed, parser
+from circumstances import attempt, circumstances, save, show
+from options import add_json, add_smoke, check_gpu, command, parsed, parser
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
-
-from dllm_sampler.core import files
-from dllm_sampler.eval.arguments import output
 
 WAIT = 20.0  # microseconds, from which on a gap is the host's
 SHOWN = 25  # kernels that are listed
@@ -119,11 +115,10 @@ def said(found: dict[str, Any]) -> str:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
-    it.add_argument("--json", type=output, metavar="FILE", help="write every figure there (default: nowhere)")
-    it.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU: does it run?")
+    add_json(it)
+    add_smoke(it)
     options = parsed(it, argv)
-    if not options.smoke and not torch.cuda.is_available():
-        it.error("a GPU is what this measures: run it on one, or with --smoke")
+    check_gpu(it, options)
     return options
 
 
@@ -139,8 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found, note = attempt(lambda rule=rule: profiled(bench, rule))
         rows.append((found or {"rule": rule}) | {"note": note})
         print(note or said(rows[-1]), flush=True)
-        if options.json:
-            files.write(options.json, json.dumps({"about": about, "rows": rows}, indent=1))
+        save(options.json, about, rows=rows)
     return 0
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import infill, prompts
-from dllm_sampler.arguments import check_progress
 from dllm_sampler.config import MOST_ROWS
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Guide
@@ -37,34 +36,21 @@ SAME = "samples={}: the answers to each prompt are the same, since nothing is dr
 Progress = Callable[[int, int, int], None]  # forwards, tokens committed, tokens wanted
 
 
-def result(
-    sampler: Sampler,
-    plugins: Plugins,
-    given: Prompt | Sequence[Prompt],
-    *,
-    new_tokens: int,
-    seed: int | Sequence[int],
-    stops: str | Sequence[str],
-    samples: int,
-    forms: int | Sequence[int] | None,
-    fixed: Fixed,
-    progress: Progress | None,
-) -> Result:
-    """See `Sampler.generate`."""
-    check_progress(progress)
+def result(steps: Iterator[Commits], progress: Progress | None) -> Result:
+    """Take every step of a batch and return its result; `progress` is told of each step that is seen."""
     last: Commits | None = None
-    every = int(progress is not None)
-    for last in steps(
-        sampler, plugins, given, new_tokens=new_tokens, seed=seed, stops=stops, samples=samples, forms=forms,
-        fixed=fixed, every=every,
-    ):  # fmt: skip
+    for last in steps:
         if progress is not None:
             known = 0 if last.given is None else int(last.given.sum())
             progress(last.step, int((~last.masked).sum()) - known, last.masked.numel() - known)
     assert last is not None and last.result is not None
-    if samples > 1 and not plugins.context.draws and alike(last.result.tokens, samples):
-        warn(SAME.format(samples))
     return last.result
+
+
+def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
+    """Warn where the answers to each prompt are the same because nothing is drawn."""
+    if samples > 1 and not plugins.context.draws and alike(found.tokens, samples):
+        warn(SAME.format(samples))
 
 
 def alike(tokens: Tensor, samples: int) -> bool:

@@ -75,24 +75,22 @@ class Reward:
         return torch.tensor(values, dtype=torch.float64, device=ids.device)
 
     def _rows(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> list[_Row]:
-        first, end = canvas.first[:, None], canvas.end.clamp(max=canvas.length)[:, None]
+        end = canvas.end.clamp(max=canvas.length)
         if canvas.surplus is not None:
-            end = torch.minimum(end, (canvas.first + canvas.new_tokens - canvas.surplus)[:, None])
-        column = canvas.columns()
-        told = torch.where(((column >= first) & (column < end))[:, None], ids, NOTHING)
-        prompt = torch.where(column < first, canvas.ids, NOTHING)
-        table = torch.cat([judged[:, None].to(ids.dtype), prompt, told.flatten(1)], 1).tolist()
+            end = torch.minimum(end, canvas.first + canvas.new_tokens - canvas.surplus)
+        bounds = torch.stack([judged.to(ids.dtype), canvas.first, end], 1)
+        table = torch.cat([bounds, canvas.ids, ids.flatten(1)], 1).tolist()
         width, found = ids.shape[2], []
-        for number, (wanted, *numbers) in enumerate(table):
+        for number, (wanted, first, stop, *numbers) in enumerate(table):
             if wanted:
-                begun, *answers = (
-                    [token for token in numbers[at : at + width] if token != NOTHING]
-                    for at in range(0, len(numbers), width)
-                )
-                found.append(_Row(number, begun, [self._cut(answer) for answer in answers]))
+                own, *answers = (numbers[at : at + width] for at in range(0, len(numbers), width))
+                found.append(_Row(number, own[:first], [self._cut(answer[first:stop]) for answer in answers]))
         return found
 
     def _cut(self, answer: list[int]) -> list[int]:
+        """An answer up to its first end token, without what is left out."""
+        if NOTHING in answer:
+            answer = [token for token in answer if token != NOTHING]
         return answer[: answer.index(self.eos_id)] if self.eos_id in answer else answer
 
     def _judge(self, rows: list[_Row]) -> list[float]:

@@ -197,10 +197,14 @@ class Sampler:
         """
         own, plugins = self._call(options, block_length)
         fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
-        return batch.result(
+        arguments.check_progress(progress)
+        steps = batch.steps(
             own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
-            samples=samples, forms=forms, fixed=fixed, progress=progress,
+            samples=samples, forms=forms, fixed=fixed, every=int(progress is not None),
         )  # fmt: skip
+        result = batch.result(steps, progress)
+        batch.warn_of_copies(plugins, result, samples)
+        return result
 
     def infill(
         self,

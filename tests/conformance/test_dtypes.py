@@ -17,6 +17,7 @@ from tests import toys
 from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
+FEW = {"name": "fixed", "steps": 8}
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
 FAMILIES = ["tiny-llada", "tiny-llada-gqa", "tiny-dream", "tiny-sdar", "tiny-llada-moe", "tiny-llada2-moe", *SCHEDULERS]
 CLOSE = {torch.float64: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}  # of the logits, relative to their size
@@ -27,7 +28,7 @@ PROMPTS = [[103, 22, 80, 12], [101, 22]]
 def sampler(name: str, dtype: torch.dtype) -> Sampler:
     named = None if name in SCHEDULERS else 250
     denoiser = load(DATA / name, dtype=dtype, device="cpu", mask_id=named).denoiser
-    return Sampler(denoiser, scheduler=SCHEDULERS.get(name, "fixed"), stop="none")
+    return Sampler(denoiser, scheduler=SCHEDULERS.get(name, FEW), stop="none")
 
 
 def logits(name: str, dtype: torch.dtype) -> Tensor:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError
+from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
 from dllm_sampler.eval.testbeds.plugins import Settings, settings
 from tests import toys
 from tests.sampling import Draw, sampled
@@ -22,6 +22,20 @@ TOKENS = 14
 def one_each(group: str) -> list[Any]:
     """Every plug-in of a group under every one of its settings; slow are all but one of each."""
     return sampled(settings(group), lambda one: [one["name"]], label)
+
+
+def kinds(scheduler: Settings) -> list[tuple[str, object]]:
+    """What a scheduler declares of itself."""
+    traits = config.build("scheduler", scheduler).traits
+    return [(f"traits.{one.name}", getattr(traits, one.name)) for one in fields(traits)]
+
+
+def one_of_each_kind() -> list[Any]:
+    """Every scheduler under every one of its settings; slow are all but a sample that meets each value of each trait.
+
+    For what the engine or a cache must do, and a scheduler changes by its traits alone.
+    """
+    return sampled(settings("scheduler"), kinds, label)
 
 
 @dataclass(frozen=True)
@@ -123,10 +137,13 @@ CASES = cases()
 
 
 def thinned(chosen: Iterable[Case], *groups: str) -> list[Any]:
-    """The cases; slow are all but a sample that meets each toy and plug-in (of these groups, or of all)."""
+    """The cases; slow are all but a sample that meets each toy and plug-in (of these groups, or of all).
 
-    def meets(case: Case) -> list[tuple[str, str]]:
+    The group `traits` stands for what schedulers declare (`kinds`).
+    """
+
+    def meets(case: Case) -> list[tuple[str, object]]:
         named = [(group, one["name"]) for group, one in case.plugins.items() if group in groups or not groups]
-        return [("toy", case.toy), *named]
+        return [("toy", case.toy), *named, *(kinds(case.scheduler) if "traits" in groups else ())]
 
     return sampled(list(chosen), meets, lambda case: case.id)

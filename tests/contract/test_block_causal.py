@@ -109,7 +109,7 @@ def test_the_cache_is_exact(pair: tuple[cases.Settings, str]) -> None:
     assert ((cached.trace.rows < plain.trace.rows) | (plain.nfe == 1)).all()
 
 
-@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
+@pytest.mark.parametrize("scheduler", cases.one_of_each_kind())
 def test_passes_that_only_store_change_no_token(scheduler: dict[str, Any]) -> None:
     separate = {"name": "block_causal", "store_pass": "separate"}
     if not cases.legal(kind="causal", scheduler=scheduler, cache=separate):

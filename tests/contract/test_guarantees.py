@@ -123,7 +123,7 @@ def test_prompts_and_padding_stay(case: Case) -> None:
         assert set(steps[: trace.origin]) == {-1}
 
 
-@pytest.mark.parametrize("case", thinned(CASES))
+@pytest.mark.parametrize("case", thinned(CASES, "cache", "stop", "traits"))
 def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
     always = case.stream()[-1].result
     assert always is not None
@@ -156,7 +156,7 @@ def test_max_steps_gives_up(case: Case) -> None:
 CACHES = cases.settings("cache")
 
 
-@every_case
+@pytest.mark.parametrize("case", thinned(CASES, "cache", "guide", "traits"))
 def test_stopping_early_changes_nothing_before_the_end_token(case: Case) -> None:
     rows = list(range(len(toys.PROMPTS)))
     early = ("prefix", "block")[len(case.id) % 2]
@@ -227,7 +227,7 @@ class TestMaskToken:
         spy = toys.Spy(toys.denoiser(toy), raise_mask)
         return Sampler(spy, blocks={"name": "fixed", "length": 6}, stop="none", **plugins)
 
-    @pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
+    @pytest.mark.parametrize("scheduler", cases.one_of_each_kind())
     def test_never_by_default(self, scheduler: dict[str, Any]) -> None:
         sampler = self.sampler(50.0, scheduler=scheduler, temperature=1.0)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)

@@ -1,5 +1,7 @@
 """A decision takes few operations, what a GPU that waits for launches feels: a count that is the same everywhere."""
 
+import json
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,16 @@ def test_a_step_takes_few_operations(plugins: tuple[str, str, str], bench: Any) 
     assert step.outside(found) - found["readout"] == STEPS[plugins]
 
 
+def test_the_page_has_the_counts(bench: Any) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    for (scheduler, cache, stop), count in STEPS.items():
+        assert (cache, stop) != ("dual", "prefix") or re.search(rf"\b{count}( operations)? \({scheduler}\)", page)
+    found = import_module("step_operations").operations("threshold", "dual", "prefix")
+    every, readout = import_module("step_operations").outside(found), found["readout"]
+    assert f"they are {every} in torch, {readout} of them the readout" in page
+    assert f"the other {every - readout} are" in page
+
+
 def test_the_table_of_operations(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module("step_operations").main(["--schedulers", "fixed", "--caches", "dual", "--stops", "none"]) == 0
     assert "observe" in capsys.readouterr().out
@@ -86,7 +98,7 @@ def test_the_benchmark_runs(bench: Any, tmp_path: Path, capsys: pytest.CaptureFi
     threads = torch.get_num_threads()
     assert bench.main(["--smoke", "--json", str(file)]) == 0
     torch.set_num_threads(threads)
-    found = {row["name"] for row in bench.json.loads(file.read_text())["rows"]}
+    found = {row["name"] for row in json.loads(file.read_text())["rows"]}
     groups = {f"{group}={name}" for group in ("blocks", "stop") for name in config.names(group)}
     assert found == set(METHODS) | groups
     assert "read+tell" in capsys.readouterr().out

@@ -242,6 +242,8 @@ def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     assert len(circles) == 3 + 2 * 3, "a point for each configuration, and for each group of tasks"
     assert sum("chosen" in (attributes.get("class") or "") for attributes in circles) == 3
     assert dom.count('class="noise"') == 6, "before the first forward everything is noise"
+    if nasty == NASTY:
+        return  # its other states are those of other names
     assert 'class="noise"' in dumped("method=2&task=shuffle&sample=1&step=1"), "a position that was never written"
     assert dumped("method=1&task=copy&sample=0&step=1").count('class="noise"') == 3
     assert "★" in dom and "PB80" in dom

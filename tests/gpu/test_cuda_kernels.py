@@ -41,7 +41,7 @@ def test_as_the_sampler_reads(kernel: Any, dtype: torch.dtype, temperature: floa
 def test_a_temperature_divides_as_on_a_cpu(dtype: torch.dtype) -> None:
     logits = (torch.randn(2**16, generator=checks.seeded(0)) * 9).to(dtype)
     for value in (0.3, 0.7, 1.3):
-        assert torch.equal(tempered(logits.to("cuda"), value).cpu(), logits / value)
+        assert torch.equal(tempered(logits.to("cuda"), value).cpu(), logits.float() / value)
 
 
 @pytest.mark.parametrize(("kernel", "vocab"), crossed(READOUT, [50, 8192, 9000], together=2))

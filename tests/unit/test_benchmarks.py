@@ -70,6 +70,21 @@ def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.Ca
     assert sum(line.split()[1:2] == ["torch"] for line in printed.splitlines()) == len(rows)
 
 
+def test_a_loop_of_other_forwards_is_no_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, official = import_module("decode_step"), import_module("official_style")
+    generate = official.generate
+
+    def longer(*given: Any, **how: Any) -> Any:
+        answer, forwards = generate(*given, **how)
+        return answer, forwards + 1
+
+    monkeypatch.setattr(official, "generate", longer)
+    words = ["--smoke", "--windows", "4", "--slots", "16", "--kinds", "generate", "--json", str(tmp_path / "a.json")]
+    assert bench.main(words) == 0
+    (row,) = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert "forwards, where the plain loop's are" in row["note"] and not row["seconds"]
+
+
 COMMANDS = (
     "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "step_operations", "branches",
     "recording", "batching", "forms", "rewards", "in_flight", "ceilings", "products", "timeline", "campaign",
@@ -186,7 +201,8 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
         ("recording --models smoke --batch 1 --steps 2 --repeats 1", "bytes per column: 20, with the entropy 24"),
         ("branches --model smoke --branches 1,4 --repeats 1", "over one branch"),
         ("block_rule --smoke --schedulers threshold,klass", "ratio to plain"),
-        ("forms --count 1 --vocab 400 --length 32 --repeats 1", "ms per step and row: 400 tokens"),
+        ("ceilings --smoke", "driver: "),
+        ("forms --count 1 --vocab 300 --length 32 --repeats 1", "ms per step and row: 300 tokens"),
         ("rewards --count 1 --candidates 2", "sudoku"),
         ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),
         ("decode_step --smoke --windows 4 --slots 16 --kinds uncached,official --official a.py", "of them differ from"),
@@ -204,6 +220,14 @@ def test_it_runs(
     name, *arguments = words.split()
     assert import_module(name).main(arguments) == 0
     assert said in capsys.readouterr().out
+
+
+def test_throughput_counts_answers_up_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, row = import_module("in_flight"), import_module("in_flight").Row("fixed", "none", 2)
+    flown = [SimpleNamespace(tokens=torch.zeros(9), length=length, nfe=4) for length in (3, 9)]
+    monkeypatch.setattr(bench, "answers", lambda *_: flown)
+    bench.count(SimpleNamespace(denoiser=None), row, [[5], [6]], [9, 9])
+    assert row.tokens == 12
 
 
 TINY = (

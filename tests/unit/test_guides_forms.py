@@ -26,8 +26,10 @@ from dllm_sampler.guides.forms import automaton, choice, library
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
+from tests.contract.cases import kinds, settings
 from tests.contract.test_syncs import no_host_reads
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, chosen, laid_out, ruled, strings
+from tests.sampling import crossed, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +127,14 @@ def test_equal_logits(pattern: str) -> None:
     assert chosen(pattern, logits, canvas, Query.window(canvas))[0, 0].tolist() == [1, END, END, END]
 
 
-@pytest.mark.parametrize("posterior", [False, True])
-@pytest.mark.parametrize("guide", [None, {"name": "temperature", "value": 1.0}])
-@pytest.mark.parametrize("scheduler", ["threshold", "editing", "wino", "freedave"])
+@pytest.mark.parametrize(
+    ("scheduler", "guide", "posterior"),
+    crossed(
+        ["threshold", "editing", "wino", "freedave"],
+        {"greedy": None, "drawn": {"name": "temperature", "value": 1.0}},
+        [False, True],
+    ),
+)
 def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any, posterior: bool) -> None:
     guides = [] if guide is None else [guide]
     plain = toys.sampler(scheduler=scheduler, guide=guides).generate(toys.PROMPTS, max_new_tokens=14)
@@ -139,9 +146,13 @@ def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any
 
 
 NAMES = "(Ada|Ben|Cal|Dan)"
+SCHEDULERS = settings("scheduler")
 
 
-@pytest.mark.parametrize("scheduler", config.names("scheduler"))
+@pytest.mark.parametrize(
+    "scheduler",
+    sampled(config.names("scheduler"), lambda name: next(kinds(one) for one in SCHEDULERS if one["name"] == name)),
+)
 def test_valid_against_the_models_will(scheduler: str) -> None:
     """The prompt has none of the names that the form demands."""
     settings: dict[str, Any] = {

@@ -20,12 +20,10 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.models import fused
 from dllm_sampler.models.cfg import GuidedDenoiser, guided, laid_out
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.models.transformer import Transformer
 from tests import toys
 
-TINY = TransformerConfig(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-)
+TINY = toys.transformer(kv_heads=2).config
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
 LENGTH = 5 + 4
 close = partial(torch.testing.assert_close, atol=1e-10, rtol=1e-10)

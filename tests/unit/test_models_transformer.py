@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, TransformerConfig
+from tests import toys
 
-TINY = TransformerConfig(
-    vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-)
+TINY = toys.transformer(kv_heads=2).config
 
 
 def network(config: TransformerConfig = TINY, dtype: torch.dtype = torch.float64) -> Transformer:
