@@ -40,7 +40,7 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
         "prompts": NO_PROMPT, "max_new_tokens": (*NO_COUNT, "None", "10**30"), "block_length": NO_COUNT,
         "samples": (*NO_COUNT, "None"), "seed": ("'x'", "1.5", "None", "[]", "[1, 2, 3]", "True", "10**30", "{}"),
         "stop_strings": ("3", "[3]", "None", "['']", "b'x'", "{}"), "prefix": ("3", "[-1]", "[10**9]", "{}", "b'x'"),
-        "suffix": ("3", "[-1]", "[1] * 99", "{}"), "pinned": ("'x'", "[1, 2]", "[[1]] * 9", "3", "[1.5] * 8"),
+        "suffix": ("3", "[-1]", "[1] * 99", "{}"), "pinned": ("'x'", "[-2, 1]", "[[1]] * 9", "3", "[1.5] * 8"),
         "forms": ("'x'", "1", "[0, 0, 0]", "1.5"), "progress": ("3", "'x'"), "temperature": NO_REAL,
     },
     "generate_many": {
