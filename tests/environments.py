@@ -39,7 +39,7 @@ from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.eval.folders import commit
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, Environment, interpreter, requirements
 
-FILE, SECTION = "environments.json", "environments"
+COMMAND, FILE, SECTION = "python -m tests.environments", "environments.json", "environments"
 VERSIONS = """
 import importlib.metadata as it, json, platform
 print(json.dumps({"python": platform.python_version()} | {one.name.lower(): one.version for one in it.distributions()}))
@@ -140,17 +140,15 @@ def table(found: dict[str, Any]) -> str:
         one = found.get(it.name, {})
         if "passed" in one:
             versions = [one["versions"].get(name, "-") for name in ("python", *PINNED)]
-            counts = one["passed"], len(one["failed"]), sum(one["skipped"].values())
-            rows.append([it.name, *versions, it.rest, *map(str, counts), str(one["commit"])[:9]])
+            counts = map(str, (one["passed"], len(one["failed"]), sum(one["skipped"].values())))
+            rows.append([it.name, *versions, it.rest, *counts, str(one["commit"])[:9]])
     return markdown.table(head, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status of the command."""
     names = [one.name for one in ENVIRONMENTS]
-    it = Parser(
-        prog="python -m tests.environments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    it = Parser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = it.add_argument
     add(
         "--only",
@@ -171,6 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         options = it.parse_args(argv)
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(143)
+        )  # so that what it started ends, and the environment goes
         options.out = options.out.absolute()
         chosen = [one for name in options.only for one in ENVIRONMENTS if one.name == name]
         found = earlier(options.out / FILE)
