@@ -169,9 +169,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         options = it.parse_args(argv)
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(143)
-        )  # so that what it started ends, and the environment goes
         options.out = options.out.absolute()
         chosen = [one for name in options.only for one in ENVIRONMENTS if one.name == name]
         found = earlier(options.out / FILE)
@@ -197,4 +194,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started ends, and its environment goes
     sys.exit(main())
