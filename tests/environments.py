@@ -39,7 +39,7 @@ from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.eval.folders import commit
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, Environment, interpreter, requirements
 
-FILE, SECTION = "environments.json", "environments"
+COMMAND, FILE, SECTION = "python -m tests.environments", "environments.json", "environments"
 VERSIONS = """
 import importlib.metadata as it, json, platform
 print(json.dumps({"python": platform.python_version()} | {one.name.lower(): one.version for one in it.distributions()}))
@@ -109,12 +109,16 @@ def run(it: Environment, options: argparse.Namespace) -> dict[str, Any]:
 def said(it: Environment, found: dict[str, Any]) -> str:
     """An environment's line."""
     versions = " ".join(f"{name} {found['versions'].get(name, getattr(it, name))}" for name in ("python", *PINNED))
-    counts = ""
-    if "passed" in found:
-        skipped = sum(found["skipped"].values())
-        counts = f": {found['passed']} passed, {len(found['failed'])} failed, {skipped} skipped"
     time = f", {found['installed']:.0f} + {found['seconds']:.0f} s" if "seconds" in found else ""
-    return f"{it.name}: {found['state']}{counts}{time} ({versions}) {found.get('note', '')}".rstrip()
+    return f"{it.name}: {outcome(found)}{time} ({versions}) {found.get('note', '')}".rstrip()
+
+
+def outcome(found: dict[str, Any]) -> str:
+    """How an environment's tests ended."""
+    if "passed" not in found:
+        return found["state"]
+    skipped = sum(found["skipped"].values())
+    return f"{found['state']}: {found['passed']} passed, {len(found['failed'])} failed, {skipped} skipped"
 
 
 def earlier(file: Path) -> dict[str, Any]:
@@ -134,23 +138,18 @@ def earlier(file: Path) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """What was found, for a page."""
-    head = ["environment", "Python", *PINNED, "others", "passed", "failed", "skipped", "commit"]
     rows = []
     for it in ENVIRONMENTS:
-        one = found.get(it.name, {})
-        if "passed" in one:
-            versions = [one["versions"].get(name, "-") for name in ("python", *PINNED)]
-            counts = one["passed"], len(one["failed"]), sum(one["skipped"].values())
-            rows.append([it.name, *versions, it.rest, *map(str, counts), str(one["commit"])[:9]])
-    return markdown.table(head, rows)
+        one = found.get(it.name, {"state": "not run", "versions": {}, "commit": "-"})
+        versions = [one["versions"].get(name, getattr(it, name)) for name in ("python", *PINNED)]
+        rows.append([it.name, *versions, it.rest, outcome(one), str(one["commit"])[:9]])
+    return markdown.table(["environment", "Python", *PINNED, "others", "tests", "commit"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status of the command."""
     names = [one.name for one in ENVIRONMENTS]
-    it = Parser(
-        prog="python -m tests.environments", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    it = Parser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = it.add_argument
     add(
         "--only",
@@ -196,4 +195,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what it started ends, and its environment goes
     sys.exit(main())
