@@ -29,6 +29,7 @@ class Family:
         of ours stacks those of the experts. `[q]`, `[k]`, `[v]` is the rows of these heads in a fused tensor.
         A parameter named in full goes before its module
     marker: config field that tells it from another family of the same `model_type`
+    architecture: what `architectures` must name, where the `model_type` is that of other models too
     shift: raw row i predicts the token at i + 1
     attention: what a token sees
     block_length: blocks it was trained on, by its config; None: no one length
@@ -43,11 +44,21 @@ class Family:
     names: Mapping[str, str]
     ignored: Collection[str] = ()
     marker: str | None = None
+    architecture: str | None = None
     shift: bool = False
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
     block_length: Callable[[Fields], int] | None = None
     end_of_turn: str | None = None
     mask_token: str | None = None
+
+    def knows(self, kind: str, raw: Mapping[str, Any]) -> bool:
+        """Whether a parsed `config.json` of the model type `kind`, in lower case, belongs to the family."""
+        named = raw.get("architectures")
+        return (
+            self.model_type == kind
+            and self.marker in (None, *raw)
+            and self.architecture in (None, *(named if isinstance(named, list) else []))
+        )
 
     def config(
         self, raw: Mapping[str, Any], source: str = "config.json", shapes: Mapping[str, tuple[int, ...]] | None = None

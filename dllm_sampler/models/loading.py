@@ -144,7 +144,7 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     """The family a parsed `config.json` belongs to; None for a masked LM of transformers."""
     kind = str(raw.get("model_type", ""))
     for family in FAMILIES:
-        if family.model_type == ALIASES.get(kind.lower(), kind.lower()) and family.marker in (None, *raw):
+        if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
             return family
     if "fast_dllm" in kind.lower():
         raise UserError(

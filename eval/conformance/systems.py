@@ -19,6 +19,7 @@ from dllm_sampler.eval.conformance import (
     klass_wino,
     learn2pd,
     llada,
+    stable_diffcoder,
     svdd,
     unmasking,
 )
@@ -44,7 +45,10 @@ SYSTEMS: dict[str, Builder] = {
     "dinfer-threshold": dinfer.dinfer,
     "dinfer-hierarchy": dinfer.dinfer,
     "dinfer-credit": dinfer.dinfer,
+    "illada": llada.vanilla,
     "sdar": block_causal.sdar,
+    "sdar-moe": block_causal.sdar,
+    "stable-diffcoder": stable_diffcoder.generate_block,
     "llada2": block_causal.llada2,
     "constrained_cfg": constrained.constrained,
     "svdd": svdd.recorded,

@@ -18,14 +18,17 @@ from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
-FAMILIES = ["tiny-llada", "tiny-llada-gqa", "tiny-dream", "tiny-sdar", "tiny-llada-moe", "tiny-llada2-moe", *SCHEDULERS]
+FAMILIES = [
+    *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe"),
+    *("tiny-stable-diffcoder", "tiny-llada-moe", "tiny-llada2-moe", *SCHEDULERS),
+]
 CLOSE = {torch.float64: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}  # of the logits, relative to their size
 PROMPTS = [[103, 22, 80, 12], [101, 22]]
 
 
 @cache
 def sampler(name: str, dtype: torch.dtype) -> Sampler:
-    named = None if name in SCHEDULERS else 250
+    named = None if name in SCHEDULERS else 198
     denoiser = load(DATA / name, dtype=dtype, device="cpu", mask_id=named).denoiser
     return Sampler(denoiser, scheduler=SCHEDULERS.get(name, "fixed"), stop="none")
 

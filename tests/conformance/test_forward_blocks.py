@@ -1,4 +1,4 @@
-"""The networks of SDAR, LLaDA2 and LLaDA-MoE against recorded logits, and SDAR's cached forward."""
+"""The networks of block-causal families and of LLaDA-MoE against recorded logits, plain and cached."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -22,13 +22,13 @@ from dllm_sampler.models.moe import MoE
 from tests import toys
 
 DATA = Path(__file__).parent / "data"
-MASK = 286
+MASK = {"tiny-sdar-moe": 198, "tiny-stable-diffcoder": 5}  # 286 elsewhere
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 
 
 @cache
 def denoiser(name: str) -> TransformerDenoiser:
-    loaded = load(DATA / name, device="cpu", mask_id=MASK).denoiser
+    loaded = load(DATA / name, device="cpu", mask_id=MASK.get(name, 286)).denoiser
     assert isinstance(loaded, TransformerDenoiser)
     return loaded
 
@@ -43,6 +43,10 @@ def reference(name: str) -> dict[str, Tensor]:
     [
         ("tiny-sdar", 4, "b4.logits_full"),
         ("tiny-sdar", 16, "b16.logits_full"),
+        ("tiny-sdar-moe", 4, "b4.logits_full"),
+        ("tiny-sdar-moe", 16, "b16.logits_full"),
+        ("tiny-stable-diffcoder", 4, "b4.logits_full"),
+        ("tiny-stable-diffcoder", 16, "b16.logits_full"),
         ("tiny-llada2-moe", 8, "b8.logits"),
         ("tiny-llada2-moe", 16, "b16.logits"),
     ],
@@ -88,9 +92,19 @@ def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canva
     return replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
 
 
+def test_the_experts_of_sdar_moe() -> None:
+    model, data = denoiser("tiny-sdar-moe").transformer, reference("tiny-sdar-moe")
+    moe = model.layers[int(data["moe.layer"])].ffn
+    assert isinstance(moe, MoE)
+    with torch.no_grad():
+        close(data["moe.hidden"][0] @ moe.router.weight.T, data["moe.router_logits"])
+        close(moe(data["moe.hidden"]), data["moe.output"])
+
+
 @pytest.mark.parametrize("length", [4, 16])
-def test_sdar_cached_forward(length: int) -> None:
-    model, data = denoiser("tiny-sdar"), reference("tiny-sdar")
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-sdar-moe", "tiny-stable-diffcoder"])
+def test_cached_forward(name: str, length: int) -> None:
+    model, data = denoiser(name), reference(name)
     canvas = at_last_block(model, data[f"b{length}.input_ids"], length)
     query = Query.window(canvas)
     wanted = data[f"b{length}.logits_cached_last_block"]
@@ -111,15 +125,16 @@ def test_sdar_cached_forward(length: int) -> None:
     close(model.head(hidden), wanted[0])
 
 
-@pytest.mark.parametrize(("name", "length"), [("tiny-sdar", 4), ("tiny-llada2-moe", 32)])
+@pytest.mark.parametrize(("name", "length"), [("tiny-sdar", 4), ("tiny-llada2-moe", 32), ("tiny-stable-diffcoder", 4)])
 def test_a_user_needs_to_say_nothing(name: str, length: int) -> None:
-    sampler = Sampler.from_pretrained({"path": str(DATA / name), "mask_id": MASK}, device="cpu")
+    path = {"path": str(DATA / name), "mask_id": MASK.get(name, 286)}
+    sampler = Sampler.from_pretrained(path, device="cpu")
     assert isinstance(sampler.plugins.cache, BlockCausalCache)
     assert sampler.plugins.blocks.grid == length
-    prompts = [[5, 11, 3, 40, 41], [7]]
+    prompts = [[6, 11, 3, 40, 41], [7]]
     result = sampler.generate(prompts, max_new_tokens=21)
     assert result.complete.all()
-    plain = Sampler.from_pretrained({"path": str(DATA / name), "mask_id": MASK}, device="cpu", cache="none")
+    plain = Sampler.from_pretrained(path, device="cpu", cache="none")
     assert torch.equal(plain.generate(prompts, max_new_tokens=21).tokens, result.tokens)
 
 

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
+from dllm_sampler.models.adapted import SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, to_checkpoint
+from dllm_sampler.models.families import DREAM, FAMILIES, ILLADA, LLADA, LLADA2, LLADA_MOE, to_checkpoint
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import check_numbers
 from dllm_sampler.models.transformer import Transformer
@@ -55,6 +56,26 @@ PUBLISHED: dict[str, tuple[Family, dict[str, Any]]] = {
         "fuse_cross_entropy": True, "hidden_size": 4096, "intermediate_size": 12288, "mask_token_id": 151669,
         "micro_forward": False, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
         "skip_checkpoint": False, "use_deepep": False, "vocab_size": 151936,
+    }),
+    "iLLaDA-8B": (ILLADA, {  # these fields are those that its network reads: the published file could not be had
+        "model_type": "illada", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "layer_norm_eps": None, "max_position_embeddings": 8192, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5e5, "vocab_size": 155136,
+    }),
+    "SDAR-30B-A3B": (SDAR_MOE, QWEN | {  # as three ports of it and its parent have it
+        "model_type": "sdar_moe", "attention_bias": False, "block_size": 4, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_size": 2048, "intermediate_size": 6144, "mask_token_id": 151669, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001, "vocab_size": 151936, "sliding_window": None,
+    }),
+    "Stable-DiffCoder-8B": (STABLE_DIFFCODER, {  # as a port of it has it
+        "architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama", "attention_bias": False,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5e5,
+        "tie_word_embeddings": False, "vocab_size": 155136,
     }),
     "LLaDA-MoE": (LLADA_MOE, {
         "model_type": "llada", "attention_bias": False, "clip_qkv": None, "dense_intermediate_size": 8192,
@@ -132,11 +153,23 @@ def test_what_computes_is_refused_by_name(name: str, key: str, value: Any):
         ("LLaDA2.1", "norm_head", True),
         ("LLaDA2.1", "router_dtype", "bf16"), ("LLaDA2.1", "use_rmsnorm", False), ("Dream-7B", "block_size", 32),
         ("Dream-7B", "hidden_act", "gelu"), ("SDAR-8B", "qk_norm", "l2"),
+        ("iLLaDA-8B", "layer_norm_eps", 1e-5), ("iLLaDA-8B", "mlp_bias", True), ("iLLaDA-8B", "sliding_window", 4096),
+        ("SDAR-30B-A3B", "router_n_groups", 4), ("SDAR-30B-A3B", "moe_router_enable_expert_bias", True),
+        ("Stable-DiffCoder-8B", "mlp_bias", True), ("Stable-DiffCoder-8B", "sliding_window", 4096),
+        ("Stable-DiffCoder-8B", "block_size", 32),
     ],
 )  # fmt: skip
 def test_values_of_one_family_that_are_refused(name: str, key: str, value: Any):
     with pytest.raises(UserError, match="not implemented"):
         config(name, **{key: value})
+
+
+def test_an_architecture_tells_a_family_from_other_models_of_its_type():
+    raw = PUBLISHED["Stable-DiffCoder-8B"][1]
+    assert loading.find_family(raw, Path()) is STABLE_DIFFCODER
+    for named in (["LlamaForCausalLM"], "StableDiffcoderForCausalLM", None):
+        with pytest.raises(UserError, match="unknown architecture 'llama'"):
+            loading.find_family(raw | {"architectures": named}, Path())
 
 
 def test_an_unknown_field_that_names_nothing_of_a_network_is_told():
