@@ -305,6 +305,13 @@ class Pack:
         counts = self.chosen.sum((1, 2))
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
+    def together(self, length: int) -> Tensor:
+        """`[T]` a number below T for the entries of each block of `length` columns, of the same row and segment."""
+        columns = self.chosen.shape[-1]
+        block = self.column // length + (self.column == columns - 1)  # fillers, which come last, have one of their own
+        number = self.place // columns * (columns // length + 2) + block
+        return torch.searchsorted(number, number)
+
     def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
         """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""
         candidates = query.ids.shape[1]

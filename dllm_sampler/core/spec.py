@@ -30,6 +30,7 @@ class ModelSpec:
     attention: Literal["bidirectional", "block_causal"] = "bidirectional"
     block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
+    routing: int | None = None  # tokens of a block of this length choose their experts together
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
     encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
     self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)

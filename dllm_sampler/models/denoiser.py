@@ -19,7 +19,7 @@ from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
-from dllm_sampler.models.compiled import CompiledParts
+from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
@@ -102,6 +102,7 @@ class TransformerDenoiser:
             attention=self.attention,
             block_length=self.block_length,
             shift=self.shift,
+            routing=config.moe.block if config.moe is not None and config.moe.pool else None,
             folder=self.folder,
         )
 
@@ -114,10 +115,12 @@ class TransformerDenoiser:
         pack, model = plan.pack, self.transformer
         assert pack is not None
         kernels = None if self.compile else self.kernels
-        drive = fused.drive(kernels, model, canvas, query, plan)
+        moe = model.config.moe
+        together = pack.together(moe.block) if moe is not None and moe.pool else None
+        drive = fused.drive(kernels, model, canvas, query, plan, together)
         if drive is None:
             plan = replace(plan, attention=plan.attention or PackedAttention(pack, plan.visible))
-            drive = partial(_drive, plan, self.compile)
+            drive = partial(_drive, plan, self.compile, together)
         soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
@@ -137,7 +140,7 @@ class TransformerDenoiser:
         hidden = self.transformer(
             canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),
             positions=plan.positions,
-            drive=partial(_drive, plan, self.compile),
+            drive=partial(_drive, plan, self.compile, None),
             rows=at.clamp(max=plan.positions.shape[1] - 1),  # what is not computed has no answer: any row will do
         )  # [B, Q, D]
         return plan.answers.pick(hidden[:, None])
@@ -164,5 +167,8 @@ def spent(canvas: Canvas, plan: Plan) -> Spent:
     return Spent((~canvas.done).long(), plan.cache.cost(plan))
 
 
-def _drive(plan: Plan, compile: bool, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-    return plan.cache.layer(index, CompiledParts(layer) if compile else layer, hidden, rope, plan)
+def _drive(
+    plan: Plan, compile: bool, together: Tensor | None, index: int, layer: Layer, hidden: Tensor, rope: Rope
+) -> Tensor:
+    parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
+    return plan.cache.layer(index, parts, hidden, rope, plan)

@@ -83,6 +83,8 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
     theta, rotary_dim = rotary(fields, head_dim, 0.5)
     if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
         raise UserError(f"{fields.source}: rotary_dim and partial_rotary_factor contradict each other")
+    groups, top_groups = fields.size("n_group", default=1), fields.size("topk_group", default=1)
+    pool = 0 if fields.get("expert_capacity") is None else fields.size("expert_capacity")  # of LLaDA2.2: no groups then
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
     return read_qwen(
         fields,
@@ -100,8 +102,10 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
             shared_size=fields.size("moe_shared_expert_intermediate_size", default=expert)
             * fields.count("num_shared_experts"),
             score="sigmoid",
-            groups=fields.size("n_group", default=1),
-            top_groups=fields.size("topk_group", default=1),
+            groups=1 if pool else groups,
+            top_groups=1 if pool else top_groups,
+            pool=pool,
+            block=fields.length("block_size", default=32) if pool else 0,
             normalise=True,
             scale=fields.number("routed_scaling_factor", 1.0, most=1e4),
             bias=True,
@@ -189,7 +193,6 @@ LLADA2 = Family(
         "norm_topk_prob": True,
         "use_rmsnorm": True,
         "router_dtype": "fp32",
-        "expert_capacity": None,  # routes by block (LLaDA2.2): a token's experts then depend on its neighbours
     },
     ignored=(*QWEN_IGNORED, "num_nextn_predict_layers", "mtp_loss_scaling_factor"),
     names=names.LLADA2,

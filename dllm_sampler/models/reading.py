@@ -49,6 +49,11 @@ def experts(fields: Fields, **settings: Any) -> MoeConfig:
     available = moe.num_experts // moe.groups * moe.top_groups
     if moe.top_k > available:
         raise UserError(f"{fields.source}: {moe.top_k} experts per token cannot be chosen among {available}")
+    if moe.pool and not moe.top_k <= moe.pool <= moe.num_experts:
+        raise UserError(
+            f"{fields.source}: expert_capacity should lie between the {moe.top_k} experts of a token and all"
+            f" {moe.num_experts}, not {moe.pool}"
+        )
     return moe
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dllm_sampler.models.moe import MoE, MoeConfig
+from dllm_sampler.models.moe import MoE, MoeConfig, feed
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,19 @@ class Layer(nn.Module):
             shared = SwiGLU(width, config.moe.shared_size) if config.moe.shared_size else None
             self.ffn = MoE(config.moe, width, shared)
 
-    def forward(self, hidden: Tensor, rope: Rope, mask: Tensor | None = None, drive: Drive | None = None) -> Tensor:
-        """Run the layer on the stream `[N, M, D]`, or let `drive` do so; mask: bool `[N, 1, 1|M, M]`."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: Rope,
+        mask: Tensor | None = None,
+        drive: Drive | None = None,
+        together: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer on the stream `[N, M, D]`, or let `drive` do so; mask: bool `[N, 1, 1|M, M]`; see `mlp`."""
         if drive is not None:
             return drive(self.index, self, hidden, rope)
         hidden = hidden + self.attend(*self.qkv(hidden, rope), mask)  # [N, M, D]
-        return hidden + self.mlp(hidden)
+        return hidden + self.mlp(hidden, together)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, H, M, Dh]`, rotated keys and values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
@@ -179,9 +186,12 @@ class Layer(nn.Module):
         scores = (groups @ k.unsqueeze(2).mT).flatten(1, 2) * self.head_dim**-0.5  # [N, H, M, S]
         return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
 
-    def mlp(self, hidden: Tensor) -> Tensor:
-        """Feed-forward output `[N, M, D]` of the stream, its norm included; the residual is not added."""
-        return self.ffn(self.mlp_norm(hidden))
+    def mlp(self, hidden: Tensor, together: Tensor | None = None) -> Tensor:
+        """Feed-forward output `[N, M, D]` of the stream, its norm included; the residual is not added.
+
+        together: `[N M]` which tokens choose their experts together, where they do (`Transformer.together`)
+        """
+        return feed(self.ffn, self.mlp_norm(hidden), together)
 
 
 class Transformer(nn.Module):
@@ -227,16 +237,32 @@ class Transformer(nn.Module):
         if soft is not None:
             hidden = torch.where(soft[1].unsqueeze(-1), soft[0].to(hidden.dtype), hidden)
         rope = self.rope(positions, hidden.dtype)
+        together = self.together(positions.expand_as(ids), keys) if drive is None else None
         mask = None
         if keys is not None:
             mask = keys[:, None] if keys.dim() == 3 else keys[:, None, None]  # [N, 1, 1|M, M]
         for layer in self.layers:
-            hidden = layer(hidden, rope, mask, drive)
+            hidden = layer(hidden, rope, mask, drive, together)
         if rows is not None:
             rows = rows if isinstance(rows, Tensor) else rows()
             hidden = hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [N, Q, D]
         hidden = self.norm(hidden)
         return self.head(hidden) if drive is None else hidden
+
+    def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:
+        """`[N M]` a number for the tokens of each block that choose their experts together; None: no tokens do.
+
+        positions: `[N, M]`; keys: as in `forward`: what no row may see is padding, which belongs to no block
+        """
+        moe = self.config.moe
+        if moe is None or not moe.pool:
+            return None
+        block = positions // moe.block
+        row = torch.arange(len(block), device=block.device)[:, None] * (block.max() + 1)
+        number = block + row
+        if keys is not None:
+            number = number.masked_fill(~(keys.any(1) if keys.dim() == 3 else keys), -1)
+        return torch.searchsorted(number.flatten().sort().values, number.flatten())
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of normed hidden states `[..., D]`: dear at 126464 words, so only for rows asked about."""

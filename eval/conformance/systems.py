@@ -50,6 +50,7 @@ SYSTEMS: dict[str, Builder] = {
     "sdar-moe": block_causal.sdar,
     "stable-diffcoder": stable_diffcoder.generate_block,
     "llada2": block_causal.llada2,
+    "llada2.1": block_causal.llada2_1,
     "constrained_cfg": constrained.constrained,
     "svdd": svdd.recorded,
     "diffusion-gemma": diffusion_gemma.generate,

@@ -3,13 +3,14 @@
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_sampler import Sampler
+from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.masks import block_causal
@@ -22,7 +23,7 @@ from dllm_sampler.models.moe import MoE
 from tests import toys
 
 DATA = Path(__file__).parent / "data"
-MASK = {"tiny-sdar-moe": 198, "tiny-stable-diffcoder": 5}  # 286 elsewhere
+MASK = {"tiny-llada2.2-moe": 199, "tiny-sdar-moe": 198, "tiny-stable-diffcoder": 5}  # 286 elsewhere
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 
 
@@ -49,10 +50,11 @@ def reference(name: str) -> dict[str, Tensor]:
         ("tiny-stable-diffcoder", 16, "b16.logits_full"),
         ("tiny-llada2-moe", 8, "b8.logits"),
         ("tiny-llada2-moe", 16, "b16.logits"),
+        ("tiny-llada2.2-moe", 8, "logits"),
     ],
 )
 def test_block_causal_forward(name: str, length: int, key: str) -> None:
-    ids = reference(name)[f"b{length}.input_ids"]
+    ids = reference(name)[f"{'' if key == 'logits' else f'b{length}.'}input_ids"]
     at = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
         logits = denoiser(name).transformer(ids, keys=block_causal(at, at, length))
@@ -81,6 +83,52 @@ def test_the_router_of_llada2() -> None:
         close(hidden @ moe.router.weight.T, data["b16.router_logits_last_moe_layer"][0])
         _, chosen = moe.router(hidden)
     assert torch.equal(chosen.sort(-1).values, data["b16.expert_ids_last_moe_layer"][0].sort(-1).values)
+
+
+def test_the_pools_of_llada2_2() -> None:
+    model, data = denoiser("tiny-llada2.2-moe").transformer, reference("tiny-llada2.2-moe")
+    assert (data["logits"] - data["logits_grouped"]).abs().max() > 10  # what a loader without pools would give
+    at = torch.arange(24)[None]
+    for number in (1, 2):
+        moe = model.layers[number].ffn
+        assert isinstance(moe, MoE)
+        logits, together = data[f"layer{number}.router_logits"], model.together(at, None)
+        with torch.no_grad():  # hidden states of which the gate makes these logits
+            hidden = logits @ torch.linalg.pinv(moe.router.weight).T
+            close(hidden @ moe.router.weight.T, logits)
+            weight, chosen = moe.router(hidden, together)
+        order = chosen.argsort(-1)
+        assert torch.equal(chosen.gather(-1, order), data[f"layer{number}.expert_ids"])
+        close(weight.gather(-1, order), data[f"layer{number}.expert_weights"])
+
+
+def test_a_block_of_llada2_2_chooses_its_experts_alone() -> None:
+    """The same tokens in a plain forward, in a batch with padding, packed, with rows and candidates around them."""
+    model, data = denoiser("tiny-llada2.2-moe"), reference("tiny-llada2.2-moe")
+    ids, at = data["input_ids"], torch.arange(24)[None]
+    padded = torch.cat([ids.flip(1), torch.cat([ids[:, 8:16], ids[:, :16]], 1)])
+    real = torch.tensor([[True] * 24, [False] * 8 + [True] * 16])
+    with torch.no_grad():
+        at = (at - 8).clamp(min=0).expand(2, -1)  # the first 8 share a block with what follows, but for the padding
+        keys = (block_causal(at, at, 8) | ~real[..., None]) & real[:, None]
+        close(model.transformer(padded, positions=at, keys=keys)[1, 8:], data["logits"][0, :16])
+    plugins: dict[str, Any] = {"blocks": FixedBlocks(8), "stop": "none", "cache": "none"}
+    prompts = [[24, 105, 145, 3, 19], [7] * 17]
+    plain = Sampler(model, **plugins).generate(prompts, max_new_tokens=21)
+    rule = {"name": "freedave", "inner": {"name": "fixed"}}
+    for others in ({"cache": "block_causal"}, {"poll_every": 4}, {"scheduler": rule}):
+        made = Sampler(model, **plugins | others).generate(prompts, max_new_tokens=21)
+        assert torch.equal(made.tokens, plain.tokens)
+    assert (made.nfe < plain.nfe).all(), "no draft was accepted"
+
+
+def test_what_llada2_2_is_refused_with() -> None:
+    model = denoiser("tiny-llada2.2-moe")
+    with pytest.raises(UserError, match=r"experts for blocks of 8 tokens together.* blocks\.length=8 or a multiple"):
+        Sampler(model, blocks={"name": "fixed", "length": 12})
+    with pytest.raises(UserError, match=r"scheduler=wino adds shadow rows.* experts for blocks"):
+        Sampler(model, scheduler="wino", cache="none")
+    assert Sampler(model, blocks={"name": "fixed", "length": 16}).plugins.blocks.grid == 16
 
 
 def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canvas:

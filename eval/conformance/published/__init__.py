@@ -12,6 +12,7 @@ from dllm_sampler.eval.conformance.published.adablock import AmongTop
 from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
+from dllm_sampler.eval.conformance.published.editing import PublishedEditing
 from dllm_sampler.eval.conformance.published.fixed import (
     AnyBlock,
     PublishedFactor,
@@ -52,6 +53,7 @@ __all__ = [
     "PublishedDInferThreshold",
     "PublishedDelayedCache",
     "PublishedDualCache",
+    "PublishedEditing",
     "PublishedElasticCache",
     "PublishedEndOfText",
     "PublishedFactor",
