@@ -25,7 +25,9 @@ class BlockCausalCache(BaseCache):
 
     Source: SDAR, arXiv 2510.06303; block diffusion, arXiv 2503.09573. The keys and values of a block are final once a
     forward has seen all its tokens. Published code spends a forward on that and one on the prompt's full blocks; here
-    both ride with the next block's first forward, which computes the finished block, or the prompt, too.
+    both ride with the next block's first forward, which computes the finished block, or the prompt, too. Blocks that
+    are decoded in parts (`blocks.part`) are computed whole. Under a logit shift (Fast-dLLM v2) the row before the
+    block, which predicts the block's first position, is computed until that is known.
 
     Args:
         store_pass: `ride`; `separate` makes the published forwards that only store (they count as NFE).
@@ -63,7 +65,7 @@ class BlockCausalCache(BaseCache):
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
         one = replace(canvas, **rows)
-        one = replace(one, stop=one.on_grid(one.start))
+        one = replace(one, end=one.on_grid(one.start))
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
@@ -79,12 +81,16 @@ class BlockCausalCache(BaseCache):
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
-        first = torch.minimum(self.clean, canvas.on_grid(canvas.start))[:, None]
-        return (canvas.columns() >= first) & (canvas.columns() < canvas.stop[:, None])
+        begin, column = canvas.on_grid(canvas.start), canvas.columns()
+        first = torch.minimum(self.clean, begin)
+        if self.spec.shift:
+            unknown = canvas.masked.gather(1, begin[:, None])[:, 0] & (begin > 0)
+            first = torch.minimum(first, begin - unknown.long())
+        return (column >= first[:, None]) & (column < canvas.grid_end()[:, None])
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
-        full = (canvas.noise_left() == 0) & ~written
-        clean = torch.where(full, canvas.stop, canvas.on_grid(canvas.start))
+        full = ~(canvas.masked & canvas.in_grid()).any(1) & ~written
+        clean = torch.where(full, canvas.grid_end(), canvas.on_grid(canvas.start))
         self.clean = torch.where(canvas.done, self.clean, clean)

@@ -37,6 +37,10 @@ def _read_llama(fields: Fields) -> TransformerConfig:
     return read_qwen(fields, head_dim=own_head_dim(fields), qkv_bias=bias, o_bias=bias)
 
 
+def _read_fast_dllm(fields: Fields) -> TransformerConfig:
+    return read_qwen(fields, head_dim=own_head_dim(fields), qkv_bias=True)
+
+
 SDAR = Family(  # also TraDo, arXiv 2509.06949
     name="SDAR",
     model_type="sdar",
@@ -81,4 +85,18 @@ STABLE_DIFFCODER = Family(  # arXiv 2601.15892
     attention="block_causal",
     block_length=lambda fields: 4,  # no field says it: the paper and the default of the published loop do
     mask_token="<[MASK_TOKEN]>",
+)
+
+FAST_DLLM = Family(  # Fast-dLLM v2, arXiv 2509.26328, from Qwen2.5
+    name="Fast-dLLM v2",
+    model_type="fast_dllm_qwen",
+    read=_read_fast_dllm,
+    supported={"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False},
+    ignored=QWEN_IGNORED,
+    names=names.QWEN,
+    shift=True,
+    attention="block_causal",
+    block_length=lambda fields: fields.length("bd_size", default=32),
+    end_of_turn="<|im_end|>",
+    mask_token="|<MASK>|",
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
-from dllm_sampler.models.adapted import SDAR, SDAR_MOE, STABLE_DIFFCODER
+from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields
 from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen, rotary, whole_rope
@@ -204,7 +204,7 @@ LLADA2 = Family(
 )
 
 # One with a marker before the one without.
-FAMILIES = (LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER)
+FAMILIES = (LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM)
 ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 

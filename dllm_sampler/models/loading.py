@@ -146,10 +146,6 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     for family in FAMILIES:
         if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
             return family
-    if "fast_dllm" in kind.lower():
-        raise UserError(
-            f"{folder / 'config.json'}: Fast-dLLM v2 checkpoints ({kind}) are not implemented, known are {_known()}"
-        )
     # Only here: transformers' modelling code takes seconds to import, which our own families should not cost.
     from dllm_sampler.models import diffusion_gemma, huggingface
 

@@ -85,9 +85,11 @@ def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
 
 @cache
 def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torch.float64) -> Denoiser:
-    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal)."""
-    if kind == "causal":
-        return replace(wrapped(causal_transformer().to(device, dtype)), attention="block_causal")
+    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal), `fast`
+    (block-causal with a logit shift)."""
+    if kind in ("causal", "fast"):
+        model = wrapped(causal_transformer().to(device, dtype), shift=kind == "fast")
+        return replace(model, attention="block_causal")
     model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4).to(device, dtype), shift=kind == "dream")
     return guided(model, 1.5) if kind == "cfg" else model
 

@@ -19,7 +19,7 @@ from tests.sampling import crossed
 DATA = Path(__file__).parent / "data"
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
 FAMILIES = [
-    *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe"),
+    *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-fast-dllm-v2"),
     *("tiny-stable-diffcoder", "tiny-llada-moe", "tiny-llada2-moe", "tiny-llada2.2-moe", *SCHEDULERS),
 ]
 CLOSE = {torch.float64: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}  # of the logits, relative to their size

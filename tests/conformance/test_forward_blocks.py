@@ -13,6 +13,7 @@ from torch import Tensor
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.cache.sub_block import SubBlockCache
 from dllm_sampler.core.masks import block_causal
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -23,7 +24,8 @@ from dllm_sampler.models.moe import MoE
 from tests import toys
 
 DATA = Path(__file__).parent / "data"
-MASK = {"tiny-llada2.2-moe": 199, "tiny-sdar-moe": 198, "tiny-stable-diffcoder": 5}  # 286 elsewhere
+# 286 elsewhere.
+MASK = {"tiny-fast-dllm-v2": 198, "tiny-llada2.2-moe": 199, "tiny-sdar-moe": 198, "tiny-stable-diffcoder": 5}
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 
 
@@ -51,10 +53,11 @@ def reference(name: str) -> dict[str, Tensor]:
         ("tiny-llada2-moe", 8, "b8.logits"),
         ("tiny-llada2-moe", 16, "b16.logits"),
         ("tiny-llada2.2-moe", 8, "logits"),
+        ("tiny-fast-dllm-v2", 32, "logits_full"),
     ],
 )
 def test_block_causal_forward(name: str, length: int, key: str) -> None:
-    ids = reference(name)[f"{'' if key == 'logits' else f'b{length}.'}input_ids"]
+    ids = reference(name)[f"{f'b{length}.' if key[0] == 'b' else ''}input_ids"]
     at = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
         logits = denoiser(name).transformer(ids, keys=block_causal(at, at, length))
@@ -116,6 +119,7 @@ def test_a_block_of_llada2_2_chooses_its_experts_alone() -> None:
     prompts = [[24, 105, 145, 3, 19], [7] * 17]
     plain = Sampler(model, **plugins).generate(prompts, max_new_tokens=21)
     rule = {"name": "freedave", "inner": {"name": "fixed"}}
+    others: dict[str, Any]
     for others in ({"cache": "block_causal"}, {"poll_every": 4}, {"scheduler": rule}):
         made = Sampler(model, **plugins | others).generate(prompts, max_new_tokens=21)
         assert torch.equal(made.tokens, plain.tokens)
@@ -173,7 +177,40 @@ def test_cached_forward(name: str, length: int) -> None:
     close(model.head(hidden), wanted[0])
 
 
-@pytest.mark.parametrize(("name", "length"), [("tiny-sdar", 4), ("tiny-llada2-moe", 32), ("tiny-stable-diffcoder", 4)])
+def test_fast_dllm_v2_cached_forwards() -> None:
+    """The last block against stored ones, its first position by the row before it; then a part against stale keys."""
+    model, data = denoiser("tiny-fast-dllm-v2"), reference("tiny-fast-dllm-v2")
+    canvas = at_last_block(model, data["input_ids"], 32)
+    query = Query.window(canvas)
+    wanted = torch.cat([data["logits_full"][:, 63:64], data["logits_cached_last_block"][:, :-1]], 1)
+    live, none = SubBlockCache().init(canvas, model.spec), torch.zeros_like(query.ids[:, 0], dtype=torch.bool)
+    blank = Readout(query.ids, query.ids.double())
+    for forward in range(2):
+        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        assert int(plan.computed) == (33 if forward else 96)
+        hidden, _ = model(canvas, query, plan)
+        close(model.head(hidden), wanted[0])
+        live.observe(canvas, query, Edit(query.ids[:, 0], none), blank)
+        canvas = replace(canvas, age=canvas.age + 1)
+    assert live.slots is not None
+    for layer in (0, 1):
+        close(live.slots.read(layer, 64)[0], data[f"cache_key_layer{layer}"])
+
+    ids = torch.cat([data["sub_block.input_ids"], canvas.ids[:, -1:]], 1)
+    masked = canvas.masked & (canvas.columns() >= 73)  # the second quarter but for its first position, and what follows
+    start = torch.tensor([73])
+    canvas = replace(canvas, ids=ids, masked=masked, start=start, stop=start + 7, part=8)
+    query = Query.window(canvas)
+    canvas, plan = toys.planned(canvas, query, model.spec, live)
+    assert int(plan.computed) == 8
+    hidden, _ = model(canvas, query, plan)
+    close(model.head(hidden), data["sub_block.logits"][0, :-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("tiny-sdar", 4), ("tiny-llada2-moe", 32), ("tiny-stable-diffcoder", 4), ("tiny-fast-dllm-v2", 32)],
+)
 def test_a_user_needs_to_say_nothing(name: str, length: int) -> None:
     path = {"path": str(DATA / name), "mask_id": MASK.get(name, 286)}
     sampler = Sampler.from_pretrained(path, device="cpu")

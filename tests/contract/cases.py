@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError
+from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
 from dllm_sampler.eval.testbeds.plugins import Settings, settings
 from tests import toys
 from tests.sampling import Draw, sampled
@@ -74,7 +74,7 @@ def label(chosen: Settings) -> str:
 
 def toy_of(cache: Settings) -> str:
     """A toy that the cache serves."""
-    return "causal" if cache["name"] == "block_causal" else "llada"
+    return "causal" if config.build("cache", cache).causal else "llada"
 
 
 def legal(**plugins: Any) -> bool:

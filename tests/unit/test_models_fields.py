@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
-from dllm_sampler.models.adapted import SDAR, SDAR_MOE, STABLE_DIFFCODER
+from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import DREAM, FAMILIES, ILLADA, LLADA, LLADA2, LLADA_MOE, to_checkpoint
 from dllm_sampler.models.family import Family
@@ -76,6 +76,12 @@ PUBLISHED: dict[str, tuple[Family, dict[str, Any]]] = {
         "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5e5,
         "tie_word_embeddings": False, "vocab_size": 155136,
+    }),
+    "Fast-dLLM-v2-7B": (FAST_DLLM, QWEN | {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 32,
+        "hidden_size": 3584, "intermediate_size": 18944, "layer_types": ["full_attention"] * 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": None,
+        "use_cache": False, "vocab_size": 152064,
     }),
     "LLaDA-MoE": (LLADA_MOE, {
         "model_type": "llada", "attention_bias": False, "clip_qkv": None, "dense_intermediate_size": 8192,
@@ -157,7 +163,7 @@ def test_what_computes_is_refused_by_name(name: str, key: str, value: Any):
         ("iLLaDA-8B", "layer_norm_eps", 1e-5), ("iLLaDA-8B", "mlp_bias", True), ("iLLaDA-8B", "sliding_window", 4096),
         ("SDAR-30B-A3B", "router_n_groups", 4), ("SDAR-30B-A3B", "moe_router_enable_expert_bias", True),
         ("Stable-DiffCoder-8B", "mlp_bias", True), ("Stable-DiffCoder-8B", "sliding_window", 4096),
-        ("Stable-DiffCoder-8B", "block_size", 32),
+        ("Stable-DiffCoder-8B", "block_size", 32), ("Fast-dLLM-v2-7B", "block_size", 16),
     ],
 )  # fmt: skip
 def test_values_of_one_family_that_are_refused(name: str, key: str, value: Any):

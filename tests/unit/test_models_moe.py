@@ -207,7 +207,6 @@ def test_damage_is_one_sentence(tmp_path: Path, spoil: Callable[[dict[str, Tenso
         ("sdar", {"head_dim": 5}, "head_dim should be even"),
         ("sdar", {"block_size": 0}, "block_size should be a positive whole number"),
         ("sdar", {"mask_token_id": None}, "names no mask_token_id.*: give model.mask_id"),
-        ("sdar", {"model_type": "Fast_dLLM_Qwen"}, "Fast-dLLM v2 checkpoints .* are not implemented"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], sentence: str) -> None:

@@ -27,6 +27,12 @@ from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
+from dllm_sampler.eval.conformance.published.seeded import (
+    PartDraws,
+    PublishedSubBlockCache,
+    SeededBlocks,
+    StoresApart,
+)
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
 from dllm_sampler.eval.conformance.published.stops import AllEnd, EarlyStop, StopAt
 from dllm_sampler.eval.conformance.published.svdd import AbsorbingKernel
@@ -49,6 +55,7 @@ __all__ = [
     "EndsAnywhere",
     "ForcedFirst",
     "MostUncertain",
+    "PartDraws",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDelayedCache",
@@ -69,8 +76,11 @@ __all__ = [
     "PublishedRunningConfidence",
     "PublishedSlowFast",
     "PublishedSparseCache",
+    "PublishedSubBlockCache",
     "PublishedWindow",
     "PublishedWino",
+    "SeededBlocks",
     "StopAt",
+    "StoresApart",
     "Unrolled",
 ]
