@@ -51,9 +51,9 @@ class SubBlockCache(BlockCausalCache):
         """`[B] bool` rows whose whole block is computed; `first [B]`: where the active part begins."""
         open_ = canvas.masked.gather(1, first[:, None])[:, 0]
         full = ~(canvas.masked & canvas.in_grid()).any(1)
-        return open_ | full | (self.held != canvas.on_grid(canvas.start))
+        return open_ | full | (self.held != canvas.grid_start())
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         super().observe(canvas, query, edit, readout)
-        self.held = torch.where(canvas.done, self.held, canvas.on_grid(canvas.start))
+        self.held = torch.where(canvas.done, self.held, canvas.grid_start())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.packing import predictors
 from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import Attention, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
@@ -37,6 +36,7 @@ class TransformerDenoiser:
     model: the module
     mask_id, eos_id, pad_id, eot_id: its special tokens; `pad_id` is `eos_id` by default
     shift: raw row i predicts the token at i + 1 (Dream)
+    seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
     attention: what a token sees
     block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
@@ -54,7 +54,8 @@ class TransformerDenoiser:
     pad_id: int | None = None
     eot_id: int | None = None
     shift: bool = False
-    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    seeds: bool = False
+    attention: Attention = "bidirectional"
     block_length: int | None = None
     device: torch.device | None = None
     folder: Path | None = None
@@ -102,6 +103,7 @@ class TransformerDenoiser:
             attention=self.attention,
             block_length=self.block_length,
             shift=self.shift,
+            seeds=self.seeds,
             routing=config.moe.block if config.moe is not None and config.moe.pool else None,
             folder=self.folder,
         )
@@ -135,7 +137,7 @@ class TransformerDenoiser:
         """The same for a cache that drives layers on the padded form."""
         if query.ids.shape[1] > 1 or query.leave_one_out or query.soft is not None:
             raise UserError(f"cache={named(plan.cache)} takes plain queries only: use another cache, or none")
-        columns = predictors(canvas, query.positions) if self.shift else query.positions  # [B, Q]
+        columns = predictors(canvas, query.positions, self)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
             canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),

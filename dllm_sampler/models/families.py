@@ -16,6 +16,7 @@ from dllm_sampler.models import names
 from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields
+from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen, rotary, whole_rope
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
@@ -204,7 +205,7 @@ LLADA2 = Family(
 )
 
 # One with a marker before the one without.
-FAMILIES = (LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM)
+FAMILIES = (LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM, NEMOTRON)
 ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 

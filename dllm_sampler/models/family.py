@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from dllm_sampler.core.spec import Attention
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.fields import Fields, largest, shown
 from dllm_sampler.models.transformer import TransformerConfig
@@ -31,6 +32,7 @@ class Family:
     marker: config field that tells it from another family of the same `model_type`
     architecture: what `architectures` must name, where the `model_type` is that of other models too
     shift: raw row i predicts the token at i + 1
+    seeds: the row before a block predicts the block's first token
     attention: what a token sees
     block_length: blocks it was trained on, by its config; None: no one length
     end_of_turn: text of the token that ends a chat turn, where that is not the EOS token
@@ -46,7 +48,8 @@ class Family:
     marker: str | None = None
     architecture: str | None = None
     shift: bool = False
-    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    seeds: bool = False
+    attention: Attention = "bidirectional"
     block_length: Callable[[Fields], int] | None = None
     end_of_turn: str | None = None
     mask_token: str | None = None

@@ -37,6 +37,9 @@ def drive(
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
+    yarn = model.config.yarn
+    if plan.visible.block is not None or (yarn is not None and yarn.queries):  # the kernels know neither
+        return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
     return Fused(kernels, plan, plan.pack, len(model.layers), together)

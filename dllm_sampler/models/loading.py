@@ -257,7 +257,7 @@ def _denoiser(
     source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
         model, mask_id=mask_id, eos_id=eos_id, pad_id=token("pad_token_id"), eot_id=spelt(family.end_of_turn),
-        shift=family.shift, attention=family.attention,
+        shift=family.shift, seeds=family.seeds, attention=family.attention,
         block_length=None if family.block_length is None else family.block_length(source), device=device,
         folder=folder,
     )  # fmt: skip

@@ -30,6 +30,8 @@ QWEN = {
     "layers.*.ffn.down_proj": "model.layers.*.mlp.down_proj",
 }
 
+NEMOTRON = {own: name.replace("model.", "encoder.", 1) for own, name in QWEN.items()} | {"lm_head": "diffusion_head"}
+
 SDAR = QWEN | {
     "layers.*.q_norm": "model.layers.*.self_attn.q_norm",
     "layers.*.k_norm": "model.layers.*.self_attn.k_norm",

@@ -253,6 +253,10 @@ def check(sampler: Sampler) -> None:
                 f"guide={named(guide)} changes the probabilities that are recorded, and training needs the"
                 " model's own: leave it out, or let it only choose"
             )
+    if spec.attention == "causal_context":
+        raise UserError(
+            "trajectories cannot be scored of a model whose context is causal: its states are forwards of their own"
+        )
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
         raise UserError(
             "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder,"

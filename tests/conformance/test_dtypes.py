@@ -20,7 +20,14 @@ DATA = Path(__file__).parent / "data"
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
 FAMILIES = [
     *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-fast-dllm-v2"),
-    *("tiny-stable-diffcoder", "tiny-llada-moe", "tiny-llada2-moe", "tiny-llada2.2-moe", *SCHEDULERS),
+    *(
+        "tiny-nemotron-labs-diffusion",
+        "tiny-stable-diffcoder",
+        "tiny-llada-moe",
+        "tiny-llada2-moe",
+        "tiny-llada2.2-moe",
+        *SCHEDULERS,
+    ),
 ]
 CLOSE = {torch.float64: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}  # of the logits, relative to their size
 PROMPTS = [[103, 22, 80, 12], [101, 22]]

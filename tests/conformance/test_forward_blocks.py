@@ -25,7 +25,10 @@ from tests import toys
 
 DATA = Path(__file__).parent / "data"
 # 286 elsewhere.
-MASK = {"tiny-fast-dllm-v2": 198, "tiny-llada2.2-moe": 199, "tiny-sdar-moe": 198, "tiny-stable-diffcoder": 5}
+MASK = {
+    "tiny-fast-dllm-v2": 198, "tiny-llada2.2-moe": 199, "tiny-nemotron-labs-diffusion": 100, "tiny-sdar-moe": 198,
+    "tiny-stable-diffcoder": 5,
+}  # fmt: skip
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 
 
@@ -205,6 +208,35 @@ def test_fast_dllm_v2_cached_forwards() -> None:
     assert int(plan.computed) == 8
     hidden, _ = model(canvas, query, plan)
     close(model.head(hidden), data["sub_block.logits"][0, :-1])
+
+
+def test_nemotron() -> None:
+    """Its three modes: a causal pass, a block against that context, everything at once."""
+    model, data = denoiser("tiny-nemotron-labs-diffusion"), reference("tiny-nemotron-labs-diffusion")
+    text, ids = data["causal.input_ids"], torch.cat([data["causal.input_ids"], data["block.input_ids"]], 1)
+    close(model.transformer.rope(torch.arange(80)[None], torch.float32).scale.flatten(), data["query_scale"])  # pyright: ignore
+    with torch.no_grad():
+        close(model.transformer(text, keys=torch.ones(1, 64, 64).tril().bool()), data["causal.logits"])
+        close(model.transformer(data["bidirectional.input_ids"]), data["bidirectional.logits"])
+    blocks = FixedBlocks(16).bind(toys.context(model.spec))
+    canvas = layout.canvas([text[0].tolist()], 16, [0], model.spec, blocks, CounterNoise(), False)
+    canvas = replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
+    query = Query.window(canvas)
+    wanted = torch.cat([data["causal.logits"][:, -1:], data["block.logits"][:, 1:]], 1)  # the context's row comes first
+    live, none = BlockCausalCache().init(canvas, model.spec), torch.zeros_like(query.ids[:, 0], dtype=torch.bool)
+    blank = Readout(query.ids, query.ids.double())
+    for forward in range(2):
+        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        assert int(plan.computed) == (17 if forward else 80)
+        hidden, _ = model(canvas, query, plan)
+        close(model.head(hidden), wanted[0])
+        live.observe(canvas, query, Edit(query.ids[:, 0], none), blank)
+        canvas = replace(canvas, age=canvas.age + 1)
+    assert live.slots is not None
+    close(live.slots.read(0, 64)[0], data["causal.cache_key_layer0"])
+    canvas, plan = toys.planned(canvas, query, model.spec)
+    hidden, _ = model(canvas, query, plan)
+    close(model.head(hidden), wanted[0])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,8 +60,9 @@ SYSTEMS = {
     "stable-diffcoder/generate_block": 31,
     "fast-dllm-v2/generate": 16,
     "fast-dllm-v2/generate/block-cache": 14,
-    "fast-dllm-v2/batch_sample": 16,
+    "fast-dllm-v2/batch_sample": 10,
     "fast-dllm-v2/batch_sample/block-cache": 9,
+    "nemotron-labs-diffusion/generate": 22,
     "llada2": 7,
     "llada2.1/threshold on block routing": 11,
     "llada2.1/joint-threshold on block routing": 12,
@@ -115,6 +117,25 @@ def test_the_verdicts_of_one_system_in_a_file(tmp_path: Path):
     found = json.loads((tmp_path / "verdicts.json").read_text())
     assert found["systems"] == {"learn2pd": {"passed": SYSTEMS["learn2pd"], "failed": 0, "unsupported": 0}}
     assert [line["id"] for line in found["lines"]] == [line.id for line in lines.read(DATA, "learn2pd")]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("nemotron-labs-diffusion", {"system": "nemotron-labs-diffusion/linear_spec"}, "the same model verifies"),
+        ("nemotron-labs-diffusion", {"params": {"causal_context": False}}, "blocks are counted from the prompt's end"),
+        ("fast-dllm-v2-batch", {"prompt_ids_batch": [[5], [6]], "output_ids_batch": [[7], [8]]}, "wait for each other"),
+        ("stable-diffcoder", {"params": {"shift": True}}, "is a slip of the published loop"),
+        ("llada2.2-block-routing", {"params": {"temperature": 0.5}}, "no order of draws is published"),
+    ],
+)
+def test_what_is_unsupported_is_named(tmp_path: Path, file: str, change: dict[str, Any], reason: str):
+    line = json.loads((DATA / "traces" / f"{file}.jsonl").read_text().splitlines()[0])
+    line |= {**change, "params": line["params"] | change.get("params", {})}
+    linked(tmp_path)
+    (tmp_path / "traces" / "one.jsonl").write_text(json.dumps(line))
+    (verdict,) = check(tmp_path)
+    assert verdict.status == "unsupported" and reason in verdict.reason
 
 
 @pytest.mark.slow

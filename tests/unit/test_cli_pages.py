@@ -147,7 +147,9 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
     assert "Not with stop=end_of_text, prophet, truncate." in freedave
     assert "no stop that changes the canvas" in freedave and "Models: masked diffusion, block-causal." in freedave
-    assert "Models: block-causal. Not with scheduler=wino." in flat(page(capsys, "--help", "block_causal"))
+    assert "Models: block-causal, causal context. Not with scheduler=wino." in flat(
+        page(capsys, "--help", "block_causal")
+    )
     assert "is refused: scheduler=svdd needs a reward" in flat(page(capsys, "--help", "svdd"))
     assert "guide.top_p.p=0.95 probability mass kept" in flat(page(capsys, "--help", "guide=[top_k,top_p]"))
     assert "scheduler.threshold=0.9 blocks.length=32" in flat(page(capsys, "--help", "experiment=fast-dllm"))

@@ -18,7 +18,9 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import DREAM, FAMILIES, ILLADA, LLADA, LLADA2, LLADA_MOE, to_checkpoint
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import check_numbers
+from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.models.yarn import Yarn
 
 SAVED: dict[str, Any] = {  # what transformers writes into every file, old and new versions
     "_name_or_path": "/data/run-7/checkpoint", "attention_dropout": 0.0, "auto_map": {"AutoConfig": "config.Config"},
@@ -82,6 +84,18 @@ PUBLISHED: dict[str, tuple[Family, dict[str, Any]]] = {
         "hidden_size": 3584, "intermediate_size": 18944, "layer_types": ["full_attention"] * 28,
         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": None,
         "use_cache": False, "vocab_size": 152064,
+    }),
+    "Nemotron-Labs-Diffusion-8B": (NEMOTRON, {  # as a walk-through of it has it
+        "architectures": ["NemotronLabsDiffusionModel"], "model_type": "nemotron_labs_diffusion",
+        "ar_loss_weight": 1.0, "attention_bias": False, "block_size": 32, "dlm_loss_weight": None,
+        "dlm_paradigm": "bidirectional", "dp_varying_mask_ratio": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "mask_token_id": 100, "max_position_embeddings": 262144,
+        "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
+        "rope_parameters": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6, "rope_type": "yarn",
+        },
     }),
     "LLaDA-MoE": (LLADA_MOE, {
         "model_type": "llada", "attention_bias": False, "clip_qkv": None, "dense_intermediate_size": 8192,
@@ -182,6 +196,26 @@ def test_llada2_2_has_a_pool_of_experts_for_each_block():
             config("LLaDA2.1", expert_capacity=capacity)
 
 
+def test_stretched_positions():
+    raw, name = PUBLISHED["Nemotron-Labs-Diffusion-8B"][1]["rope_parameters"], "Nemotron-Labs-Diffusion-8B"
+    assert config(name).yarn == Yarn(16.0, 16384, 32.0, 1.0, 0.1) and config(name).rope_theta == 1e6
+    assert config(name, rope_parameters=raw | {"llama_4_scaling_beta": None}).yarn.queries == 0
+    assert config(name, rope_parameters=None, rope_scaling=raw) == config(name)
+    assert config(name, rope_parameters=None, rope_theta=5e5).yarn is None
+    refused = [
+        ({"mscale": 0.7}, "mscale and mscale_all_dim that differ is not implemented"),
+        ({"mscale": None, "mscale_all_dim": None}, "mscale and mscale_all_dim that differ is not implemented"),
+        ({"truncate": True}, "rope_parameters with truncate = True is not implemented"),
+        ({"factor": -4}, "rope_parameters: factor should be a positive number"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings should be a positive whole number"),
+    ]
+    for change, sentence in refused:
+        with pytest.raises(UserError, match=sentence):
+            config(name, rope_parameters=raw | change)
+    with pytest.raises(UserError, match="contradicts itself: rope_theta and rope_parameters.rope_theta differ"):
+        config(name, rope_theta=10.0)
+
+
 def test_an_architecture_tells_a_family_from_other_models_of_its_type():
     raw = PUBLISHED["Stable-DiffCoder-8B"][1]
     assert loading.find_family(raw, Path()) is STABLE_DIFFCODER
@@ -197,6 +231,8 @@ def test_an_unknown_field_that_names_nothing_of_a_network_is_told():
 def test_rotary_positions_are_read_wherever_they_stand():
     for name in NAMES:
         family, raw = PUBLISHED[name]
+        if "rope_theta" not in raw:
+            continue  # its positions are scaled, and stand in one place
         plain = config(name)
         moved = {key: value for key, value in raw.items() if key not in ("rope_theta", "partial_rotary_factor")}
         said = {"rope_type": "default", "rope_theta": raw["rope_theta"]}

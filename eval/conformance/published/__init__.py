@@ -28,9 +28,11 @@ from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
 from dllm_sampler.eval.conformance.published.seeded import (
+    ContextDraws,
     PartDraws,
     PublishedSubBlockCache,
     SeededBlocks,
+    SeededContext,
     StoresApart,
 )
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
@@ -51,6 +53,7 @@ __all__ = [
     "AmongTop",
     "AnyBlock",
     "Behind",
+    "ContextDraws",
     "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
@@ -80,6 +83,7 @@ __all__ = [
     "PublishedWindow",
     "PublishedWino",
     "SeededBlocks",
+    "SeededContext",
     "StopAt",
     "StoresApart",
     "Unrolled",

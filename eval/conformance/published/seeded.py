@@ -19,13 +19,12 @@ from dllm_sampler.schedulers.rows import choose
 
 def seeds(canvas: Canvas) -> Tensor:
     """`[B] bool` rows whose forward stores the text before a block and predicts the block's first token, alone."""
-    return (canvas.age == 0) & (canvas.start == canvas.on_grid(canvas.start)) & (canvas.start > 0)
+    return (canvas.age == 0) & (canvas.start == canvas.grid_start()) & (canvas.start > 0)
 
 
 def prefills(canvas: Canvas) -> Tensor:
     """`[B] bool` rows whose forward stores the prompt's full blocks and predicts nothing: it ends inside a block."""
-    assert canvas.grid is not None
-    return (canvas.step == 0) & (canvas.start > canvas.grid) & ~seeds(canvas)
+    return (canvas.step == 0) & (canvas.start > (canvas.grid or 0)) & ~seeds(canvas)
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,39 @@ class SeededBlocks(Around):
         return self.inner.bound(tokens) + tokens + 1
 
 
+@dataclass(frozen=True)
+class SeededContext(SeededBlocks):
+    """`SeededBlocks` in a loop that leaves a block at an end token, and stores even the last one.
+
+    Source: Nemotron-Labs-Diffusion's `generate`. It leaves a block once an end token has no mask before it, though
+    masks may stand behind, and ends after the forward that stores the block. The canvas is one token longer than the
+    answer, so that the last block has such a forward too.
+
+    Args:
+        eos: the end token.
+    """
+
+    eos: int = -1
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[1]
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B] bool` rows that have left a block at an end token; inner."""
+        return torch.zeros_like(canvas.done), super().init(canvas)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, inner = super().tell(canvas, query, readout, carry[1])
+        last = seeds(canvas) & (carry[0] | (canvas.start == canvas.end - 1))
+        edit = replace(edit, commit=edit.commit & ~last[:, None])
+        after = canvas.apply(query.positions, edit)
+        known = ((after.masked & after.in_block()).cumsum(1) == 0) & after.in_block()
+        left = (known & (after.ids == self.eos)).any(1) & ~seeds(canvas)
+        return replace(edit, close_block=left, finish=last), (carry[0] | left, inner)
+
+
 @dataclass
 class StoresApart(BlockCausalCache):
     """Its forwards that store text compute that text and nothing else."""
@@ -69,7 +101,7 @@ class StoresApart(BlockCausalCache):
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         apart = (seeds(canvas) | prefills(canvas))[:, None]
-        before = canvas.columns() < canvas.on_grid(canvas.start)[:, None]
+        before = canvas.columns() < canvas.grid_start()[:, None]
         return super().computes(canvas) & (before | ~apart)
 
 
@@ -96,3 +128,18 @@ class PartDraws(ReplayNoise):
         drawn = -torch.log(torch.empty(canvas.part, vocab).exponential_(generator=self.generator))
         inside = (positions % canvas.part).cpu()
         return drawn[inside].to(positions.device)
+
+
+@dataclass(frozen=True)
+class ContextDraws(ReplayNoise):
+    """One draw for a seed; then draws that cover the block, masks or not."""
+
+    def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        assert positions.shape[0] == 1
+        if bool(seeds(canvas).any()):
+            drawn = -torch.log(torch.empty(vocab).exponential_(generator=self.generator))
+            return drawn.expand(*positions.shape, vocab).to(positions.device)
+        width = int(canvas.stop - canvas.start)
+        drawn = torch.rand((width, vocab), dtype=torch.float64, generator=self.generator)
+        at = (positions - canvas.start).clamp(max=width - 1).cpu()
+        return -torch.log(-torch.log(drawn))[at].to(positions.device)
