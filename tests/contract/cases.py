@@ -105,7 +105,9 @@ def cases() -> list[Case]:
     """
     draws = {group: Draw(settings(group), group) for group in ("cache", "blocks", "stop", "guide")}
     causal = {
-        "cache": Draw([one for one in settings("cache") if one["name"] in ("block_causal", "none")], "causal cache"),
+        "cache": Draw(
+            [one for one in settings("cache") if one["name"] in ("block_causal", "sub_block", "none")], "causal cache"
+        ),
         "blocks": Draw([one for one in settings("blocks") if one["name"] == "fixed"], "causal blocks"),
     }
     toy, found = Draw(toys.TOYS, "toy"), dict[str, Case]()

@@ -75,6 +75,7 @@ def test_a_row_of_a_batch_is_the_row_alone() -> None:
         sampler = toys.sampler("context", temperature=0.8, scheduler=SURE)
         assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=row))
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "seed": 0}
+    sampler = toys.sampler("context", temperature=0.8, scheduler=SURE)
     flown = sampler.generate_many(PROMPTS, batch_size=2, order="given", **options)
     assert [answer.tokens.tolist() for answer in flown] == batch.tokens.tolist()
     several = list(sampler.generate_many(PROMPTS[:2], batch_size=4, samples=2, order="given", **options))

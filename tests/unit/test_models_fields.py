@@ -212,7 +212,7 @@ def test_stretched_positions():
     for change, sentence in refused:
         with pytest.raises(UserError, match=sentence):
             config(name, rope_parameters=raw | change)
-    with pytest.raises(UserError, match="contradicts itself: rope_theta and rope_parameters.rope_theta differ"):
+    with pytest.raises(UserError, match=r"contradicts itself: rope_theta and rope_parameters\.rope_theta differ"):
         config(name, rope_theta=10.0)
 
 

@@ -40,8 +40,8 @@ class SeededBlocks(Around):
 
     @property
     def traits(self) -> Traits:
-        """Forwards that only store ask nothing, and the first position must be predicted."""
-        return replace(super().traits, exact=True, asks_block=False)
+        """Forwards that only store ask nothing, the first position must be predicted, and it is a step by itself."""
+        return replace(super().traits, exact=True, asks_block=False, plans=False)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""
