@@ -60,7 +60,7 @@ SYSTEMS = {
     "stable-diffcoder/generate_block": 31,
     "fast-dllm-v2/generate": 16,
     "fast-dllm-v2/generate/block-cache": 14,
-    "fast-dllm-v2/batch_sample": 10,
+    "fast-dllm-v2/batch_sample": 16,
     "fast-dllm-v2/batch_sample/block-cache": 9,
     "nemotron-labs-diffusion/generate": 22,
     "llada2": 7,
@@ -119,12 +119,15 @@ def test_the_verdicts_of_one_system_in_a_file(tmp_path: Path):
     assert [line["id"] for line in found["lines"]] == [line.id for line in lines.read(DATA, "learn2pd")]
 
 
+BATCH = {"prompt_ids_batch": [[5], [6]], "output_ids_batch": [[7], [8]], "params": {"use_block_cache": True}}
+
+
 @pytest.mark.parametrize(
     ("file", "change", "reason"),
     [
         ("nemotron-labs-diffusion", {"system": "nemotron-labs-diffusion/linear_spec"}, "the same model verifies"),
         ("nemotron-labs-diffusion", {"params": {"causal_context": False}}, "blocks are counted from the prompt's end"),
-        ("fast-dllm-v2-batch", {"prompt_ids_batch": [[5], [6]], "output_ids_batch": [[7], [8]]}, "wait for each other"),
+        ("fast-dllm-v2-batch", BATCH, "what the block cache refreshes for all rows"),
         ("stable-diffcoder", {"params": {"shift": True}}, "is a slip of the published loop"),
         ("llada2.2-block-routing", {"params": {"temperature": 0.5}}, "no order of draws is published"),
     ],
