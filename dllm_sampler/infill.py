@@ -280,6 +280,11 @@ def _check(task: Task, plugins: Plugins, number: int) -> None:
             f" prompt {number} has given tokens behind a gap, which it would not see: use another scheduler, threshold"
             " say"
         )
+    if spec.attention == "causal_context":
+        raise UserError(
+            f"this model reads from left to right up to its active block, and prompt {number} has given tokens behind a"
+            " gap, which it may not see: give a beginning alone"
+        )
     grid = plugins.blocks.grid
     if grid is not None and (start + first) // grid < (start + last) // grid:
         raise UserError(

@@ -32,7 +32,8 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 
 SCHEMA = 1
-APART = ("block_causal", "exact")  # the one is refused by models that see the whole canvas, the other is none there
+# Refused by models that see the whole canvas; `exact` is `none` there.
+APART = ("block_causal", "sub_block", "exact")
 RANDOM_WORDS = "random words"  # the task of a model without training
 
 

@@ -86,8 +86,8 @@ def content(results: Sequence[tuple[CacheSetup, Sequence[Row]]]) -> str:
             " *`none` = 1*: the same over the time without a cache, measured in turn on the same canvases. *Bytes per"
             " token*: everything that the live cache holds, over the columns of the canvas.",
             f"`dkv_greedy` needs `scheduler=random_order` and is compared with `none random_order`."
-            f" {', '.join(f'`{name}`' for name in APART)} are not in the tables: the first is for block-causal models"
-            " and refused by these, the second is `none` for them.",
+            f" {', '.join(f'`{name}`' for name in APART)} are not in the tables: the first two are for block-causal"
+            " models and refused by these, the last is `none` for them.",
             f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
         ]
     )

@@ -6,6 +6,7 @@ from typing import Self
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks, Context
 from dllm_sampler.core.spec import learned
+from dllm_sampler.errors import UserError
 
 DEFAULT_LENGTH = 32  # LLaDA's
 
@@ -21,19 +22,33 @@ class FixedBlocks(Blocks):
 
     Args:
         length: positions per block; None: the length the model was trained on, 32 where that is not one length.
+        part: block-causal models only: decode each block in parts of this many positions, left to right, each of which
+            sees the whole block (Fast-dLLM v2's sub-blocks, arXiv 2509.26328); None: whole.
+
+    Raises:
+        UserError: in `bind`, where the blocks cannot be cut into such parts.
     """
 
     length: int | None = None
+    part: int | None = None
     causal: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_count("blocks.length", self.length, optional=True)
+        check_count("blocks.part", self.part, optional=True)
 
     def bind(self, context: Context) -> Self:
         """Take the model's own length and whether its attention knows blocks."""
         spec = context.spec
-        bound = replace(self, length=self.length or spec.block_length or DEFAULT_LENGTH)
-        return learned(bound, causal=spec.attention == "block_causal")
+        length, causal = self.length or spec.block_length or DEFAULT_LENGTH, spec.attention == "block_causal"
+        if self.part is not None and not causal:
+            raise UserError(
+                "blocks.part cuts the blocks of block-causal models, and this one sees the whole canvas: use"
+                " blocks.length alone"
+            )
+        if self.part is not None and length % self.part:
+            raise UserError(f"blocks.part={self.part} does not divide blocks of {length} positions")
+        return learned(replace(self, length=length), causal=causal)
 
     @property
     def grid(self) -> int | None:
@@ -42,7 +57,7 @@ class FixedBlocks(Blocks):
 
     def lookahead(self, tokens: int) -> int:
         """See `Blocks.lookahead`."""
-        return min(self.length or DEFAULT_LENGTH, tokens)
+        return min(self.part or self.length or DEFAULT_LENGTH, tokens)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class BaseCache(Cache):
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
         answers = Answers.of(wanted, canvas.sizes)
-        sees, computed = Visible.of(canvas, wanted.query), wanted.entries(canvas)
+        sees, computed = Visible.of(canvas, wanted.query, self.spec.attention), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
         return Plan(self, wanted, answers, sees, computed, Pack.of(canvas, wanted, answers, self.spec))
@@ -138,9 +138,9 @@ class BaseCache(Cache):
         spec, cache = context.spec, f"cache={named(self)}"
         if self.stores and not spec.cacheable:
             yield f"{cache} cannot serve this model, whose forward computes whole rows only: use cache=none"
-        if self.causal and spec.attention != "block_causal":
+        if self.causal and spec.attention == "bidirectional":
             yield f"{cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
-        if self.stores and not self.causal and spec.attention == "block_causal":
+        if self.stores and not self.causal and spec.attention != "bidirectional":
             yield (
                 f"{cache} is for models that see the whole canvas, and this one is block-causal: use"
                 " cache=block_causal, which is exact, or cache=none"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.packing import request, sized
-from dllm_sampler.core.protocols import Cache, Denoiser, Scheduler
+from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -25,7 +25,12 @@ class BlockCausalCache(BaseCache):
 
     Source: SDAR, arXiv 2510.06303; block diffusion, arXiv 2503.09573. The keys and values of a block are final once a
     forward has seen all its tokens. Published code spends a forward on that and one on the prompt's full blocks; here
-    both ride with the next block's first forward, which computes the finished block, or the prompt, too.
+    both ride with the next block's first forward, which computes the finished block, or the prompt, too. Blocks that
+    are decoded in parts (`blocks.part`) are computed whole. Under a logit shift (Fast-dLLM v2) the row before the
+    block, which predicts the block's first position, is computed until that is known.
+
+    In a causal context (Nemotron-Labs-Diffusion) a finished block's keys and values are those that it has as context,
+    so the next block's first forward computes it again.
 
     Args:
         store_pass: `ride`; `separate` makes the published forwards that only store (they count as NFE).
@@ -41,6 +46,15 @@ class BlockCausalCache(BaseCache):
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
             raise UserError(f"cache.store_pass must be ride or separate, not {self.store_pass!r}")
+
+    def bind(self, context: Context) -> Cache:
+        """See `Cache.bind`."""
+        if self.store_pass == "separate" and context.spec.attention == "causal_context":
+            raise UserError(
+                "cache.store_pass=separate is for block-causal models, and this one's context is causal: use"
+                " cache.store_pass=ride"
+            )
+        return super().bind(context)
 
     def around(self, scheduler: Scheduler) -> Scheduler:
         """See `Wraps.around`."""
@@ -63,7 +77,7 @@ class BlockCausalCache(BaseCache):
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
         one = replace(canvas, **rows)
-        one = replace(one, stop=one.on_grid(one.start))
+        one = replace(one, end=one.grid_start())
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
@@ -74,17 +88,23 @@ class BlockCausalCache(BaseCache):
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):
             for buffer, source in zip(mine, its, strict=True):
                 buffer.copy_(source.repeat_interleave(samples, 0))
-        self.clean = canvas.on_grid(canvas.start)
+        self.clean = canvas.grid_start()
         return torch.stack([spent.computed, *[torch.zeros_like(spent.computed)] * (samples - 1)], 1).flatten()
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
-        first = torch.minimum(self.clean, canvas.on_grid(canvas.start))[:, None]
-        return (canvas.columns() >= first) & (canvas.columns() < canvas.stop[:, None])
+        begin, column = canvas.grid_start(), canvas.columns()
+        first = torch.minimum(self.clean, begin)
+        if self.spec.shift or self.spec.seeds:
+            unknown = canvas.masked.gather(1, begin[:, None])[:, 0] & (begin > 0)
+            first = torch.minimum(first, begin - unknown.long())
+        return (column >= first[:, None]) & (column < canvas.grid_end()[:, None])
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
-        full = (canvas.noise_left() == 0) & ~written
-        clean = torch.where(full, canvas.stop, canvas.on_grid(canvas.start))
+        full = ~(canvas.masked & canvas.in_grid()).any(1) & ~written
+        if self.spec.attention == "causal_context":  # a finished block is computed again, as context
+            full = torch.zeros_like(full)
+        clean = torch.where(full, canvas.grid_end(), canvas.grid_start())
         self.clean = torch.where(canvas.done, self.clean, clean)

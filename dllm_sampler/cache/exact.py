@@ -21,5 +21,5 @@ class ExactCache(BaseCache):
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
         whole = context.scheduler is not None and context.scheduler.traits.whole
-        chosen = BlockCausalCache() if context.spec.attention == "block_causal" and not whole else NoCache()
+        chosen = BlockCausalCache() if context.spec.attention != "bidirectional" and not whole else NoCache()
         return chosen.bind(context)

@@ -64,6 +64,7 @@ PLAIN = {"scheduler": "threshold", "cache": "none", "stop": "prefix", "blocks": 
 MODELS: dict[str, dict[str, Any]] = {
     "masked diffusion": {},
     "block-causal": {"attention": "block_causal", "block_length": 4},
+    "causal context": {"attention": "causal_context", "seeds": True, "block_length": 8},
     "uniform diffusion": {"mask_id": None},
 }
 

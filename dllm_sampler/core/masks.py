@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.spec import Attention
 from dllm_sampler.core.values import Canvas, Query
 
 
@@ -16,12 +17,22 @@ class Visible:
 
     end: Tensor  # [B] columns from here on are hidden
     grid: int | None  # block-causal: the length of a block in columns; None: each position sees all
+    block: tuple[Tensor, Tensor] | None = None  # [B] each: where the active block begins and ends, in a causal context
 
     @staticmethod
-    def of(canvas: Canvas, query: Query) -> Visible:
+    def of(canvas: Canvas, query: Query, attention: Attention) -> Visible:
         """What `visible` and the blocks of the canvas say."""
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-        return Visible(end, canvas.grid)
+        return Visible(end, canvas.grid, (canvas.start, canvas.stop) if attention == "causal_context" else None)
+
+    def until(self, column: Tensor, row: int | None = None) -> Tensor | None:
+        """First column that each of `column [B, M]`, or of `column [M]` of one row, does not see; None: only `end`."""
+        if self.grid is not None:
+            return (column // self.grid + 1) * self.grid
+        if self.block is None:
+            return None
+        start, stop = (at[:, None] if row is None else at[row] for at in self.block)
+        return torch.where((column >= start) & (column < stop), stop, column + 1)
 
 
 def visible(canvas: Canvas, query: Query) -> Tensor:

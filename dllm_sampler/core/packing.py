@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,14 +70,33 @@ def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
     """`[B, L+1] bool` columns that are predicted where the columns `computed [B, L+1]` are."""
     if spec.encoder:
         return computed & canvas.in_block()
-    return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed))) if spec.shift else computed
+    if not spec.shift and not spec.seeds:
+        return computed
+    return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec))
 
 
-def predictors(canvas: Canvas, columns: Tensor) -> Tensor:
-    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`, under a logit shift (Dream)."""
+class Predicts(Protocol):
+    """What tells which row predicts a token: a `ModelSpec`, or a model."""
+
+    @property
+    def shift(self) -> bool:
+        """Raw row i predicts token i + 1."""
+        ...
+
+    @property
+    def seeds(self) -> bool:
+        """The row before the active block predicts the block's first token."""
+        ...
+
+
+def predictors(canvas: Canvas, columns: Tensor, spec: Predicts) -> Tensor:
+    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`."""
     # The row's very first position has none before it and reads its own; the empty slot stays what it is.
-    inside = (columns > 0) & (columns < canvas.length)
-    return torch.where(inside, columns - 1, columns)
+    if spec.shift:
+        return torch.where((columns > 0) & (columns < canvas.length), columns - 1, columns)
+    if spec.seeds:
+        return torch.where((columns > 0) & (columns == canvas.start[:, None]), columns - 1, columns)
+    return columns
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
@@ -262,7 +281,7 @@ class Pack:
         query, sizes, columns = wanted.query, canvas.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
         chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
-        predict = predictors(canvas, query.positions) if spec.shift else query.positions  # [B, Q]
+        predict = predictors(canvas, query.positions, spec)  # [B, Q]
         there = wanted.shadows(canvas) if query.leave_one_out else None
         if there is not None:
             shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)
@@ -304,6 +323,13 @@ class Pack:
         """`[B+1]` where the entries of each row begin, and where the last ones end."""
         counts = self.chosen.sum((1, 2))
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+    def together(self, length: int) -> Tensor:
+        """`[T]` a number below T for the entries of each block of `length` columns, of the same row and segment."""
+        columns = self.chosen.shape[-1]
+        block = self.column // length + (self.column == columns - 1)  # fillers, which come last, have one of their own
+        number = self.place // columns * (columns // length + 2) + block
+        return torch.searchsorted(number, number)
 
     def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
         """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""

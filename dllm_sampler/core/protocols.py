@@ -174,6 +174,8 @@ class Blocks(PlugIn):
         """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
         return None
 
+    part: int | None = None  # length of the parts, counted likewise, in which blocks of the grid are decoded
+
     def lookahead(self, tokens: int) -> int:
         """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""
         raise NotImplementedError

@@ -10,6 +10,9 @@ from typing import Literal, TypeVar
 import torch
 
 Made = TypeVar("Made")
+# What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
+# before it, and before the active block nothing behind itself.
+Attention = Literal["bidirectional", "block_causal", "causal_context"]
 
 
 @dataclass(frozen=True)
@@ -27,9 +30,11 @@ class ModelSpec:
     dtype: torch.dtype
     device: torch.device
     eot_id: int | None = None  # end of turn, where it differs from eos
-    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    attention: Attention = "bidirectional"
     block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
+    seeds: bool = False  # the row before a block predicts the block's first token; other rows predict their own
+    routing: int | None = None  # tokens of a block of this length choose their experts together
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
     encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
     self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)

@@ -86,7 +86,8 @@ class Canvas:
     noise: Noise
     lookahead: Tensor  # [B] columns of a block that opens, as far as there is room
     width: int  # no block is ever wider
-    grid: int | None = None  # no block crosses a multiple of it
+    grid: int | None = None  # of block-causal attention: no block crosses a multiple of it
+    part: int | None = None  # nor of this, which divides it, where blocks of attention are decoded in parts
     surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
     form: Tensor | None = None  # [B] which of a guide's forms each answer has (`Guide.forms`); None: there is no list
     given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without; None: no row has one
@@ -128,13 +129,26 @@ class Canvas:
 
     def block_end(self, start: Tensor, width: int | Tensor) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
-        stop = torch.minimum(start + width, self.end)
-        return stop if self.grid is None else torch.minimum(stop, self.on_grid(start) + self.grid)
+        stop, line = torch.minimum(start + width, self.end), self.part or self.grid
+        return stop if line is None else torch.minimum(stop, start - start % line + line)
 
     def on_grid(self, column: Tensor) -> Tensor:
         """`[B]` first column of the grid's block that `column [B]` lies in."""
         assert self.grid is not None
         return column - column % self.grid
+
+    def grid_start(self) -> Tensor:
+        """`[B]` first column of the grid's block that the active block lies in; of the active block without a grid."""
+        return self.start if self.grid is None else self.on_grid(self.start)
+
+    def grid_end(self) -> Tensor:
+        """`[B]` end of the grid's block that the active block lies in; of the active block without a grid."""
+        return self.stop if self.grid is None else torch.minimum(self.on_grid(self.start) + self.grid, self.end)
+
+    def in_grid(self) -> Tensor:
+        """`[B, L+1] bool` columns from `grid_start` to `grid_end`."""
+        column = self.columns()
+        return (column >= self.grid_start()[:, None]) & (column < self.grid_end()[:, None])
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""

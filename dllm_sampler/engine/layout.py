@@ -85,6 +85,7 @@ def canvas(
         lookahead=lookahead,
         width=max(widths.values()),
         grid=blocks.grid,
+        part=blocks.part,
         given=None if given is None else first + last,
         form=None if forms is None else torch.tensor(forms, device=spec.device),
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,

@@ -244,6 +244,21 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             "this model is block-causal, its attention knows blocks of one length from the first token on, and"
             f" {blocks} makes others: use blocks=fixed"
         )
+    if spec.routing is not None and (plugins.blocks.grid or 0) % spec.routing:
+        yield (
+            f"this model chooses experts for blocks of {spec.routing} tokens together, and {blocks} makes others: use"
+            f" blocks=fixed with blocks.length={spec.routing} or a multiple"
+        )
+    if spec.routing is not None and traits.leave_one_out:
+        yield (
+            f"{scheduler} adds shadow rows of mask tokens to the forward, and this model chooses experts for blocks of"
+            " tokens together, which these would change: use another scheduler, threshold say"
+        )
+    if spec.seeds and (traits.leave_one_out or traits.drafts):
+        yield (
+            f"{scheduler} asks about states beside the canvas, and this model computes a finished block again, as"
+            " context: use another scheduler, threshold say"
+        )
 
 
 def _length(blocks: Blocks, near: int) -> int:

@@ -1,4 +1,4 @@
-"""Layers whose parts `torch.compile` made: a cache drives them as it drives the modules."""
+"""Layers as the parts that a cache drives, with what a forward knows of its tokens; also compiled by torch."""
 
 from __future__ import annotations
 
@@ -33,31 +33,49 @@ def fullgraph(part: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class CompiledParts:
-    """One layer, as `LayerParts`. What a cache puts between the parts (slots, choices, masks) is not compiled."""
+class Parts:
+    """One layer, as `LayerParts`.
+
+    layer: the module
+    together: `[T]` tokens that choose their experts together (`Layer.mlp`); None: none do
+    """
 
     layer: Layer
+    together: Tensor | None = None
+
+    def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """What a method of the layer returns."""
+        return part(self.layer, *arguments)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """See `LayerParts.qkv`."""
-        return compiled(Layer.qkv)(self.layer, hidden, rope)
+        return self.call(Layer.qkv, hidden, rope)
 
     def values(self, hidden: Tensor) -> Tensor:
         """See `LayerParts.values`."""
-        return compiled(Layer.values)(self.layer, hidden)
+        return self.call(Layer.values, hidden)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """See `LayerParts.attend`."""
-        return compiled(Layer.attend)(self.layer, q, k, v, mask)
+        return self.call(Layer.attend, q, k, v, mask)
 
     def output(self, heads: Tensor) -> Tensor:
         """See `LayerParts.output`."""
-        return compiled(Layer.output)(self.layer, heads)
+        return self.call(Layer.output, heads)
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
         """See `LayerParts.weights`."""
-        return compiled(Layer.weights)(self.layer, q, k, mask)
+        return self.call(Layer.weights, q, k, mask)
 
     def mlp(self, hidden: Tensor) -> Tensor:
         """See `LayerParts.mlp`."""
-        return compiled(Layer.mlp)(self.layer, hidden)
+        return self.call(Layer.mlp, hidden, self.together)
+
+
+@dataclass(frozen=True)
+class CompiledParts(Parts):
+    """The same, each part compiled. What a cache puts between the parts (slots, choices, masks) is not."""
+
+    def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """See `Parts.call`."""
+        return compiled(part)(self.layer, *arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.packing import predictors
 from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import Attention, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused
-from dllm_sampler.models.compiled import CompiledParts
+from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import Layer, Rope, Transformer
@@ -37,6 +36,7 @@ class TransformerDenoiser:
     model: the module
     mask_id, eos_id, pad_id, eot_id: its special tokens; `pad_id` is `eos_id` by default
     shift: raw row i predicts the token at i + 1 (Dream)
+    seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
     attention: what a token sees
     block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
@@ -54,7 +54,8 @@ class TransformerDenoiser:
     pad_id: int | None = None
     eot_id: int | None = None
     shift: bool = False
-    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    seeds: bool = False
+    attention: Attention = "bidirectional"
     block_length: int | None = None
     device: torch.device | None = None
     folder: Path | None = None
@@ -102,6 +103,8 @@ class TransformerDenoiser:
             attention=self.attention,
             block_length=self.block_length,
             shift=self.shift,
+            seeds=self.seeds,
+            routing=config.moe.block if config.moe is not None and config.moe.pool else None,
             folder=self.folder,
         )
 
@@ -114,10 +117,12 @@ class TransformerDenoiser:
         pack, model = plan.pack, self.transformer
         assert pack is not None
         kernels = None if self.compile else self.kernels
-        drive = fused.drive(kernels, model, canvas, query, plan)
+        moe = model.config.moe
+        together = pack.together(moe.block) if moe is not None and moe.pool else None
+        drive = fused.drive(kernels, model, canvas, query, plan, together)
         if drive is None:
             plan = replace(plan, attention=plan.attention or PackedAttention(pack, plan.visible))
-            drive = partial(_drive, plan, self.compile)
+            drive = partial(_drive, plan, self.compile, together)
         soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
@@ -132,12 +137,12 @@ class TransformerDenoiser:
         """The same for a cache that drives layers on the padded form."""
         if query.ids.shape[1] > 1 or query.leave_one_out or query.soft is not None:
             raise UserError(f"cache={named(plan.cache)} takes plain queries only: use another cache, or none")
-        columns = predictors(canvas, query.positions) if self.shift else query.positions  # [B, Q]
+        columns = predictors(canvas, query.positions, self)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
             canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),
             positions=plan.positions,
-            drive=partial(_drive, plan, self.compile),
+            drive=partial(_drive, plan, self.compile, None),
             rows=at.clamp(max=plan.positions.shape[1] - 1),  # what is not computed has no answer: any row will do
         )  # [B, Q, D]
         return plan.answers.pick(hidden[:, None])
@@ -164,5 +169,8 @@ def spent(canvas: Canvas, plan: Plan) -> Spent:
     return Spent((~canvas.done).long(), plan.cache.cost(plan))
 
 
-def _drive(plan: Plan, compile: bool, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-    return plan.cache.layer(index, CompiledParts(layer) if compile else layer, hidden, rope, plan)
+def _drive(
+    plan: Plan, compile: bool, together: Tensor | None, index: int, layer: Layer, hidden: Tensor, rope: Rope
+) -> Tensor:
+    parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
+    return plan.cache.layer(index, parts, hidden, rope, plan)

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
+from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields
-from dllm_sampler.models.moe import MoeConfig
+from dllm_sampler.models.nemotron import NEMOTRON
+from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen, rotary, whole_rope
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
 
@@ -31,7 +33,7 @@ def _read_llada(fields: Fields) -> TransformerConfig:
         num_heads=heads,
         num_kv_heads=fields.size("n_kv_heads", default=everyone),
         head_dim=fields.head_dim(width, heads),
-        rope_theta=_whole_rope(fields),
+        rope_theta=whole_rope(fields),
         norm_eps=fields.eps(1e-5),
         max_positions=fields.length("max_sequence_length", default=1024),
         qkv_bias=fields.flag("include_qkv_bias", False),
@@ -39,45 +41,24 @@ def _read_llada(fields: Fields) -> TransformerConfig:
     )
 
 
-def _read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
-    """The fields that every family has which follows Qwen's config."""
-    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    read = {
-        "vocab_size": fields.size("vocab_size"),
-        "hidden_size": width,
-        "num_layers": fields.depth("num_hidden_layers"),
-        "num_heads": heads,
-        "num_kv_heads": fields.size("num_key_value_heads", default=heads),
-        "norm_eps": fields.eps(1e-6),
-        "max_positions": fields.length("max_position_embeddings", default=32_768),
-        "tie_embeddings": fields.flag("tie_word_embeddings", False),
-    }
-    if "rope_theta" not in changes:
-        changes["rope_theta"] = _whole_rope(fields)
-    if "head_dim" not in changes:
-        changes["head_dim"] = fields.head_dim(width, heads)
-    if "intermediate_size" not in changes:
-        changes["intermediate_size"] = fields.size("intermediate_size")
-    return TransformerConfig(**{**read, **changes})
-
-
 def _read_dream(fields: Fields) -> TransformerConfig:
-    return _read_qwen(fields, qkv_bias=True)
+    return read_qwen(fields, qkv_bias=True)
 
 
-def _read_sdar(fields: Fields) -> TransformerConfig:
+def _read_illada(fields: Fields) -> TransformerConfig:
     bias = fields.flag("attention_bias", False)
-    return _read_qwen(fields, head_dim=_own_head_dim(fields), qkv_bias=bias, o_bias=bias, qk_norm=True)
+    tied = fields.flag("tie_word_embeddings", True)
+    return read_qwen(fields, qkv_bias=bias, o_bias=bias, tie_embeddings=tied)
 
 
 def _read_llada_moe(fields: Fields) -> TransformerConfig:
-    layers, head_dim = fields.depth("num_hidden_layers"), _own_head_dim(fields)
-    theta, rotary_dim = _rotary(fields, head_dim, 1.0)
+    layers, head_dim = fields.depth("num_hidden_layers"), own_head_dim(fields)
+    theta, rotary_dim = rotary(fields, head_dim, 1.0)
     frequency = fields.get("moe_layer_freq", [1] * layers)
     if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
         raise UserError(f"{fields.source}: moe_layer_freq should have a 0 or a 1 for each of the {layers} layers")
     expert = fields.size("expert_intermediate_size")
-    return _read_qwen(
+    return read_qwen(
         fields,
         head_dim=head_dim,
         rope_theta=theta,
@@ -88,7 +69,7 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
         qkv_bias=fields.flag("attention_bias", False),
         o_bias=fields.flag("attention_bias", False),
         qk_norm=fields.flag("qk_layernorm", False),
-        moe=_experts(
+        moe=experts(
             fields,
             expert_size=expert,
             layers=frozenset(i for i, one in enumerate(frequency) if one),
@@ -99,12 +80,14 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
 
 
 def _read_llada2(fields: Fields) -> TransformerConfig:
-    layers, head_dim = fields.depth("num_hidden_layers"), _own_head_dim(fields)
-    theta, rotary_dim = _rotary(fields, head_dim, 0.5)
+    layers, head_dim = fields.depth("num_hidden_layers"), own_head_dim(fields)
+    theta, rotary_dim = rotary(fields, head_dim, 0.5)
     if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
         raise UserError(f"{fields.source}: rotary_dim and partial_rotary_factor contradict each other")
+    groups, top_groups = fields.size("n_group", default=1), fields.size("topk_group", default=1)
+    pool = 0 if fields.get("expert_capacity") is None else fields.size("expert_capacity")  # of LLaDA2.2: no groups then
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
-    return _read_qwen(
+    return read_qwen(
         fields,
         head_dim=head_dim,
         rope_theta=theta,
@@ -113,68 +96,23 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
         qkv_bias=fields.flag("use_qkv_bias", False),
         o_bias=fields.flag("use_bias", True),
         qk_norm=fields.flag("use_qk_norm", True),
-        moe=_experts(
+        moe=experts(
             fields,
             expert_size=expert,
             layers=frozenset(range(dense, layers)),
             shared_size=fields.size("moe_shared_expert_intermediate_size", default=expert)
             * fields.count("num_shared_experts"),
             score="sigmoid",
-            groups=fields.size("n_group", default=1),
-            top_groups=fields.size("topk_group", default=1),
+            groups=1 if pool else groups,
+            top_groups=1 if pool else top_groups,
+            pool=pool,
+            block=fields.length("block_size", default=32) if pool else 0,
             normalise=True,
             scale=fields.number("routed_scaling_factor", 1.0, most=1e4),
             bias=True,
         ),
     )
 
-
-def _experts(fields: Fields, **settings: Any) -> MoeConfig:
-    bias = fields.flag("moe_router_enable_expert_bias", False)
-    moe = MoeConfig(
-        **{"num_experts": fields.size("num_experts"), "top_k": fields.size("num_experts_per_tok"), "bias": bias}
-        | settings
-    )
-    if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
-        raise UserError(
-            f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which"
-            f" {moe.top_groups} are kept"
-        )
-    available = moe.num_experts // moe.groups * moe.top_groups
-    if moe.top_k > available:
-        raise UserError(f"{fields.source}: {moe.top_k} experts per token cannot be chosen among {available}")
-    return moe
-
-
-def _own_head_dim(fields: Fields) -> int:
-    if fields.get("head_dim") is None:
-        return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
-    size = fields.size("head_dim")
-    if size % 2:
-        raise UserError(f"{fields.source}: head_dim should be even, since rotary positions turn pairs, not {size}")
-    return size
-
-
-def _rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | None]:
-    """The base of rotary positions, and how many dimensions of a head they turn (None: all)."""
-    theta, part = fields.rope(partial=default)
-    size = int(head_dim * part) if part <= 1 else 0
-    if size % 2 or not size:
-        raise UserError(
-            f"{fields.source}: partial_rotary_factor = {part:g} leaves no even number of a head's {head_dim} dimensions"
-        )
-    return theta, None if size == head_dim else size
-
-
-def _whole_rope(fields: Fields) -> float:
-    """The base of rotary positions that turn whole heads."""
-    theta, part = fields.rope()
-    if part != 1:
-        raise UserError(f"{fields.source}: partial_rotary_factor = {part:g} is not implemented, only 1")
-    return theta
-
-
-_QWEN_IGNORED = ("sliding_window", "max_window_layers")  # of no effect without use_sliding_window
 
 LLADA = Family(
     name="LLaDA",
@@ -205,36 +143,24 @@ LLADA = Family(
     end_of_turn="<|eot_id|>",
 )
 
+ILLADA = Family(  # arXiv 2606.25331: Llama's format, not LLaDA's
+    name="iLLaDA",
+    model_type="illada",
+    read=_read_illada,
+    supported={"hidden_act": "silu", "mlp_bias": False, "layer_norm_eps": None},  # a number there means LayerNorm
+    names=names.QWEN,
+    mask_token="<[MASK]>",
+)
+
 DREAM = Family(
     name="Dream",
     model_type="dream",
     read=_read_dream,
     supported={"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False},
-    ignored=(*_QWEN_IGNORED, "attention_bias"),  # its attention has biases whatever that says
+    ignored=(*QWEN_IGNORED, "attention_bias"),  # its attention has biases whatever that says
     names=names.QWEN,
     shift=True,
     end_of_turn="<|im_end|>",
-)
-
-SDAR = Family(  # also TraDo, arXiv 2509.06949
-    name="SDAR",
-    model_type="sdar",
-    read=_read_sdar,
-    supported={"hidden_act": "silu", "use_sliding_window": False},
-    ignored=(
-        *_QWEN_IGNORED,
-        "debug",
-        "ep_size",
-        "fuse_cross_entropy",
-        "micro_forward",
-        "skip_checkpoint",
-        "use_deepep",
-    ),
-    names=names.SDAR,
-    attention="block_causal",
-    block_length=lambda fields: fields.length("block_size", default=4),
-    end_of_turn="<|im_end|>",
-    mask_token="<|MASK|>",
 )
 
 LLADA_MOE = Family(
@@ -268,9 +194,8 @@ LLADA2 = Family(
         "norm_topk_prob": True,
         "use_rmsnorm": True,
         "router_dtype": "fp32",
-        "expert_capacity": None,  # routes by block (LLaDA2.2): a token's experts then depend on its neighbours
     },
-    ignored=(*_QWEN_IGNORED, "num_nextn_predict_layers", "mtp_loss_scaling_factor"),
+    ignored=(*QWEN_IGNORED, "num_nextn_predict_layers", "mtp_loss_scaling_factor"),
     names=names.LLADA2,
     attention="block_causal",
     # LLaDA2.0 and 2.1 do not say; the model card and the papers (arXiv 2512.15745) do.
@@ -279,7 +204,8 @@ LLADA2 = Family(
     mask_token="<|mask|>",
 )
 
-FAMILIES = (LLADA_MOE, LLADA, DREAM, SDAR, LLADA2)  # one with a marker before the one without
+# One with a marker before the one without.
+FAMILIES = (LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM, NEMOTRON)
 ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from dllm_sampler.core.spec import Attention
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.fields import Fields, largest, shown
 from dllm_sampler.models.transformer import TransformerConfig
@@ -29,7 +30,9 @@ class Family:
         of ours stacks those of the experts. `[q]`, `[k]`, `[v]` is the rows of these heads in a fused tensor.
         A parameter named in full goes before its module
     marker: config field that tells it from another family of the same `model_type`
+    architecture: what `architectures` must name, where the `model_type` is that of other models too
     shift: raw row i predicts the token at i + 1
+    seeds: the row before a block predicts the block's first token
     attention: what a token sees
     block_length: blocks it was trained on, by its config; None: no one length
     end_of_turn: text of the token that ends a chat turn, where that is not the EOS token
@@ -43,11 +46,22 @@ class Family:
     names: Mapping[str, str]
     ignored: Collection[str] = ()
     marker: str | None = None
+    architecture: str | None = None
     shift: bool = False
-    attention: Literal["bidirectional", "block_causal"] = "bidirectional"
+    seeds: bool = False
+    attention: Attention = "bidirectional"
     block_length: Callable[[Fields], int] | None = None
     end_of_turn: str | None = None
     mask_token: str | None = None
+
+    def knows(self, kind: str, raw: Mapping[str, Any]) -> bool:
+        """Whether a parsed `config.json` of the model type `kind`, in lower case, belongs to the family."""
+        named = raw.get("architectures")
+        return (
+            self.model_type == kind
+            and self.marker in (None, *raw)
+            and self.architecture in (None, *(named if isinstance(named, list) else []))
+        )
 
     def config(
         self, raw: Mapping[str, Any], source: str = "config.json", shapes: Mapping[str, tuple[int, ...]] | None = None

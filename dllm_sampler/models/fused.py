@@ -18,20 +18,31 @@ from dllm_sampler.core.packing import Pack
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels
+from dllm_sampler.models.moe import feed
 from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
 
 
-def drive(kernels: LayerKernels | None, model: Transformer, canvas: Canvas, query: Query, plan: Plan) -> Drive | None:
-    """What runs the layers of a packed forward on kernels; None: their modules must."""
+def drive(
+    kernels: LayerKernels | None,
+    model: Transformer,
+    canvas: Canvas,
+    query: Query,
+    plan: Plan,
+    together: Tensor | None = None,
+) -> Drive | None:
+    """What runs the layers of a packed forward on kernels; None: their modules must. `together`: see `Layer.mlp`."""
     cache = plan.cache
     if kernels is None or plan.pack is None or query.leave_one_out:
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
+    yarn = model.config.yarn
+    if plan.visible.block is not None or (yarn is not None and yarn.queries):  # the kernels know neither
+        return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
-    return Fused(kernels, plan, plan.pack, len(model.layers))
+    return Fused(kernels, plan, plan.pack, len(model.layers), together)
 
 
 def plain(layer: nn.Module) -> bool:
@@ -58,12 +69,14 @@ class Fused:
         plan: what each entry sees, and the cache that keeps keys and values.
         pack: the entries.
         layers: how many there are.
+        together: `[T]` which entries choose their experts together; None: none do.
     """
 
     kernels: LayerKernels
     plan: Plan
     pack: Pack
     layers: int
+    together: Tensor | None = None
     passed: int = 0  # layers so far; one may run twice, and some may be gone
     feed: Tensor | None = None  # `[1, T, D]` of the layer before: the next norm adds it to the stream on its way
 
@@ -121,7 +134,7 @@ class Fused:
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
         """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
         if type(ffn) is not SwiGLU or any(hooked(one) for one in ffn.modules()):
-            return ffn(normed)
+            return feed(ffn, normed, self.together)
         if any(type(one) is not nn.Linear for one in ffn.children()):
             return ffn(normed)
         gates = ffn.gate_proj, ffn.up_proj

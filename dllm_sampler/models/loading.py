@@ -142,12 +142,8 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     """The family a parsed `config.json` belongs to; None for a masked LM of transformers."""
     kind = str(raw.get("model_type", ""))
     for family in FAMILIES:
-        if family.model_type == ALIASES.get(kind.lower(), kind.lower()) and family.marker in (None, *raw):
+        if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
             return family
-    if "fast_dllm" in kind.lower():
-        raise UserError(
-            f"{folder / 'config.json'}: Fast-dLLM v2 checkpoints ({kind}) are not implemented, known are {_known()}"
-        )
     # Only here: transformers' modelling code takes seconds to import, which our own families should not cost.
     from dllm_sampler.models import diffusion_gemma, huggingface
 
@@ -260,7 +256,7 @@ def _denoiser(
     source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
         model, mask_id=mask_id, eos_id=eos_id, pad_id=token("pad_token_id"), eot_id=spelt(family.end_of_turn),
-        shift=family.shift, attention=family.attention,
+        shift=family.shift, seeds=family.seeds, attention=family.attention,
         block_length=None if family.block_length is None else family.block_length(source), device=device,
         folder=folder,
     )  # fmt: skip

@@ -30,6 +30,8 @@ class MoeConfig:
     scale: float = 1.0  # of the weights, after that
     bias: bool = False  # a number per expert that is added to its score where experts are chosen
     weigh_bias: bool = False  # ... and in its weight too
+    pool: int = 0  # experts that the tokens of a block choose among, together; 0: each token chooses for itself
+    block: int = 0  # length of these blocks, counted from the row's first token
 
 
 class Router(nn.Module):
@@ -41,8 +43,11 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, width).normal_(std=0.02))
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.bias else None
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts `[T, k]` for tokens `[T, D]`."""
+    def forward(self, hidden: Tensor, together: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts `[T, k]` for tokens `[T, D]`; with a pool `together` must be given.
+
+        together: int64 `[T]` one number below T for the tokens of each block, see `Transformer.together`
+        """
         config = self.config
         precise = torch.promote_types(hidden.dtype, torch.float32)
         logits = F.linear(hidden.to(precise), self.weight.to(precise))  # [T, E]
@@ -51,14 +56,29 @@ class Router(nn.Module):
         if config.groups > 1:
             grouped = ranked.unflatten(-1, (config.groups, -1))  # [T, G, E/G]
             merit = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)  # [T, G]: a group is its two best
-            best = merit.topk(config.top_groups, -1).indices
-            kept = torch.zeros_like(merit, dtype=torch.bool).scatter(-1, best, True)
+            groups = merit.topk(config.top_groups, -1).indices
+            kept = torch.zeros_like(merit, dtype=torch.bool).scatter(-1, groups, True)
             ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
-        chosen = ranked.topk(config.top_k, -1).indices  # [T, k]
+        if config.pool:
+            assert together is not None
+            chosen = best(self._pooled(ranked, together), config.top_k)  # [T, k]
+        else:
+            chosen = ranked.topk(config.top_k, -1).indices  # [T, k]
         weight = (ranked if config.weigh_bias else score).gather(-1, chosen)
         if config.normalise and config.top_k > 1:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         return weight * config.scale, chosen
+
+    def _pooled(self, ranked: Tensor, together: Tensor) -> Tensor:
+        """`ranked [T, E]`, -inf outside the pool of the token's block.
+
+        The pool of a block holds the experts of which some token of it thinks most. Source: LLaDA2.2's block routing.
+        """
+        at = together[:, None].expand_as(ranked)
+        merit = torch.full_like(ranked, -torch.inf).scatter_reduce(0, at, ranked, "amax")  # [T, E] by number of block
+        pool = best(merit, self.config.pool)
+        kept = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, pool, True)
+        return ranked.masked_fill(~kept[together], -torch.inf)
 
 
 class Experts(nn.Module):
@@ -93,11 +113,21 @@ class MoE(nn.Module):
         self.experts = Experts(config, width)
         self.shared = shared
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Feed `[N, M, D]` forward."""
+    def forward(self, hidden: Tensor, together: Tensor | None = None) -> Tensor:
+        """Feed `[N, M, D]` forward; together `[T]`, T = N M: see `Router.forward`."""
         tokens = hidden.flatten(0, -2)  # [T, D]
-        out = self.experts(tokens, *self.router(tokens)).view_as(hidden)
+        out = self.experts(tokens, *self.router(tokens, together)).view_as(hidden)
         return out if self.shared is None else out + self.shared(hidden)
+
+
+def feed(ffn: nn.Module, hidden: Tensor, together: Tensor | None) -> Tensor:
+    """The feed-forward `[N, M, D]` of the normed stream; tokens that choose experts `together` go to experts alone."""
+    return ffn(hidden) if together is None or not isinstance(ffn, MoE) else ffn(hidden, together)
+
+
+def best(score: Tensor, count: int) -> Tensor:
+    """`[..., count]` places of the largest of `score [..., E]`; of equal ones the first, which `topk` does not say."""
+    return score.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
 GROUPED = (9, 10)  # major compute capabilities with a grouped product in one launch, in bfloat16: H100, B200

@@ -30,17 +30,22 @@ QWEN = {
     "layers.*.ffn.down_proj": "model.layers.*.mlp.down_proj",
 }
 
+NEMOTRON = {own: name.replace("model.", "encoder.", 1) for own, name in QWEN.items()} | {"lm_head": "diffusion_head"}
+
 SDAR = QWEN | {
     "layers.*.q_norm": "model.layers.*.self_attn.q_norm",
     "layers.*.k_norm": "model.layers.*.self_attn.k_norm",
 }
 
-LLADA_MOE = SDAR | {
+SDAR_MOE = SDAR | {
     "layers.*.ffn.router": "model.layers.*.mlp.gate",
-    "layers.*.ffn.router.bias": "model.layers.*.mlp.expert_bias",
     "layers.*.ffn.experts.gate_proj": "model.layers.*.mlp.experts.#.gate_proj.weight",
     "layers.*.ffn.experts.up_proj": "model.layers.*.mlp.experts.#.up_proj.weight",
     "layers.*.ffn.experts.down_proj": "model.layers.*.mlp.experts.#.down_proj.weight",
+}
+
+LLADA_MOE = SDAR_MOE | {
+    "layers.*.ffn.router.bias": "model.layers.*.mlp.expert_bias",
     "layers.*.ffn.shared.gate_proj": "model.layers.*.mlp.shared_expert.gate_proj",
     "layers.*.ffn.shared.up_proj": "model.layers.*.mlp.shared_expert.up_proj",
     "layers.*.ffn.shared.down_proj": "model.layers.*.mlp.shared_expert.down_proj",

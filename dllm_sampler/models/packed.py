@@ -79,24 +79,24 @@ class PackedAttention:
     def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
         """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
         pack, parts = self.pack, []
-        if pack.segment is None and self.visible.grid is None:
+        if pack.segment is None and self.visible.grid is None and self.visible.block is None:
             return None
         column = pack.column[own]
         if stored:
             old = torch.arange(end, device=column.device)  # [S]
-            sees = self._in_grid(column, old)
+            sees = self._in_block(column, old, row)
             if pack.overwritten is not None:
                 sees = sees & ~pack.overwritten[row, :end]
             parts.append(sees)
         if pack.segment is not None or not stored:
-            parts.append(self._in_grid(column, column) & _together(pack, own))
+            parts.append(self._in_block(column, column, row) & _together(pack, own))
         return torch.cat(parts, 1)
 
-    def _in_grid(self, column: Tensor, key: Tensor) -> Tensor:
-        """`[n, S] bool` which of the columns `key [S]` block-causal attention shows to those at `column [n]`."""
-        if self.visible.grid is None:
+    def _in_block(self, column: Tensor, key: Tensor, row: int) -> Tensor:
+        """`[n, S] bool` which of the columns `key [S]` of a row the model's blocks show to those at `column [n]`."""
+        until = self.visible.until(column, row)
+        if until is None:
             return torch.ones(len(column), len(key), dtype=torch.bool, device=column.device)
-        until = (column // self.visible.grid + 1) * self.visible.grid
         return key[None] < until[:, None]
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
@@ -106,8 +106,8 @@ class PackedAttention:
         at = at.clamp(max=q.shape[2] - 1)
         column = pack.column[at]  # [B, M]
         parts, keys, values = [], [], []
-        end, grid = self.visible.end[:, None], self.visible.grid
-        until = end[..., None] if grid is None else (column // grid + 1) * grid
+        end, found = self.visible.end[:, None], self.visible.until(column)
+        until = end[..., None] if found is None else found
         until = until[..., None] if until.dim() == 2 else until.expand(-1, width, -1)  # [B, M, 1]
         if stored is not None:
             old = select.numbers(stored[0].shape[1], q.device)  # [L+1]

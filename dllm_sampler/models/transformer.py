@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dllm_sampler.models.moe import MoE, MoeConfig
+from dllm_sampler.models.moe import MoE, MoeConfig, feed
+from dllm_sampler.models.yarn import Yarn
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class TransformerConfig:
     head_dim: int
     rope_theta: float = 10_000.0
     rotary_dim: int | None = None  # leading part of a head that rotary positions turn; None: all of it
+    yarn: Yarn | None = None  # how rotary positions are stretched; None: not
     norm_eps: float = 1e-5
     max_positions: int = 4096
     qkv_bias: bool = False
@@ -50,21 +52,27 @@ class Rope:
 
     cos: `[N, 1, M, R]`, R dimensions of a head are turned
     sin: `[N, 1, M, R]`, negative in the first half, so that rotating is one multiply and one multiply-add
+    scale: `[N, 1, M, 1]` factor on rotated queries; None: 1
     """
 
     cos: Tensor
     sin: Tensor
+    scale: Tensor | None = None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Rope:
         """The same factors on another device (accelerate moves a layer's arguments by this method)."""
-        return Rope(self.cos.to(device, non_blocking=non_blocking), self.sin.to(device, non_blocking=non_blocking))
+        scale = None if self.scale is None else self.scale.to(device, non_blocking=non_blocking)
+        return Rope(
+            self.cos.to(device, non_blocking=non_blocking), self.sin.to(device, non_blocking=non_blocking), scale
+        )
 
     def at(self, rows: Tensor) -> Rope:
         """The factors of some of the positions: of rows `[N, R]` among the M."""
         index = rows[:, None, :, None]
+        scale = None if self.scale is None else self.scale.expand(len(rows), -1, -1, -1).gather(2, index)
         cos, sin = (f.expand(len(rows), -1, -1, -1) for f in (self.cos, self.sin))
         index = index.expand(-1, -1, -1, cos.shape[-1])
-        return Rope(cos.gather(2, index), sin.gather(2, index))
+        return Rope(cos.gather(2, index), sin.gather(2, index), scale)
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first R of `heads [N, H, M, Dh]` in the "rotate half" layout, in the precision of the angles."""
@@ -130,12 +138,19 @@ class Layer(nn.Module):
             shared = SwiGLU(width, config.moe.shared_size) if config.moe.shared_size else None
             self.ffn = MoE(config.moe, width, shared)
 
-    def forward(self, hidden: Tensor, rope: Rope, mask: Tensor | None = None, drive: Drive | None = None) -> Tensor:
-        """Run the layer on the stream `[N, M, D]`, or let `drive` do so; mask: bool `[N, 1, 1|M, M]`."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rope: Rope,
+        mask: Tensor | None = None,
+        drive: Drive | None = None,
+        together: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer on the stream `[N, M, D]`, or let `drive` do so; mask: bool `[N, 1, 1|M, M]`; see `mlp`."""
         if drive is not None:
             return drive(self.index, self, hidden, rope)
         hidden = hidden + self.attend(*self.qkv(hidden, rope), mask)  # [N, M, D]
-        return hidden + self.mlp(hidden)
+        return hidden + self.mlp(hidden, together)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, H, M, Dh]`, rotated keys and values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
@@ -145,7 +160,8 @@ class Layer(nn.Module):
     def q(self, normed: Tensor, rope: Rope) -> Tensor:
         """Queries `[N, H, M, Dh]` of the normed stream `attn_norm(hidden) [N, M, D]`."""
         heads = self.q_proj(normed).unflatten(-1, (-1, self.head_dim))  # [N, M, H, Dh]
-        return rope.rotate((heads if self.q_norm is None else self.q_norm(heads)).transpose(1, 2))
+        turned = rope.rotate((heads if self.q_norm is None else self.q_norm(heads)).transpose(1, 2))
+        return turned if rope.scale is None else turned * rope.scale.to(turned.dtype)
 
     def k(self, normed: Tensor, rope: Rope) -> Tensor:
         """Keys `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
@@ -179,9 +195,12 @@ class Layer(nn.Module):
         scores = (groups @ k.unsqueeze(2).mT).flatten(1, 2) * self.head_dim**-0.5  # [N, H, M, S]
         return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
 
-    def mlp(self, hidden: Tensor) -> Tensor:
-        """Feed-forward output `[N, M, D]` of the stream, its norm included; the residual is not added."""
-        return self.ffn(self.mlp_norm(hidden))
+    def mlp(self, hidden: Tensor, together: Tensor | None = None) -> Tensor:
+        """Feed-forward output `[N, M, D]` of the stream, its norm included; the residual is not added.
+
+        together: `[N M]` which tokens choose their experts together, where they do (`Transformer.together`)
+        """
+        return feed(self.ffn, self.mlp_norm(hidden), together)
 
 
 class Transformer(nn.Module):
@@ -227,16 +246,32 @@ class Transformer(nn.Module):
         if soft is not None:
             hidden = torch.where(soft[1].unsqueeze(-1), soft[0].to(hidden.dtype), hidden)
         rope = self.rope(positions, hidden.dtype)
+        together = self.together(positions.expand_as(ids), keys) if drive is None else None
         mask = None
         if keys is not None:
             mask = keys[:, None] if keys.dim() == 3 else keys[:, None, None]  # [N, 1, 1|M, M]
         for layer in self.layers:
-            hidden = layer(hidden, rope, mask, drive)
+            hidden = layer(hidden, rope, mask, drive, together)
         if rows is not None:
             rows = rows if isinstance(rows, Tensor) else rows()
             hidden = hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [N, Q, D]
         hidden = self.norm(hidden)
         return self.head(hidden) if drive is None else hidden
+
+    def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:
+        """`[N M]` a number for the tokens of each block that choose their experts together; None: no tokens do.
+
+        positions: `[N, M]`; keys: as in `forward`: what no row may see is padding, which belongs to no block
+        """
+        moe = self.config.moe
+        if moe is None or not moe.pool:
+            return None
+        block = positions // moe.block
+        row = torch.arange(len(block), device=block.device)[:, None] * (block.max() + 1)
+        number = block + row
+        if keys is not None:
+            number = number.masked_fill(~(keys.any(1) if keys.dim() == 3 else keys), -1)
+        return torch.searchsorted(number.flatten().sort().values, number.flatten())
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of normed hidden states `[..., D]`: dear at 126464 words, so only for rows asked about."""
@@ -246,7 +281,8 @@ class Transformer(nn.Module):
         """Rotary factors of `positions [N, M]`, in float32 (float64 for a float64 stream of `dtype`)."""
         angles = positions[:, None, :, None] * self._inverse_frequencies(positions.device, dtype)  # [N, 1, M, R/2]
         cos, sin = angles.cos(), angles.sin()
-        return Rope(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+        scale = None if self.config.yarn is None else self.config.yarn.scale(positions, cos.dtype)
+        return Rope(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), scale)
 
     def _inverse_frequencies(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         # Not a buffer: `.to(bfloat16)` would round it and meta-device loading would leave it unset.
@@ -254,7 +290,10 @@ class Transformer(nn.Module):
         if (device, precise) not in self._frequencies:
             size = self.config.rotary_dim or self.config.head_dim
             exponents = torch.arange(0, size, 2, dtype=precise, device=device) / size  # [R/2]
-            self._frequencies[device, precise] = 1.0 / self.config.rope_theta**exponents
+            found = 1.0 / self.config.rope_theta**exponents
+            yarn = self.config.yarn
+            found = found if yarn is None else yarn.stretched(found, self.config.rope_theta, size)
+            self._frequencies[device, precise] = found
         return self._frequencies[device, precise]
 
     def tie_weights(self) -> None:

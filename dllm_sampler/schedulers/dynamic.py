@@ -55,7 +55,7 @@ class DynamicThreshold(Threshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         length = torch.where(canvas.age == 0, canvas.stop - canvas.start, carry)
-        whole = length if canvas.grid is None else torch.full_like(length, canvas.grid)
+        whole = length if canvas.grid is None else torch.full_like(length, canvas.part or canvas.grid)
         steps = whole if self.steps is None else torch.full_like(whole, self.steps)
         share = uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
         eligible = canvas.eligible(query.positions)

@@ -61,7 +61,7 @@ class StorePass(Around):
         """See `Scheduler.tell`."""
         canvas, due, idle = self._counted(canvas, *carry[:4])
         edit, inner = self.inner.tell(canvas, query, readout, carry[4])
-        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle
+        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == canvas.grid_end())
         left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
             edit,
@@ -87,7 +87,8 @@ class StorePass(Around):
         assert canvas.grid is not None
         prefilled = begun >= canvas.grid
         late = prefilled & (canvas.start == begun)
-        over = over | (canvas.age == 0)  # one that opens full was filled from before it
+        # One that opens full was filled from before it. A part of a block is not stored: a later part may change it.
+        over = over | (canvas.age == 0) & (canvas.stop == canvas.grid_end())
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))
         return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle

@@ -186,7 +186,10 @@ class Trajectories:
         if trace.grid is not None:
             keys = seen[:, None] & block_causal(positions, positions, trace.grid)
         if self.parallel:
-            noisy, positions, answers = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1), answers + len(column)
+            # Under a shift a block's first token is predicted by the row before the block, which is clean.
+            within = block.gather(1, answers) == block.gather(1, columns)
+            answers = answers + torch.where(within, len(column), 0)
+            noisy, positions = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1)
             keys = self._beside(seen, real, block)
         return Chunk(row, columns, there, ids.gather(1, columns), noisy, positions, keys, answers, trace.mask_id or 0)
 
@@ -250,6 +253,10 @@ def check(sampler: Sampler) -> None:
                 f"guide={named(guide)} changes the probabilities that are recorded, and training needs the"
                 " model's own: leave it out, or let it only choose"
             )
+    if spec.attention == "causal_context":
+        raise UserError(
+            "trajectories cannot be scored of a model whose context is causal: its states are forwards of their own"
+        )
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
         raise UserError(
             "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder,"

@@ -1,4 +1,4 @@
-"""The published loops of block-causal models: SDAR (and TraDo) and LLaDA2."""
+"""The published loops of block-causal models: SDAR (and TraDo), LLaDA2.0 and LLaDA2.1."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
-from dllm_sampler.eval.conformance.published import EarlyStop, StopAt
+from dllm_sampler.eval.conformance.published import EarlyStop, PublishedEditing, StopAt
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
@@ -75,6 +75,14 @@ class Llada2Arguments(Sampling):
     mask_id: int | None = None
 
 
+class EditingArguments(Llada2Arguments):
+    """What LLaDA2.1's `generate` takes; it leaves `steps` and `minimal_topk` unused."""
+
+    num_to_transfer: Size = 1
+    editing_threshold: float = 0.5
+    max_post_steps: Count = 16
+
+
 @dataclass(frozen=True)
 class Greedy(ReplayNoise):
     """No noise: the recorded run took the best token of a distribution that is otherwise sampled from."""
@@ -126,6 +134,23 @@ def llada2(line: Line, checkpoints: Checkpoints) -> Setup:
     # The published stop cuts behind the first end token of all, which may be the prompt's.
     empties = args.eos_early_stop and denoiser.spec.eos_id in line.prompts[0]
     return Setup(sampler, tokens, cut=args.gen_length, empties=empties)
+
+
+def llada2_1(line: Line, checkpoints: Checkpoints) -> Setup:
+    """LLaDA2.1's loop: tokens of the block are edited, and the answer is cut afterwards."""
+    args = line.arguments(EditingArguments)
+    if args.temperature > 0:
+        raise Unsupported("no order of draws is published for token editing")
+    sampler = Sampler(
+        checkpoints.load(line.model, args.mask_id, args.eos_id),
+        scheduler=PublishedEditing(
+            args.threshold, args.editing_threshold, quota=args.num_to_transfer, extra=args.max_post_steps
+        ),
+        blocks=FixedBlocks(args.block_length),
+        stop="block" if args.eos_early_stop else "none",
+        compat=True,
+    )
+    return Setup(sampler, to_block_end(line, args.gen_length, args.block_length), cut=args.gen_length)
 
 
 def _noise(line: Line) -> Noise:

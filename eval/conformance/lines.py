@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval.conformance.records import RECORDS
+from dllm_sampler.eval.conformance.records import RECORDS, named
 
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]
@@ -50,7 +50,7 @@ class Line(BaseModel):
     params: dict[str, Any]  # arguments of the published function, under its own names
     output_ids: Tokens | list[Tokens]  # the generated part as the run left it, masks included
     nfe: Count
-    steps: list[Any]  # see `committed`
+    steps: list[Any] | None = None  # see `committed`; None: what each forward committed is not recorded
     attention_mask: list[int] | list[list[int]] | None = None
     rng: Rng | None = None
 
@@ -61,7 +61,8 @@ class Line(BaseModel):
             raise ValueError("prompt_ids and output_ids should be both one row, or both a batch of rows")
         if len(outputs) != len(self.rows):
             raise ValueError(f"{len(self.rows)} prompts have {len(outputs)} rows of output_ids")
-        for steps in self.steps if self.batched else [self.steps]:
+        recorded = [] if self.steps is None else self.steps if self.batched else [self.steps]
+        for steps in recorded:
             if not _is_steps(steps):
                 raise ValueError("steps should list the positions that each forward committed")
         if self.padding is not None and _shape(self.padding) != _shape(self.rows):
@@ -99,8 +100,8 @@ class Line(BaseModel):
         """The generated part of each row."""
         return self.output_ids if self.batched else [self.output_ids]  # pyright: ignore[reportReturnType]
 
-    def committed(self, rows_first: bool) -> list[Steps]:
-        """`steps` of each row.
+    def committed(self, rows_first: bool) -> list[Steps] | None:
+        """`steps` of each row; None: the record has none.
 
         Args:
             rows_first: in a batch, `steps` is indexed by row and then by forward, not the other way round.
@@ -108,6 +109,8 @@ class Line(BaseModel):
         Raises:
             UserError: the batch is laid out differently.
         """
+        if self.steps is None:
+            return None
         if not self.batched:
             return [self.steps]
         size = len(self.rows)
@@ -179,7 +182,7 @@ def _lines(file: Path) -> Iterator[Line]:
             raise UserError(f"{where}: not JSON ({error})") from None
         if not isinstance(raw, dict):
             raise UserError(f"{where}: should be a JSON object")
-        raw = {**raw, "where": where}
+        raw = {**named(raw), "where": where}
         if isinstance(raw.get("system"), str) and raw["system"] in RECORDS:
             try:
                 raw = RECORDS[raw["system"]](raw)

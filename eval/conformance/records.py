@@ -6,6 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 
+def named(raw: dict[str, Any]) -> dict[str, Any]:
+    """Any record, with what some call by other names: a seed, the rows of a batch."""
+    found = {**raw}
+    for name in ("prompt_ids", "output_ids"):
+        rows = found.pop(f"{name}_batch", None)
+        found |= {} if rows is None else {name: rows}
+    drawn = found.get("rng")
+    if isinstance(drawn, dict) and "seed" in drawn:
+        found["rng"] = {"torch_manual_seed": drawn["seed"]}
+    return found
+
+
 def decisions(raw: dict[str, Any]) -> dict[str, Any]:
     """A record of decisions (arXiv 2508.10111) with the `steps` that they make, and the forwards that they took.
 

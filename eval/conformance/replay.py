@@ -68,12 +68,14 @@ def replay(line: Line, setup: Task) -> Verdict:
         steps = lockstep(steps, setup.lockstep)
     if setup.guided is not None:
         steps = [[part for i, step in enumerate(row) for part in [[]] * setup.guided(i) + [step]] for row in steps]
-    wanted = list(zip(line.outputs, line.committed(setup.rows_first), strict=True))
     forwards = len(steps[0]) if setup.steps else None
     if setup.steps is not None:
         steps = [setup.steps()]
+    recorded = line.committed(setup.rows_first)
+    only_commits = setup.only_commits and recorded is not None
+    wanted = list(zip(line.outputs, steps if recorded is None else recorded, strict=True))
     got = list(zip(tokens, steps, strict=True))
-    reason = mismatch(wanted, got, line.nfe, setup.wasted_block, setup.only_commits, forwards)
+    reason = mismatch(wanted, got, line.nfe, setup.wasted_block, only_commits, forwards)
     reason = reason or _lengths(line, setup)
     return Verdict(line.id, line.system, "failed" if reason else "passed", reason or "")
 

@@ -28,10 +28,10 @@ def check(spec: ModelSpec) -> None:
         raise UserError(
             "likelihoods are those of masked diffusion, and this model has no mask token: use generation tasks"
         )
-    if spec.attention == "block_causal":
+    if spec.attention != "bidirectional":
+        kind = "block-causal" if spec.attention == "block_causal" else "causal up to its active block"
         raise UserError(
-            "likelihoods are those of models that see the whole text, and this one is block-causal: use generation"
-            " tasks"
+            f"likelihoods are those of models that see the whole text, and this one is {kind}: use generation tasks"
         )
 
 

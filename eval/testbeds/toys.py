@@ -18,6 +18,7 @@ from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.models.yarn import Yarn
 
 VOCAB, MASK, EOS, EOT = 40, 39, 34, 15  # a random network likes some tokens better: these two do occur
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16], [4, 4, 28, 13, 33], [12, 6]]  # ragged, none alike
@@ -72,9 +73,16 @@ def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
 
 @cache
 def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torch.float64) -> Denoiser:
-    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal)."""
-    if kind == "causal":
-        return replace(wrapped(causal_transformer().to(device, dtype)), attention="block_causal")
+    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal), `fast`
+    (block-causal with a logit shift), `context` (blocks in a causal context)."""
+    if kind == "context":
+        plain = transformer(kv_heads=2)
+        model = Transformer(replace(plain.config, yarn=Yarn(4.0, 8, queries=0.3))).to(torch.float64)
+        model.load_state_dict(plain.state_dict())
+        return replace(wrapped(model.to(device, dtype)), attention="causal_context", seeds=True)
+    if kind in ("causal", "fast"):
+        model = wrapped(causal_transformer().to(device, dtype), shift=kind == "fast")
+        return replace(model, attention="block_causal")
     model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4).to(device, dtype), shift=kind == "dream")
     return guided(model, 1.5) if kind == "cfg" else model
 

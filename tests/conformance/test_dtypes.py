@@ -19,14 +19,24 @@ from tests.sampling import crossed
 DATA = Path(__file__).parent / "data"
 FEW = {"name": "fixed", "steps": 8}
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
-FAMILIES = ["tiny-llada", "tiny-llada-gqa", "tiny-dream", "tiny-sdar", "tiny-llada-moe", "tiny-llada2-moe", *SCHEDULERS]
+FAMILIES = [
+    *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-fast-dllm-v2"),
+    *(
+        "tiny-nemotron-labs-diffusion",
+        "tiny-stable-diffcoder",
+        "tiny-llada-moe",
+        "tiny-llada2-moe",
+        "tiny-llada2.2-moe",
+        *SCHEDULERS,
+    ),
+]
 CLOSE = {torch.float64: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}  # of the logits, relative to their size
 PROMPTS = [[103, 22, 80, 12], [101, 22]]
 
 
 @cache
 def sampler(name: str, dtype: torch.dtype) -> Sampler:
-    named = None if name in SCHEDULERS else 250
+    named = None if name in SCHEDULERS else 198
     denoiser = load(DATA / name, dtype=dtype, device="cpu", mask_id=named).denoiser
     return Sampler(denoiser, scheduler=SCHEDULERS.get(name, FEW), stop="none")
 

@@ -23,12 +23,13 @@ from tests import toys
 DATA = Path(__file__).parent / "data"
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 LLADA = ("tiny-llada", "tiny-llada-gqa")
+MASKS = {"tiny-illada": 5}  # where the config does not say it
 CASES = ("a", "b", "c", "d", "e", "f")  # batches of 1 to 3, 7 to 300 tokens, none to all of them masks
 
 
 @cache
 def denoiser(name: str) -> TransformerDenoiser:
-    loaded = load(DATA / name, device="cpu").denoiser
+    loaded = load(DATA / name, device="cpu", mask_id=MASKS.get(name)).denoiser
     assert isinstance(loaded, TransformerDenoiser)
     return loaded
 
@@ -89,6 +90,17 @@ def test_left_padding(name: str):
     canvas = laid_out(model, data["p.input_ids"], (~real).sum(1))
     logits = ask(model, NoCache().init(canvas, model.spec), canvas, 0, canvas.length)
     close(logits[canvas.seen()[:, :-1]], data["p.logits"][real])
+
+
+def test_illada():
+    model, data = denoiser("tiny-illada"), reference("tiny-illada")
+    real = data["batch.attention_mask"].bool()
+    with torch.no_grad():
+        close(model.transformer(data["input_ids"]), data["logits"])
+        close(model.transformer(data["batch.input_ids"], keys=real)[real], data["batch.logits"][real])
+    canvas = laid_out(model, data["batch.input_ids"], (~real).sum(1))
+    logits = ask(model, NoCache().init(canvas, model.spec), canvas, 0, canvas.length)
+    close(logits[canvas.seen()[:, :-1]], data["batch.logits"][real])
 
 
 def test_dream_plain_forward():

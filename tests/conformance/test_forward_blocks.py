@@ -1,17 +1,19 @@
-"""The networks of SDAR, LLaDA2 and LLaDA-MoE against recorded logits, and SDAR's cached forward."""
+"""The networks of block-causal families and of LLaDA-MoE against recorded logits, plain and cached."""
 
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dllm_sampler import Sampler
+from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.cache.sub_block import SubBlockCache
 from dllm_sampler.core.masks import block_causal
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -22,13 +24,17 @@ from dllm_sampler.models.moe import MoE
 from tests import toys
 
 DATA = Path(__file__).parent / "data"
-MASK = 286
+# 286 elsewhere.
+MASK = {
+    "tiny-fast-dllm-v2": 198, "tiny-llada2.2-moe": 199, "tiny-nemotron-labs-diffusion": 100, "tiny-sdar-moe": 198,
+    "tiny-stable-diffcoder": 5,
+}  # fmt: skip
 close = partial(torch.testing.assert_close, atol=1e-4, rtol=0.0)
 
 
 @cache
 def denoiser(name: str) -> TransformerDenoiser:
-    loaded = load(DATA / name, device="cpu", mask_id=MASK).denoiser
+    loaded = load(DATA / name, device="cpu", mask_id=MASK.get(name, 286)).denoiser
     assert isinstance(loaded, TransformerDenoiser)
     return loaded
 
@@ -43,12 +49,18 @@ def reference(name: str) -> dict[str, Tensor]:
     [
         ("tiny-sdar", 4, "b4.logits_full"),
         ("tiny-sdar", 16, "b16.logits_full"),
+        ("tiny-sdar-moe", 4, "b4.logits_full"),
+        ("tiny-sdar-moe", 16, "b16.logits_full"),
+        ("tiny-stable-diffcoder", 4, "b4.logits_full"),
+        ("tiny-stable-diffcoder", 16, "b16.logits_full"),
         ("tiny-llada2-moe", 8, "b8.logits"),
         ("tiny-llada2-moe", 16, "b16.logits"),
+        ("tiny-llada2.2-moe", 8, "logits"),
+        ("tiny-fast-dllm-v2", 32, "logits_full"),
     ],
 )
 def test_block_causal_forward(name: str, length: int, key: str) -> None:
-    ids = reference(name)[f"b{length}.input_ids"]
+    ids = reference(name)[f"{f'b{length}.' if key[0] == 'b' else ''}input_ids"]
     at = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
         logits = denoiser(name).transformer(ids, keys=block_causal(at, at, length))
@@ -79,6 +91,53 @@ def test_the_router_of_llada2() -> None:
     assert torch.equal(chosen.sort(-1).values, data["b16.expert_ids_last_moe_layer"][0].sort(-1).values)
 
 
+def test_the_pools_of_llada2_2() -> None:
+    model, data = denoiser("tiny-llada2.2-moe").transformer, reference("tiny-llada2.2-moe")
+    assert (data["logits"] - data["logits_grouped"]).abs().max() > 10  # what a loader without pools would give
+    at = torch.arange(24)[None]
+    for number in (1, 2):
+        moe = model.layers[number].ffn
+        assert isinstance(moe, MoE)
+        logits, together = data[f"layer{number}.router_logits"], model.together(at, None)
+        with torch.no_grad():  # hidden states of which the gate makes these logits
+            hidden = logits @ torch.linalg.pinv(moe.router.weight).T
+            close(hidden @ moe.router.weight.T, logits)
+            weight, chosen = moe.router(hidden, together)
+        order = chosen.argsort(-1)
+        assert torch.equal(chosen.gather(-1, order), data[f"layer{number}.expert_ids"])
+        close(weight.gather(-1, order), data[f"layer{number}.expert_weights"])
+
+
+def test_a_block_of_llada2_2_chooses_its_experts_alone() -> None:
+    """The same tokens in a plain forward, in a batch with padding, packed, with rows and candidates around them."""
+    model, data = denoiser("tiny-llada2.2-moe"), reference("tiny-llada2.2-moe")
+    ids, at = data["input_ids"], torch.arange(24)[None]
+    padded = torch.cat([ids.flip(1), torch.cat([ids[:, 8:16], ids[:, :16]], 1)])
+    real = torch.tensor([[True] * 24, [False] * 8 + [True] * 16])
+    with torch.no_grad():
+        at = (at - 8).clamp(min=0).expand(2, -1)  # the first 8 share a block with what follows, but for the padding
+        keys = (block_causal(at, at, 8) | ~real[..., None]) & real[:, None]
+        close(model.transformer(padded, positions=at, keys=keys)[1, 8:], data["logits"][0, :16])
+    plugins: dict[str, Any] = {"blocks": FixedBlocks(8), "stop": "none", "cache": "none"}
+    prompts = [[24, 105, 145, 3, 19], [7] * 17]
+    plain = Sampler(model, **plugins).generate(prompts, max_new_tokens=21)
+    rule = {"name": "freedave", "inner": {"name": "fixed"}}
+    others: dict[str, Any]
+    for others in ({"cache": "block_causal"}, {"poll_every": 4}, {"scheduler": rule}):
+        made = Sampler(model, **plugins | others).generate(prompts, max_new_tokens=21)
+        assert torch.equal(made.tokens, plain.tokens)
+    assert (made.nfe < plain.nfe).all(), "no draft was accepted"
+
+
+def test_what_llada2_2_is_refused_with() -> None:
+    model = denoiser("tiny-llada2.2-moe")
+    with pytest.raises(UserError, match=r"experts for blocks of 8 tokens together.* blocks\.length=8 or a multiple"):
+        Sampler(model, blocks={"name": "fixed", "length": 12})
+    with pytest.raises(UserError, match=r"scheduler=wino adds shadow rows.* experts for blocks"):
+        Sampler(model, scheduler="wino", cache="none")
+    assert Sampler(model, blocks={"name": "fixed", "length": 16}).plugins.blocks.grid == 16
+
+
 def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canvas:
     """The canvas of a generation of which the last block is left, whatever it holds by now."""
     prompt, total = ids[0, :-length].tolist(), ids.shape[1]
@@ -88,9 +147,19 @@ def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canva
     return replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
 
 
+def test_the_experts_of_sdar_moe() -> None:
+    model, data = denoiser("tiny-sdar-moe").transformer, reference("tiny-sdar-moe")
+    moe = model.layers[int(data["moe.layer"])].ffn
+    assert isinstance(moe, MoE)
+    with torch.no_grad():
+        close(data["moe.hidden"][0] @ moe.router.weight.T, data["moe.router_logits"])
+        close(moe(data["moe.hidden"]), data["moe.output"])
+
+
 @pytest.mark.parametrize("length", [4, 16])
-def test_sdar_cached_forward(length: int) -> None:
-    model, data = denoiser("tiny-sdar"), reference("tiny-sdar")
+@pytest.mark.parametrize("name", ["tiny-sdar", "tiny-sdar-moe", "tiny-stable-diffcoder"])
+def test_cached_forward(name: str, length: int) -> None:
+    model, data = denoiser(name), reference(name)
     canvas = at_last_block(model, data[f"b{length}.input_ids"], length)
     query = Query.window(canvas)
     wanted = data[f"b{length}.logits_cached_last_block"]
@@ -111,15 +180,78 @@ def test_sdar_cached_forward(length: int) -> None:
     close(model.head(hidden), wanted[0])
 
 
-@pytest.mark.parametrize(("name", "length"), [("tiny-sdar", 4), ("tiny-llada2-moe", 32)])
+def test_fast_dllm_v2_cached_forwards() -> None:
+    """The last block against stored ones, its first position by the row before it; then a part against stale keys."""
+    model, data = denoiser("tiny-fast-dllm-v2"), reference("tiny-fast-dllm-v2")
+    canvas = at_last_block(model, data["input_ids"], 32)
+    query = Query.window(canvas)
+    wanted = torch.cat([data["logits_full"][:, 63:64], data["logits_cached_last_block"][:, :-1]], 1)
+    live, none = SubBlockCache().init(canvas, model.spec), torch.zeros_like(query.ids[:, 0], dtype=torch.bool)
+    blank = Readout(query.ids, query.ids.double())
+    for forward in range(2):
+        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        assert int(plan.computed) == (33 if forward else 96)
+        hidden, _ = model(canvas, query, plan)
+        close(model.head(hidden), wanted[0])
+        live.observe(canvas, query, Edit(query.ids[:, 0], none), blank)
+        canvas = replace(canvas, age=canvas.age + 1)
+    assert live.slots is not None
+    for layer in (0, 1):
+        close(live.slots.read(layer, 64)[0], data[f"cache_key_layer{layer}"])
+
+    ids = torch.cat([data["sub_block.input_ids"], canvas.ids[:, -1:]], 1)
+    masked = canvas.masked & (canvas.columns() >= 73)  # the second quarter but for its first position, and what follows
+    start = torch.tensor([73])
+    canvas = replace(canvas, ids=ids, masked=masked, start=start, stop=start + 7, part=8)
+    query = Query.window(canvas)
+    canvas, plan = toys.planned(canvas, query, model.spec, live)
+    assert int(plan.computed) == 8
+    hidden, _ = model(canvas, query, plan)
+    close(model.head(hidden), data["sub_block.logits"][0, :-1])
+
+
+def test_nemotron() -> None:
+    """Its three modes: a causal pass, a block against that context, everything at once."""
+    model, data = denoiser("tiny-nemotron-labs-diffusion"), reference("tiny-nemotron-labs-diffusion")
+    text, ids = data["causal.input_ids"], torch.cat([data["causal.input_ids"], data["block.input_ids"]], 1)
+    close(model.transformer.rope(torch.arange(80)[None], torch.float32).scale.flatten(), data["query_scale"])  # pyright: ignore
+    with torch.no_grad():
+        close(model.transformer(text, keys=torch.ones(1, 64, 64).tril().bool()), data["causal.logits"])
+        close(model.transformer(data["bidirectional.input_ids"]), data["bidirectional.logits"])
+    blocks = FixedBlocks(16).bind(toys.context(model.spec))
+    canvas = layout.canvas([text[0].tolist()], 16, [0], model.spec, blocks, CounterNoise(), False)
+    canvas = replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
+    query = Query.window(canvas)
+    wanted = torch.cat([data["causal.logits"][:, -1:], data["block.logits"][:, 1:]], 1)  # the context's row comes first
+    live, none = BlockCausalCache().init(canvas, model.spec), torch.zeros_like(query.ids[:, 0], dtype=torch.bool)
+    blank = Readout(query.ids, query.ids.double())
+    for forward in range(2):
+        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        assert int(plan.computed) == (17 if forward else 80)
+        hidden, _ = model(canvas, query, plan)
+        close(model.head(hidden), wanted[0])
+        live.observe(canvas, query, Edit(query.ids[:, 0], none), blank)
+        canvas = replace(canvas, age=canvas.age + 1)
+    assert live.slots is not None
+    close(live.slots.read(0, 64)[0], data["causal.cache_key_layer0"])
+    canvas, plan = toys.planned(canvas, query, model.spec)
+    hidden, _ = model(canvas, query, plan)
+    close(model.head(hidden), wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("tiny-sdar", 4), ("tiny-llada2-moe", 32), ("tiny-stable-diffcoder", 4), ("tiny-fast-dllm-v2", 32)],
+)
 def test_a_user_needs_to_say_nothing(name: str, length: int) -> None:
-    sampler = Sampler.from_pretrained({"path": str(DATA / name), "mask_id": MASK}, device="cpu")
+    path = {"path": str(DATA / name), "mask_id": MASK.get(name, 286)}
+    sampler = Sampler.from_pretrained(path, device="cpu")
     assert isinstance(sampler.plugins.cache, BlockCausalCache)
     assert sampler.plugins.blocks.grid == length
-    prompts = [[5, 11, 3, 40, 41], [7]]
+    prompts = [[6, 11, 3, 40, 41], [7]]
     result = sampler.generate(prompts, max_new_tokens=21)
     assert result.complete.all()
-    plain = Sampler.from_pretrained({"path": str(DATA / name), "mask_id": MASK}, device="cpu", cache="none")
+    plain = Sampler.from_pretrained(path, device="cpu", cache="none")
     assert torch.equal(plain.generate(prompts, max_new_tokens=21).tokens, result.tokens)
 
 

@@ -88,7 +88,7 @@ def label(chosen: Settings) -> str:
 
 def toy_of(cache: Settings) -> str:
     """A toy that the cache serves."""
-    return "causal" if cache["name"] == "block_causal" else "llada"
+    return "causal" if config.build("cache", cache).causal else "llada"
 
 
 def legal(**plugins: Any) -> bool:
@@ -119,7 +119,9 @@ def cases() -> list[Case]:
     """
     draws = {group: Draw(settings(group), group) for group in ("cache", "blocks", "stop", "guide")}
     causal = {
-        "cache": Draw([one for one in settings("cache") if one["name"] in ("block_causal", "none")], "causal cache"),
+        "cache": Draw(
+            [one for one in settings("cache") if one["name"] in ("block_causal", "sub_block", "none")], "causal cache"
+        ),
         "blocks": Draw([one for one in settings("blocks") if one["name"] == "fixed"], "causal blocks"),
     }
     toy, found = Draw(toys.TOYS, "toy"), dict[str, Case]()

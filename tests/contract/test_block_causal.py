@@ -194,7 +194,7 @@ def test_the_models_own_block_length(length: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "cache", [name for name in config.names("cache") if name not in ("none", "exact", "block_causal")]
+    "cache", [name for name in config.names("cache") if name not in ("none", "exact", "block_causal", "sub_block")]
 )
 def test_other_caches_are_refused(cache: str) -> None:
     with pytest.raises(UserError, match=r"block-causal.*: use cache=block_causal|must know before"):

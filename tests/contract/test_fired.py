@@ -32,6 +32,11 @@ def skips_rows(one: Result, two: Result) -> bool:
     return bool((one.trace.rows < one.nfe * length).all() and torch.equal(two.trace.rows, two.nfe * length))
 
 
+def computes_less(one: Result, two: Result) -> bool:
+    """Fewer positions in a forward, for which answers change."""
+    return bool((one.trace.rows / one.nfe < two.trace.rows / two.nfe).all()) and answers_differ(one, two)
+
+
 def parallel(one: Result, two: Result) -> bool:
     """Several tokens in some forward, and not the same number in each."""
     counts = [len(step) for row in range(len(toys.PROMPTS)) for step in one.trace.steps(row)]
@@ -230,6 +235,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"kind": "causal", "cache": "block_causal"},
         {"kind": "causal", "cache": "none"},
         skips_rows,
+    ),
+    "cache.sub_block": (
+        {"kind": "causal", "cache": "sub_block", "blocks": {"name": "fixed", "length": 6, "part": 3}},
+        {"kind": "causal", "cache": "block_causal", "blocks": {"name": "fixed", "length": 6, "part": 3}},
+        computes_less,
     ),
     "cache.prefix": ({"cache": "prefix"}, {}, skips_rows),
     "cache.dual": ({"cache": "dual"}, {}, skips_rows),

@@ -22,8 +22,9 @@ def built(group: str) -> dict[str, Any]:
     """Each plug-in of a group under the first of its settings."""
     every = cases.settings(group)
     firsts = {name: next(one for one in every if one["name"] == name) for name in config.names(group)}
-    # The block-causal cache has toys and tests of its own: test_block_causal.
-    return {name: config.build(group, one) for name, one in firsts.items() if name != "block_causal"}
+    # The caches of block-causal models have a toy and tests of their own: test_block_causal.
+    made = {name: config.build(group, one) for name, one in firsts.items()}
+    return {name: one for name, one in made.items() if not getattr(one, "causal", False) or group != "cache"}
 
 
 def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> list[str]:

@@ -24,7 +24,13 @@ from dllm_sampler.engine import layout
 from dllm_sampler.eval import conformance
 from dllm_sampler.eval.conformance import published
 from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
-from dllm_sampler.eval.conformance.published import ForcedFirst, PublishedFreeDave, Unrolled
+from dllm_sampler.eval.conformance.published import (
+    ForcedFirst,
+    PublishedFreeDave,
+    SeededBlocks,
+    SeededContext,
+    Unrolled,
+)
 from dllm_sampler.eval.conformance.unmasking import AmongTop
 from dllm_sampler.guides import Temperature
 from dllm_sampler.schedulers.around import Around
@@ -51,6 +57,8 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     SelfSpeculative: SelfSpeculative,
     Choosing: lambda inner: SoftValueGuided(inner, reward=toys.reward, value="masked"),
     SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward),
+    SeededBlocks: SeededBlocks,
+    SeededContext: SeededContext,
     StorePass: StorePass,
     Unrolled: Unrolled,
     Drafting: Drafting,
@@ -60,6 +68,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
 OWN: dict[type[Around], dict[str, object]] = {
     Eoser: {"scope": "answer"},  # a factor by the progress of the answer, unless the scheduler inside needs even more
     ForcedFirst: {"exact": True},  # the block's first position must be predicted
+    SeededBlocks: {"exact": True, "asks_block": False, "plans": False},  # a block's first position is a step by itself
     StorePass: {"asks_block": False},  # forwards that only store ask nothing
     RunAhead: {
         "asks_block": False,  # it asks about drafts, and over the end of the block

@@ -130,7 +130,7 @@ def test_a_checkpoint_may_be_called_checkpoint(tmp_path: Path) -> None:
 def test_help_is_short_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     whole = page(capsys, "--help")
     assert page(capsys, "copy: Ada", "temperature=1", "scheduler.threshold=0.5", "-h") == whole
-    assert len(whole.splitlines()) <= 100
+    assert len(whole.splitlines()) <= 110  # a third of them are names of models and plug-ins
     for words in (["--info"], ["--help", *(f"{group}={config.names(group)[-1]}" for group in config.GROUPS)]):
         whole += page(capsys, *words)
     assert max(map(len, whole.splitlines())) <= 80
@@ -147,7 +147,9 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
     assert "Not with stop=end_of_text, prophet, truncate." in freedave
     assert "no stop that changes the canvas" in freedave and "Models: masked diffusion, block-causal." in freedave
-    assert "Models: block-causal. Not with scheduler=wino." in flat(page(capsys, "--help", "block_causal"))
+    assert "Models: block-causal, causal context. Not with scheduler=wino." in flat(
+        page(capsys, "--help", "block_causal")
+    )
     assert "is refused: scheduler=svdd needs a reward" in flat(page(capsys, "--help", "svdd"))
     assert "guide.top_p.p=0.95 probability mass kept" in flat(page(capsys, "--help", "guide=[top_k,top_p]"))
     assert "scheduler.threshold=0.9 blocks.length=32" in flat(page(capsys, "--help", "experiment=fast-dllm"))

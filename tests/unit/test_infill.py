@@ -311,7 +311,7 @@ def test_the_verifier_reads_what_an_answer_begins_with() -> None:
         assert torch.equal(prefixed.tokens[0, size:], plain.tokens[0]) and prefixed.nfe == plain.nfe
 
 
-CACHES = [name for name in config.names("cache") if name not in ("block_causal", "dkv_greedy")]
+CACHES = [name for name in config.names("cache") if name not in ("block_causal", "sub_block", "dkv_greedy")]
 
 
 @pytest.mark.parametrize("kind", ["llada", "dream"])

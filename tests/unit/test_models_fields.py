@@ -14,11 +14,14 @@ from safetensors.torch import save_file
 from dllm_sampler.cli.main import main
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
+from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, to_checkpoint
+from dllm_sampler.models.families import DREAM, FAMILIES, ILLADA, LLADA, LLADA2, LLADA_MOE, to_checkpoint
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import check_numbers
+from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.models.yarn import Yarn
 
 SAVED: dict[str, Any] = {  # what transformers writes into every file, old and new versions
     "_name_or_path": "/data/run-7/checkpoint", "attention_dropout": 0.0, "auto_map": {"AutoConfig": "config.Config"},
@@ -56,6 +59,44 @@ PUBLISHED: dict[str, tuple[Family, dict[str, Any]]] = {
         "fuse_cross_entropy": True, "hidden_size": 4096, "intermediate_size": 12288, "mask_token_id": 151669,
         "micro_forward": False, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
         "skip_checkpoint": False, "use_deepep": False, "vocab_size": 151936,
+    }),
+    "iLLaDA-8B": (ILLADA, {  # these fields are those that its network reads: the published file could not be had
+        "model_type": "illada", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "layer_norm_eps": None, "max_position_embeddings": 8192, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5e5, "vocab_size": 155136,
+    }),
+    "SDAR-30B-A3B": (SDAR_MOE, QWEN | {  # as three ports of it and its parent have it
+        "model_type": "sdar_moe", "attention_bias": False, "block_size": 4, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_size": 2048, "intermediate_size": 6144, "mask_token_id": 151669, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001, "vocab_size": 151936, "sliding_window": None,
+    }),
+    "Stable-DiffCoder-8B": (STABLE_DIFFCODER, {  # as a port of it has it
+        "architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama", "attention_bias": False,
+        "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5e5,
+        "tie_word_embeddings": False, "vocab_size": 155136,
+    }),
+    "Fast-dLLM-v2-7B": (FAST_DLLM, QWEN | {
+        "architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 32,
+        "hidden_size": 3584, "intermediate_size": 18944, "layer_types": ["full_attention"] * 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "sliding_window": None,
+        "use_cache": False, "vocab_size": 152064,
+    }),
+    "Nemotron-Labs-Diffusion-8B": (NEMOTRON, {  # as a walk-through of it has it
+        "architectures": ["NemotronLabsDiffusionModel"], "model_type": "nemotron_labs_diffusion",
+        "ar_loss_weight": 1.0, "attention_bias": False, "block_size": 32, "dlm_loss_weight": None,
+        "dlm_paradigm": "bidirectional", "dp_varying_mask_ratio": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "mask_token_id": 100, "max_position_embeddings": 262144,
+        "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 34, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072,
+        "rope_parameters": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6, "rope_type": "yarn",
+        },
     }),
     "LLaDA-MoE": (LLADA_MOE, {
         "model_type": "llada", "attention_bias": False, "clip_qkv": None, "dense_intermediate_size": 8192,
@@ -106,7 +147,7 @@ def test_published_files_are_understood_without_a_word(name: str):
         ("logit_scale", 0.0625), ("logits_scaling", 8.0), ("embedding_multiplier", 12.0), ("residual_multiplier", 0.22),
         ("attention_multiplier", 0.01), ("query_pre_attn_scalar", 256), ("use_mup", True), ("use_sliding_window", True),
         ("layer_types", ["sliding_attention", "full_attention"]), ("attention_chunk_size", 8192),
-        ("quantization_config", {"quant_method": "fp8"}), ("expert_capacity", 48), ("kv_lora_rank", 512),
+        ("quantization_config", {"quant_method": "fp8"}), ("kv_lora_rank", 512),
         ("moe_router_group_limit", 2), ("layernorm_type", "layernorm"), ("hidden_activation", "gelu_pytorch_tanh"),
         ("num_memory_tokens", 4), ("alibi", True), ("causal", True), ("use_mrope", True), ("attention_sink", 4),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}), ("rope_scaling", {"type": "linear", "factor": 2.0}),
@@ -137,12 +178,55 @@ def test_what_computes_is_refused_by_name(name: str, key: str, value: Any):
         ("LLaDA2.1", "norm_topk_prob", False), ("LLaDA2.1", "score_function", "softmax"),
         ("LLaDA2.1", "norm_head", True),
         ("LLaDA2.1", "router_dtype", "bf16"), ("LLaDA2.1", "use_rmsnorm", False), ("Dream-7B", "block_size", 32),
+        *((name, "expert_capacity", 48) for name in NAMES if name != "LLaDA2.1"),
         ("Dream-7B", "hidden_act", "gelu"), ("SDAR-8B", "qk_norm", "l2"),
+        ("iLLaDA-8B", "layer_norm_eps", 1e-5), ("iLLaDA-8B", "mlp_bias", True), ("iLLaDA-8B", "sliding_window", 4096),
+        ("SDAR-30B-A3B", "router_n_groups", 4), ("SDAR-30B-A3B", "moe_router_enable_expert_bias", True),
+        ("Stable-DiffCoder-8B", "mlp_bias", True), ("Stable-DiffCoder-8B", "sliding_window", 4096),
+        ("Stable-DiffCoder-8B", "block_size", 32), ("Fast-dLLM-v2-7B", "block_size", 16),
     ],
 )  # fmt: skip
 def test_values_of_one_family_that_are_refused(name: str, key: str, value: Any):
     with pytest.raises(UserError, match="not implemented"):
         config(name, **{key: value})
+
+
+def test_llada2_2_has_a_pool_of_experts_for_each_block():
+    moe = config("LLaDA2.1", expert_capacity=48, block_size=32).moe
+    assert (moe.pool, moe.block, moe.groups, moe.top_k) == (48, 32, 1, 8)
+    assert (config("LLaDA2.1").moe.pool, config("LLaDA2.1").moe.groups) == (0, 8)
+    for capacity in (7, 257):
+        with pytest.raises(
+            UserError, match=rf"expert_capacity should lie between the 8 .* and all 256, not {capacity}"
+        ):
+            config("LLaDA2.1", expert_capacity=capacity)
+
+
+def test_stretched_positions():
+    raw, name = PUBLISHED["Nemotron-Labs-Diffusion-8B"][1]["rope_parameters"], "Nemotron-Labs-Diffusion-8B"
+    assert config(name).yarn == Yarn(16.0, 16384, 32.0, 1.0, 0.1) and config(name).rope_theta == 1e6
+    assert config(name, rope_parameters=raw | {"llama_4_scaling_beta": None}).yarn.queries == 0
+    assert config(name, rope_parameters=None, rope_scaling=raw) == config(name)
+    assert config(name, rope_parameters=None, rope_theta=5e5).yarn is None
+    refused = [
+        ({"mscale": 0.7}, "mscale and mscale_all_dim that differ is not implemented"),
+        ({"mscale": None, "mscale_all_dim": None}, "mscale and mscale_all_dim that differ is not implemented"),
+        ({"truncate": True}, "rope_parameters with truncate = True is not implemented"),
+        ({"factor": -4}, "rope_parameters: factor should be a positive number"),
+        ({"original_max_position_embeddings": 0}, "original_max_position_embeddings should be a positive whole number"),
+    ]
+    for change, sentence in refused:
+        with pytest.raises(UserError, match=sentence):
+            config(name, rope_parameters=raw | change)
+    with pytest.raises(UserError, match=r"contradicts itself: rope_theta and rope_parameters\.rope_theta differ"):
+        config(name, rope_theta=10.0)
+
+
+def test_an_architecture_tells_a_family_from_other_models_of_its_type():
+    raw = PUBLISHED["Stable-DiffCoder-8B"][1]
+    assert loading.find_family(raw, Path()) is STABLE_DIFFCODER
+    for named in (["LlamaForCausalLM"], "StableDiffcoderForCausalLM", None):
+        assert not STABLE_DIFFCODER.knows("llama", raw | {"architectures": named})
 
 
 def test_an_unknown_field_that_names_nothing_of_a_network_is_told():
@@ -159,6 +243,8 @@ def test_the_command_tells_unknown_fields_too(tmp_path: Path, capsys: pytest.Cap
 def test_rotary_positions_are_read_wherever_they_stand():
     for name in NAMES:
         family, raw = PUBLISHED[name]
+        if "rope_theta" not in raw:
+            continue  # its positions are scaled, and stand in one place
         plain = config(name)
         moved = {key: value for key, value in raw.items() if key not in ("rope_theta", "partial_rotary_factor")}
         said = {"rope_type": "default", "rope_theta": raw["rope_theta"]}

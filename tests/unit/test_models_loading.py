@@ -233,7 +233,7 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (lambda f: (f / "config.json").write_text("{'a': 1}"), "config.json is not valid JSON"),
         (lambda f: (f / "config.json").write_text("[1]"), "should hold a JSON object, not a list"),
-        (edit(model_type="gpt5"), "unknown architecture 'gpt5'; known are LLaDA-MoE, LLaDA, Dream, SDAR and LLaDA2"),
+        (edit(model_type="gpt5"), "unknown architecture 'gpt5'; known are LLaDA-MoE, LLaDA, iLLaDA, Dream, "),
         (edit(model_type="drop"), "unknown architecture ''"),
         (edit(n_layers="drop"), "the field 'n_layers' is missing"),
         (edit(n_layers="two"), "n_layers should be a positive whole number, not 'two'"),

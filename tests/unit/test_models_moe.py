@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
+from dllm_sampler.models.adapted import SDAR, SDAR_MOE
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.families import LLADA2, LLADA_MOE, SDAR, to_checkpoint
+from dllm_sampler.models.families import LLADA2, LLADA_MOE, to_checkpoint
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.moe import Experts, MoE, MoeConfig, Router
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
@@ -110,13 +111,18 @@ RAW: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_layer_freq": [0, 1], "qk_layernorm": True, "shared_expert_intermediate_size": 12,
         "moe_router_enable_expert_bias": True, "rms_norm_eps": 1e-5,
     },
+    "sdar_moe": SHAPE | {
+        "model_type": "sdar_moe", "intermediate_size": 20, "head_dim": 6, "moe_intermediate_size": 8, "num_experts": 4,
+        "num_experts_per_tok": 2, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+        "tie_word_embeddings": True, "block_size": 8,
+    },
     "llada2": SHAPE | {
         "model_type": "llada2_moe", "intermediate_size": 20, "head_dim": 8, "moe_intermediate_size": 8,
         "num_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_shared_experts": 2,
         "first_k_dense_replace": 1, "use_bias": True, "use_qkv_bias": True, "routed_scaling_factor": 2.5,
     },
 }  # fmt: skip
-FAMILY = {"sdar": SDAR, "llada_moe": LLADA_MOE, "llada2": LLADA2}
+FAMILY = {"sdar": SDAR, "sdar_moe": SDAR_MOE, "llada_moe": LLADA_MOE, "llada2": LLADA2}
 
 
 def save(folder: Path, kind: str, spoil: Callable[[dict[str, Tensor]], object] = lambda tensors: None) -> Transformer:
@@ -142,9 +148,18 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
     ids = torch.randint(0, 24, (2, 9))
     with torch.no_grad():
         torch.testing.assert_close(loaded.transformer(ids), model(ids), atol=0, rtol=0)
-    block_length = {"sdar": 4, "llada2": 32}.get(kind)
+    block_length = {"sdar": 4, "sdar_moe": 8, "llada2": 32}.get(kind)
     assert loaded.spec.block_length == block_length
     assert loaded.spec.attention == ("block_causal" if block_length else "bidirectional")
+
+
+def test_which_layers_of_sdar_moe_have_experts() -> None:
+    config = SDAR_MOE.config(RAW["sdar_moe"])
+    assert config.moe is not None
+    assert (config.moe.layers, config.moe.normalise) == ({1}, False)  # every second layer, without the fourth
+    config = SDAR_MOE.config(RAW["sdar_moe"] | {"decoder_sparse_step": None, "norm_topk_prob": True})
+    assert config.moe is not None
+    assert (config.moe.layers, config.moe.normalise) == ({0, 1, 2, 4}, True)
 
 
 def test_names_in_the_checkpoint(tmp_path: Path) -> None:
@@ -191,10 +206,12 @@ def test_damage_is_one_sentence(tmp_path: Path, spoil: Callable[[dict[str, Tenso
         ("llada2", {"score_function": "softmax"}, "score_function = 'softmax' is not implemented, only 'sigmoid'"),
         ("llada_moe", {"moe_layer_freq": [1]}, "a 0 or a 1 for each of the 2 layers"),
         ("llada_moe", {"num_experts": None}, "the field 'num_experts' is missing"),
+        ("sdar_moe", {"mlp_only_layers": [5]}, r"mlp_only_layers should list numbers of layers from 0 to 4, not \[5\]"),
+        ("sdar_moe", {"mlp_only_layers": 3}, "mlp_only_layers should list numbers of layers from 0 to 4, not 3"),
+        ("sdar_moe", {"num_experts_per_tok": 5}, "5 experts per token cannot be chosen among 4"),
         ("sdar", {"head_dim": 5}, "head_dim should be even"),
         ("sdar", {"block_size": 0}, "block_size should be a positive whole number"),
         ("sdar", {"mask_token_id": None}, "names no mask_token_id.*: give model.mask_id"),
-        ("sdar", {"model_type": "Fast_dLLM_Qwen"}, "Fast-dLLM v2 checkpoints .* are not implemented"),
     ],
 )
 def test_configs_that_are_refused(tmp_path: Path, kind: str, changes: dict[str, Any], sentence: str) -> None:

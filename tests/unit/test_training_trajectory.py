@@ -32,11 +32,11 @@ def rollout(kind: str = "llada", **plugins: Any) -> Trace:
     return toys.sampler(kind, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS).trace
 
 
-@pytest.mark.parametrize(("kind", "stop"), crossed(["llada", "gqa", "dream", "causal"], ["prefix", "truncate"]))
+@pytest.mark.parametrize(("kind", "stop"), crossed(["llada", "gqa", "dream", "causal", "fast"], ["prefix", "truncate"]))
 def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
     """For every token that counts, whatever is packed into a forward; and side by side, where attention allows it."""
     trace, spec = rollout(kind, stop=stop), toys.denoiser(kind).spec
-    for parallel in (False, True) if kind == "causal" else (False,):
+    for parallel in (False, True) if kind in ("causal", "fast") else (False,):
         found = trajectories(trace, spec, after_eos=True, parallel=parallel)
         assert torch.equal(found.valid, (trace.step_map >= 0) & (trace.gone < 0))
         for budget in (1, 100, 10**6):

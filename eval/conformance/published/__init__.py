@@ -12,6 +12,7 @@ from dllm_sampler.eval.conformance.published.adablock import AmongTop
 from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
+from dllm_sampler.eval.conformance.published.editing import PublishedEditing
 from dllm_sampler.eval.conformance.published.fixed import (
     AnyBlock,
     PublishedFactor,
@@ -26,6 +27,14 @@ from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
+from dllm_sampler.eval.conformance.published.seeded import (
+    ContextDraws,
+    PartDraws,
+    PublishedSubBlockCache,
+    SeededBlocks,
+    SeededContext,
+    StoresApart,
+)
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
 from dllm_sampler.eval.conformance.published.stops import AllEnd, EarlyStop, StopAt
 from dllm_sampler.eval.conformance.published.svdd import AbsorbingKernel
@@ -44,14 +53,17 @@ __all__ = [
     "AmongTop",
     "AnyBlock",
     "Behind",
+    "ContextDraws",
     "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
     "MostUncertain",
+    "PartDraws",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDelayedCache",
     "PublishedDualCache",
+    "PublishedEditing",
     "PublishedElasticCache",
     "PublishedEndOfText",
     "PublishedFactor",
@@ -67,8 +79,12 @@ __all__ = [
     "PublishedRunningConfidence",
     "PublishedSlowFast",
     "PublishedSparseCache",
+    "PublishedSubBlockCache",
     "PublishedWindow",
     "PublishedWino",
+    "SeededBlocks",
+    "SeededContext",
     "StopAt",
+    "StoresApart",
     "Unrolled",
 ]

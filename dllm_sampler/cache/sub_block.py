@@ -1,0 +1,59 @@
+"""The block cache of Fast-dLLM v2: inside a block, only the part that is decoded is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+
+
+@dataclass
+class SubBlockCache(BlockCausalCache):
+    """Compute the part of the block that is decoded, and use older keys and values for the rest of the block.
+
+    Source: Fast-dLLM v2, arXiv 2509.26328 (`use_block_cache`). Earlier blocks are stored as by `block_causal`. The
+    whole block is computed by its first forward, until the first position of the part is known, and once it is full.
+    Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`. Only where
+    blocks are decoded in parts (`blocks.part`) is there anything to save: with other blocks it is `block_causal`.
+    """
+
+    keeps_noise: ClassVar[bool] = True
+
+    held: Tensor = field(init=False, repr=False, compare=False)  # [B] where the stored block begins
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.held = torch.full_like(canvas.start, -1)
+        return live
+
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`. What is stored depends on when a part's first position became known."""
+        return False
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        chosen = super().computes(canvas)
+        if canvas.part is None:
+            return chosen
+        first = canvas.start - canvas.start % canvas.part
+        part = (canvas.columns() >= first[:, None]) & (canvas.columns() < canvas.stop[:, None])
+        return torch.where(self.whole(canvas, first)[:, None], chosen, chosen & part)
+
+    def whole(self, canvas: Canvas, first: Tensor) -> Tensor:
+        """`[B] bool` rows whose whole block is computed; `first [B]`: where the active part begins."""
+        open_ = canvas.masked.gather(1, first[:, None])[:, 0]
+        full = ~(canvas.masked & canvas.in_grid()).any(1)
+        return open_ | full | (self.held != canvas.grid_start())
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        super().observe(canvas, query, edit, readout)
+        self.held = torch.where(canvas.done, self.held, canvas.grid_start())

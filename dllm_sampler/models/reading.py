@@ -1,0 +1,86 @@
+"""Reading `config.json`: the fields that several families have in common, checked and put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.fields import Fields
+from dllm_sampler.models.moe import MoeConfig
+from dllm_sampler.models.transformer import TransformerConfig
+
+QWEN_IGNORED = ("sliding_window", "max_window_layers")  # of no effect without use_sliding_window
+
+
+def read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
+    """The fields that every family has which follows Qwen's config."""
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    read = {
+        "vocab_size": fields.size("vocab_size"),
+        "hidden_size": width,
+        "num_layers": fields.depth("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": fields.size("num_key_value_heads", default=heads),
+        "norm_eps": fields.eps(1e-6),
+        "max_positions": fields.length("max_position_embeddings", default=32_768),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+    }
+    if "rope_theta" not in changes:
+        changes["rope_theta"] = whole_rope(fields)
+    if "head_dim" not in changes:
+        changes["head_dim"] = fields.head_dim(width, heads)
+    if "intermediate_size" not in changes:
+        changes["intermediate_size"] = fields.size("intermediate_size")
+    return TransformerConfig(**{**read, **changes})
+
+
+def experts(fields: Fields, **settings: Any) -> MoeConfig:
+    """The expert layers: their number and the share of a token by the names that families agree on, else `settings`."""
+    bias = fields.flag("moe_router_enable_expert_bias", False)
+    moe = MoeConfig(
+        **{"num_experts": fields.size("num_experts"), "top_k": fields.size("num_experts_per_tok"), "bias": bias}
+        | settings
+    )
+    if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
+        raise UserError(
+            f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which"
+            f" {moe.top_groups} are kept"
+        )
+    available = moe.num_experts // moe.groups * moe.top_groups
+    if moe.top_k > available:
+        raise UserError(f"{fields.source}: {moe.top_k} experts per token cannot be chosen among {available}")
+    if moe.pool and not moe.top_k <= moe.pool <= moe.num_experts:
+        raise UserError(
+            f"{fields.source}: expert_capacity should lie between the {moe.top_k} experts of a token and all"
+            f" {moe.num_experts}, not {moe.pool}"
+        )
+    return moe
+
+
+def own_head_dim(fields: Fields) -> int:
+    """Width of a head, which these families may say; else that of a stream cut into heads."""
+    if fields.get("head_dim") is None:
+        return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
+    size = fields.size("head_dim")
+    if size % 2:
+        raise UserError(f"{fields.source}: head_dim should be even, since rotary positions turn pairs, not {size}")
+    return size
+
+
+def rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | None]:
+    """The base of rotary positions, and how many dimensions of a head they turn (None: all)."""
+    theta, part = fields.rope(partial=default)
+    size = int(head_dim * part) if part <= 1 else 0
+    if size % 2 or not size:
+        raise UserError(
+            f"{fields.source}: partial_rotary_factor = {part:g} leaves no even number of a head's {head_dim} dimensions"
+        )
+    return theta, None if size == head_dim else size
+
+
+def whole_rope(fields: Fields) -> float:
+    """The base of rotary positions that turn whole heads."""
+    theta, part = fields.rope()
+    if part != 1:
+        raise UserError(f"{fields.source}: partial_rotary_factor = {part:g} is not implemented, only 1")
+    return theta

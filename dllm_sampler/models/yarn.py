@@ -1,0 +1,45 @@
+"""YaRN's rotary frequencies (arXiv 2309.00071), and the factor on queries that grows with the position."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """How rotary positions were stretched for a longer context.
+
+    factor: slow frequencies are divided by it
+    original: positions of the context before
+    fast, slow: turns within `original` from which on a frequency is kept, and up to which it is divided
+    queries: rotated queries are multiplied by 1 + queries * ln(1 + floor(position / original)); 0: not
+    """
+
+    factor: float
+    original: int
+    fast: float = 32.0
+    slow: float = 1.0
+    queries: float = 0.0
+
+    def stretched(self, frequencies: Tensor, theta: float, size: int) -> Tensor:
+        """The frequencies `[R/2]` in place of `theta ** -(2 i / R)`, where R is `size`."""
+        low, high = (
+            size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.fast, self.slow)
+        )
+        first, last = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+        place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+        # Between the two the share of the division rises evenly; where they meet it is a step.
+        share = ((place - first) / max(last - first, 0.001)).clamp(0, 1)
+        return frequencies / self.factor * share + frequencies * (1 - share)
+
+    def scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """`[N, 1, M, 1]` the factor on queries at `positions [N, M]`; None: 1 everywhere."""
+        if not self.queries:
+            return None
+        steps = (positions // self.original).to(dtype)
+        return (1 + self.queries * torch.log1p(steps))[:, None, :, None]
