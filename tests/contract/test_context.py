@@ -59,9 +59,13 @@ def test_against_the_network_driven_by_hand(plugins: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheduler", ["fixed", {"name": "dynamic", "threshold": 0.6}, {"name": "editing", "edit": 0.3}]
+    ("scheduler", "blocks"),
+    [
+        ("fixed", {"name": "ascending", "count": 3}),
+        ({"name": "dynamic", "threshold": 0.6}, "full"),
+        ({"name": "editing", "extra": 2}, {"name": "fixed", "length": 4}),
+    ],
 )
-@pytest.mark.parametrize("blocks", [{"name": "fixed", "length": 4}, "full", {"name": "ascending", "count": 3}])
 def test_the_cache_is_exact(scheduler: Any, blocks: Any) -> None:
     plain, cached = (generate(scheduler=scheduler, blocks=blocks, cache=cache) for cache in ("none", "exact"))
     assert_same(plain, cached)
