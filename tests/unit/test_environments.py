@@ -7,7 +7,6 @@ import os
 import re
 import time
 import tomllib
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from dllm_sampler.eval import markdown
 from tests import environments
+from tests.unit.test_campaign import runs
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, interpreter, requirements
 
 REPORT = """<testsuites><testsuite>
@@ -106,14 +106,6 @@ def test_one_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     while runs(pid):  # a signal takes a moment
         assert time.monotonic() - begun < 30
         time.sleep(0.01)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process is there and is no zombie."""
-    status = Path(f"/proc/{pid}/stat")
-    with suppress(OSError):  # it may end meanwhile
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
