@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core import files
+from dllm_sampler.core.checks import check_text
 from dllm_sampler.errors import UserError, short
 
 Message = Mapping[str, str]
@@ -35,7 +36,9 @@ IDLE = 5.0  # seconds that the process of templates waits for another prompt
 
 def ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
     """Token ids of chat messages, with the beginning of the model's answer; arguments and errors as `text`."""
-    encoded: Any = tokenizer(text(messages, tokenizer, name), add_special_tokens=False)
+    made = text(messages, tokenizer, name)
+    check_text(name, made)
+    encoded: Any = tokenizer(made, add_special_tokens=False)
     return list(encoded["input_ids"])
 
 

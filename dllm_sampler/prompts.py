@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import chat
-from dllm_sampler.core.checks import check_count, is_whole
+from dllm_sampler.core.checks import check_count, check_text, is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 
@@ -246,12 +246,9 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
     """Token ids of a text, which errors call `name`; with the tokenizer's `special` tokens around it, or without.
 
     Raises:
-        UserError: it is no valid Unicode, or something in it is not in the vocabulary.
+        UserError: it is no text, or something in it is not in the vocabulary.
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8; tokenizers raise a TypeError
-        raise UserError(f"{name} is not valid Unicode text") from None
+    check_text(name, text)
     fast = bool(tokenizer.is_fast)
     encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
     ids = list(encoded["input_ids"])

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Check = Callable[[object], None]  # raises UserError where a knob cannot have the value
 
+SEEDS = 2**32  # that optuna knows
+TRIALS = 10_000  # most of a search: each is an evaluation
+
 
 @dataclass(frozen=True)
 class Domain:
@@ -137,8 +140,10 @@ class Tuning:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.name):
             raise UserError(f"tune.name should be letters, digits, - and _, not {self.name!r}")
-        if self.trials < 1:
-            raise UserError(f"tune.trials should be at least 1, not {self.trials}")
+        if not 1 <= self.trials <= TRIALS:
+            raise UserError(f"tune.trials should be at least 1 and at most {TRIALS}, not {self.trials}")
+        if not 0 <= self.seed <= SEEDS - self.trials:
+            raise UserError(f"tune.seed should be between 0 and {SEEDS - self.trials}, not {self.seed}")
         if not 0 <= self.loss <= 100:
             raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
         if self.measure not in SPEEDS:

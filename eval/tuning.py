@@ -21,7 +21,7 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.yours import LOCAL, entry, trusting
-from dllm_sampler.core import files
+from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
 from dllm_sampler.errors import NotWrittenError, UserError, installing
 from dllm_sampler.eval.folders import RunFolder
@@ -131,12 +131,9 @@ class Tuner:
         busy = f"another dllm-tune makes this search in {self.output}: wait until it is done, or choose another output"
         try:
             with telling(self.output / f".{self.digest}.lock", "dllm-tune", busy):
-                study = optuna.create_study(
-                    storage=f"sqlite:///{file}",
-                    study_name=self.digest,
-                    direction="maximize",
-                    load_if_exists=True,
-                )
+                self._make(file)
+                url, name = f"sqlite:///{file}", self.digest
+                study = optuna.create_study(storage=url, study_name=name, direction="maximize", load_if_exists=True)
                 for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):  # of a process that was ended
                     study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
                 yield study
@@ -146,6 +143,19 @@ class Tuner:
             raise NotWrittenError(
                 f"{file} cannot be used: {reason}; what is done is kept, and the same command goes on from there"
             ) from error
+
+    def _make(self, file: Path) -> None:
+        """Make the database at once: of one that was cut off Optuna makes one that holds a study several times."""
+        from optuna.storages import RDBStorage
+
+        part = file.with_name(f".{file.name}.part")
+        with locks.locked(file.with_name(f".{file.name}.lock")):  # of all searches of the folder
+            if file.exists():
+                return
+            for stale in file.parent.glob(f"{part.name}*"):  # sqlite's journal, too
+                stale.unlink(missing_ok=True)
+            RDBStorage(f"sqlite:///{part}").engine.dispose()
+            files.move(part, file)
 
     def trial(self, study: Study, done: int, least: float) -> None:
         """Ask for a configuration, measure it, tell what came of it.

@@ -97,3 +97,15 @@ def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
     if not listed or not all(is_whole(one) and one >= 0 for one in ids):
         raise UserError(f"{name} must be a list of token ids, [198] say, not {value!r}")
     return ids
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse a text with half of a character in it, as a byte that is no UTF-8 becomes on a command line.
+
+    Raises:
+        UserError: no tokenizer could read it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} is not valid Unicode text") from None

@@ -105,7 +105,7 @@ class Kills:
 
     def draw(self, random: Random) -> Case:
         """A run and what happens to it."""
-        what = random.choices([*MAIN], [4, 5, 1, 4, 2])[0]
+        what = random.choices([*MAIN], [4, 5, 1, 4, 4])[0]
         hows = ["kill"] * 5 + ["term", "int", "int", "full", "full", "two", "clock"]
         hows += ["worker"] * 6 if what == "workers" else []
         troubles = [

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dllm_sampler.cli.compose import settings
-from dllm_sampler.core import telling
+from dllm_sampler.core import files, telling
 from dllm_sampler.eval import tuning
 from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
@@ -107,6 +107,27 @@ def test_one_search_at_a_time(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"another dllm-tune makes this search in {tuner.output}: wait until it is done" in capsys.readouterr().err
 
 
+def test_a_database_that_was_half_made_is_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optuna goes on with one that lacks an index, and then finds a study twice."""
+    tuner = tuning.Tuner(*tuning.tuning(WORDS), tuning.Console(quiet=True))
+
+    def killed(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "move", killed)
+        with pytest.raises(KeyboardInterrupt), tuner.study():
+            pass
+    assert not (tuner.output / "study.db").exists()
+    (tuner.output / ".study.db.part").write_text("half of it")
+    (tuner.output / ".study.db.part-journal").write_text("half of it")
+    for trials in (0, 1):
+        with tuner.study() as study:
+            assert len(study.get_trials()) == trials
+            study.tell(study.ask(), 1.0)
+    assert [file.name for file in tuner.output.iterdir()] == ["study.db"]
+
+
 def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with full_after(30_000):  # less than an empty study takes
         assert tuning.main([*WORDS, "task.count=2"]) == 2
@@ -119,6 +140,7 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
     ("words", "sentence"),
     [
         (["tune=fats"], "unknown tune 'fats', did you mean 'fast'"),
+        (["tune.trials=1" + 9 * "0"], "tune.trials should be at least 1 and at most 10000, not 1000000000"),
         (["tune.trails=3"], "unknown field of tune=fast 'trails', did you mean 'trials'"),
         (["tune.measure=speed"], "unknown measure of speed 'speed'"),
         (["tune.measure=nfe"], "unknown measure of speed 'nfe'"),

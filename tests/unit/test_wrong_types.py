@@ -274,3 +274,18 @@ def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: P
         save_file({key: one for key, one in tensors.items() if key != name} | {stored: tensors[name].int()}, file, head)
         with pytest.raises(UserError, match=rf"{stored} holds I32, and weights are floating-point numbers"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given"),
+    [
+        ("\ud800", {}),
+        ([{"role": "user", "content": "\ud800"}], {}),
+        ("copy: Ada", {"prefix": "\ud800"}),
+        ("copy: Ada", {"suffix": "\ud800"}),
+    ],
+)
+def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
+    sampler = Sampler.from_pretrained("mini", device="cpu")
+    with pytest.raises(UserError, match=r"^(prompt 1|prefix|suffix) is not valid Unicode text$"):
+        sampler.generate(prompt, max_new_tokens=4, **given)
