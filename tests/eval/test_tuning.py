@@ -140,6 +140,7 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
     ("words", "sentence"),
     [
         (["tune=fats"], "unknown tune 'fats', did you mean 'fast'"),
+        (["tune.seed=4294967296"], "tune.seed should be between 0 and 4294967256, not 4294967296"),
         (["tune.trials=1" + 9 * "0"], "tune.trials should be at least 1 and at most 10000, not 1000000000"),
         (["tune.trails=3"], "unknown field of tune=fast 'trails', did you mean 'trials'"),
         (["tune.measure=speed"], "unknown measure of speed 'speed'"),
