@@ -17,7 +17,7 @@ from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from dllm_sampler import Sampler, UserError, config
+from dllm_sampler import Sampler, UserError
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
@@ -127,13 +127,12 @@ def test_equal_logits(pattern: str) -> None:
     assert chosen(pattern, logits, canvas, Query.window(canvas))[0, 0].tolist() == [1, END, END, END]
 
 
+DRAWN = {"name": "temperature", "value": 1.0}
+
+
 @pytest.mark.parametrize(
     ("scheduler", "guide", "posterior"),
-    crossed(
-        ["threshold", "editing", "wino", "freedave"],
-        {"greedy": None, "drawn": {"name": "temperature", "value": 1.0}},
-        [False, True],
-    ),
+    crossed(["threshold", "editing", "wino", "freedave"], {"greedy": None, "drawn": DRAWN}, [False, True]),
 )
 def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any, posterior: bool) -> None:
     guides = [] if guide is None else [guide]
@@ -146,13 +145,12 @@ def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any
 
 
 NAMES = "(Ada|Ben|Cal|Dan)"
-SCHEDULERS = settings("scheduler")
 
 
-@pytest.mark.parametrize(
-    "scheduler",
-    sampled(config.names("scheduler"), lambda name: next(kinds(one) for one in SCHEDULERS if one["name"] == name)),
-)
+FIRST = {one["name"]: one for one in reversed(settings("scheduler"))}
+
+
+@pytest.mark.parametrize("scheduler", sampled(list(FIRST), lambda name: kinds(FIRST[name])))
 def test_valid_against_the_models_will(scheduler: str) -> None:
     """The prompt has none of the names that the form demands."""
     settings: dict[str, Any] = {
