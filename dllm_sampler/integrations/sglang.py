@@ -63,8 +63,8 @@ def register() -> None:
 class BlockAlgorithm:
     """Decides by any scheduler whose rule rests on the logits of a block; the other base class is SGLang's.
 
-    Nothing here depends on the rank: noise is a function of request id, step and column, so that the ranks of a
-    tensor-parallel group, which all see the same logits, write the same tokens.
+    Nothing here depends on the rank: noise is a function of the request's seed (or its id), step and column, so that
+    the ranks of a tensor-parallel group, which all see the same logits, write the same tokens.
 
     Raises:
         UserError: settings that are wrong, or that cannot run here.
@@ -108,8 +108,6 @@ class BlockAlgorithm:
         unknown += [name for name in OF_REQUEST if getattr(req, name, None)]
         if unknown:
             return f"{NAME} knows temperature, top_k and top_p of a request, and not {', '.join(unknown)}: leave it out"
-        if getattr(wanted, "sampling_seed", None) is not None:
-            return f"{NAME} draws by the request's id: give the same rid, and no seed, to draw the same tokens"
         if cls.live is None:
             return None
         sampling = _sampling(wanted.temperature, wanted.top_k, wanted.top_p)
@@ -170,11 +168,12 @@ class BlockAlgorithm:
         request = self.requests.get(name)
         if request is None:
             return Answer(_seed(name), sampling, known=False)
-        made = self.made.get(request, 0)
+        seed, made = getattr(request.sampling_params, "sampling_seed", None), self.made.get(request, 0)
+        seed = _seed(name) if seed is None else seed
         if not self.serving.formed:
-            return Answer(_seed(name), sampling, made)
+            return Answer(seed, sampling, made)
         sampling = sampling._replace(length=request.sampling_params.max_new_tokens)
-        return Answer(_seed(name), sampling, made, tuple(request.output_ids))
+        return Answer(seed, sampling, made, tuple(request.output_ids))
 
     def _samplings(self, forward_batch: Any, count: int) -> list[Sampling]:
         """How each of `count` requests wants its tokens to be chosen."""
@@ -209,5 +208,5 @@ def _model(request: Any) -> Model:
 
 
 def _seed(name: str) -> int:
-    """Of a request's draws: the same in every process."""
+    """Of the draws of a request that brings no seed along: the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

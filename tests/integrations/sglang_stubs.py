@@ -134,6 +134,7 @@ class Req:
             top_k=request.top_k,
             top_p=request.top_p,
             max_new_tokens=request.tokens,
+            sampling_seed=request.seed,
         )
 
 
@@ -147,6 +148,7 @@ class Request:
     temperature: float = 1.0
     top_k: int = 1  # what SGLang makes of temperature=0
     top_p: float = 1.0
+    seed: int | None = None  # `sampling_seed`
     ids: list[int] = field(default_factory=list)  # whole blocks so far
     block: list[int] | None = None  # the active one, between rounds
     state: Any = None

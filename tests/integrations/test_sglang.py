@@ -98,6 +98,14 @@ def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo:
         assert one.answer == found.tokens[0, -one.tokens :].tolist()
     other = server(settings, fdfo).serve([Request(every[0].prompt, 3, rid="another", **wanted[0])])
     assert every[0].answer != other[0].answer, "draws of two requests differ"
+    seeded = server(settings, fdfo).serve(
+        [Request(every[0].prompt, 3, rid=rid, seed=seed, **wanted[2]) for rid, seed in (("a", 7), ("b", 7), ("c", 0))]
+    )
+    first, again, zero = (one.answer for one in seeded)
+    found = toys.sampler("causal", scheduler=settings["scheduler"], temperature=3.0, top_k=20).generate(
+        [every[0].prompt] * 2, max_new_tokens=3, seed=[7, 0]
+    )
+    assert [first, zero] == found.tokens[:, -3:].tolist() and again == first != zero
 
 
 def test_settings_may_fix_how_all_tokens_are_chosen(registered: str) -> None:
