@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core import select
-from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.masks import block_causal, clean_and_noisy
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
@@ -187,17 +187,8 @@ class Trajectories:
             keys = seen[:, None] & block_causal(positions, positions, trace.grid)
         if self.parallel:
             noisy, positions, answers = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1), answers + len(column)
-            keys = self._beside(seen, real, block)
+            keys = clean_and_noisy(block, real, seen)
         return Chunk(row, columns, there, ids.gather(1, columns), noisy, positions, keys, answers, trace.mask_id or 0)
-
-    @staticmethod
-    def _beside(seen: Tensor, real: Tensor, block: Tensor) -> Tensor:
-        """`[n, 2L, 2L] bool`: clean columns see clean blocks up to their own, noisy ones the clean ones before it and
-        the noisy ones in it."""
-        own, other = block[:, :, None], block[:, None]
-        clean = torch.cat([real[:, None] & (other <= own), torch.zeros_like(own == other)], 2)
-        noisy = torch.cat([real[:, None] & (other < own), seen[:, None] & (other == own)], 2)
-        return torch.cat([clean, noisy], 1)
 
     @torch.no_grad()
     def log_probabilities(self, model: nn.Module, batch_tokens: int = 2**14) -> Tensor:
