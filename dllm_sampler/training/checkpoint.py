@@ -49,15 +49,23 @@ def save(
 ) -> None:  # fmt: skip
     """Write weights, optimizer moments and `state` (anything JSON can say) to `folder`, replacing the last ones.
 
+    Weights that do not learn are not written.
+
     others: further modules by name, whose weights are written, too
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    still = _frozen(model)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in still}
     for other, module in (others or {}).items():
         tensors |= {f"other.{other}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
     write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """The names of the weights that do not learn."""
+    return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
 
 
 @contextmanager
@@ -82,7 +90,9 @@ def load(
     with _opened(folder) as file:
         state = json.loads(file.metadata()["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    still, state_dict = _frozen(model), model.state_dict()
+    learnt = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    model.load_state_dict({name: state_dict[name] for name in still} | learnt)
     for other, module in (others or {}).items():
         prefix = f"other.{other}."
         module.load_state_dict({key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)})
