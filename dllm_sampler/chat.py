@@ -33,14 +33,15 @@ def ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: s
     return list(encoded["input_ids"])
 
 
-def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str, begin: bool = True) -> str:
+def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str, begin: bool | None = True) -> str:
     """Chat messages as the model's prompt.
 
     Args:
         messages: each with a `role` and a `content`.
         tokenizer: has the template.
         name: what errors call the messages, `prompt 1` say.
-        begin: with the beginning of the model's answer; else the last message is that, to be continued.
+        begin: with the beginning of the model's answer; False: the last message is that, to be continued; None: the
+            last message is a whole one, and nothing follows.
 
     Raises:
         UserError: there is no template, or it raises an error, takes too long, or gets too large.
@@ -51,7 +52,7 @@ def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: 
     if any(map(_powers, template.values() if isinstance(template, Mapping) else [template])):
         raise UserError("the chat template of this model uses **, an operator that can take forever: it is not run")
     chat = [dict(message) for message in messages]
-    options: dict[str, bool] = {"add_generation_prompt": begin, "continue_final_message": not begin}
+    options: dict[str, bool] = {"add_generation_prompt": bool(begin), "continue_final_message": begin is False}
     try:
         made = _limited(partial(tokenizer.apply_chat_template, chat, tokenize=False, **options))
     except _OutOfTime:

@@ -49,12 +49,12 @@ def save(
 ) -> None:  # fmt: skip
     """Write weights, optimizer moments and `state` (anything JSON can say) to `folder`, replacing the last ones.
 
-    Weights that do not learn are not written.
+    Weights that do not learn are not written, and weights that are shared are written once.
 
     others: further modules by name, whose weights are written, too
     """
-    still = _frozen(model)
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in still}
+    left = _left_out(model)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in left}
     for other, module in (others or {}).items():
         tensors |= {f"other.{other}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -63,9 +63,10 @@ def save(
     write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
 
 
-def _frozen(model: nn.Module) -> set[str]:
-    """The names of the weights that do not learn."""
-    return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
+def _left_out(model: nn.Module) -> set[str]:
+    """The names of weights that do not learn, and further names of one that has several."""
+    once = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
 @contextmanager
@@ -90,9 +91,9 @@ def load(
     with _opened(folder) as file:
         state = json.loads(file.metadata()["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    still, state_dict = _frozen(model), model.state_dict()
+    now = model.state_dict()
     learnt = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    model.load_state_dict({name: state_dict[name] for name in still} | learnt)
+    model.load_state_dict({name: now[name] for name in _left_out(model)} | learnt)
     for other, module in (others or {}).items():
         prefix = f"other.{other}."
         module.load_state_dict({key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)})
