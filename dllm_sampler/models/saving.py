@@ -75,9 +75,17 @@ def named(network: Transformer, family: Family, stored: Collection[str] = ()) ->
 
 
 def _as_stored(tensors: dict[str, Tensor], stored: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """The tensors in the dtypes they are stored in, in main memory; none is a part of another's memory."""
-    found = {name: tensor.detach().to("cpu", stored.get(name, tensor.dtype)) for name, tensor in tensors.items()}
-    return {name: one.clone() if one.untyped_storage().nbytes() > one.nbytes else one for name, one in found.items()}
+    """The tensors in the dtypes they are stored in, in main memory. One of two names stays one of two names."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        key = tensor.data_ptr(), tensor.shape
+        if key not in made:
+            one = tensor.detach().to("cpu", stored.get(name, tensor.dtype))
+            whole = one.untyped_storage().nbytes() == one.nbytes
+            made[key] = one if whole else one.clone()  # one expert of a stack, say
+        found[name] = made[key]
+    return found
 
 
 def _copy(source: Path, target: Path, hub: str | None) -> None:

@@ -144,7 +144,7 @@ def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
     if value == "null" or value.startswith(("{", "'", '"')):
         return word
     data = defaults.get("data")
-    if isinstance(data, Mapping) and "path" in data and key in ("train.data", "train.data.path", "train.data.held_out"):
+    if isinstance(data, Mapping) and "path" in data and key in ("train.data", "train.data.path", "train.data.test"):
         return f"{'train.data.path' if key == 'train.data' else key}={quoted(value)}"
     return f"{key}={quoted(value)}" if key == "train.model" and isinstance(defaults.get("model"), str) else word
 

@@ -22,7 +22,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, most: int):
         self.tokenizer, self.spec, self.most = tokenizer, spec, most
-        self._known: dict[str, Pair] = {}
+        self._known: dict[int, tuple[Example, Pair]] = {}  # examples of a user's data, which stay
 
     def __call__(self, example: Example) -> Pair:
         """The tokens of prompt and answer.
@@ -62,9 +62,8 @@ class Encoder:
             )
 
     def _pair(self, example: Example) -> Pair:
-        key = example.where if not example.task else ""
-        if key in self._known:
-            return self._known[key]
+        if id(example) in self._known:
+            return self._known[id(example)][1]
         if isinstance(example.prompt, list) and example.prompt and isinstance(example.prompt[0], dict):
             prompt, answer = self._chat(example)
         else:
@@ -76,8 +75,8 @@ class Encoder:
             what = "the mask token" if bad[0] == mask else f"a token outside the model's {self.spec.vocab_size}"
             raise UserError(f"{example.where} has {what} (id {bad[0]}) in its prompt or answer")
         found = prompt, answer if answer[-1] == eos else [*answer, eos]
-        if key:
-            self._known[key] = found
+        if not example.task:
+            self._known[id(example)] = example, found
         return found
 
     def _ids(self, prompt: object, where: str) -> list[int]:

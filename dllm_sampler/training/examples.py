@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from dllm_sampler import config
 from dllm_sampler.cli import inputs
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
 from dllm_sampler.metrics import Metric
 from dllm_sampler.paths import expanded
@@ -111,7 +112,7 @@ class Data:
 
     path: a JSON Lines file; a table (.csv, .parquet); a folder or a hub id that the package datasets loads
     subset, split: of a data set, as `datasets.load_dataset` takes them; a file has neither
-    held_out: another file, or another split, for measurements; None: they are drawn from the examples
+    test: another file, or another split, to measure on; None: what measures is drawn from the examples
     prompt, answer, messages: what its columns are called. A line has a prompt (text or token ids) and an answer, or
         messages, of which the last is the assistant's
     chat: prompts are texts of a user that the tokenizer's chat template gets
@@ -121,7 +122,7 @@ class Data:
     path: str | None
     subset: str | None = None
     split: str = "train"
-    held_out: str | None = None
+    test: str | None = None
     prompt: str = "prompt"
     answer: str = "answer"
     messages: str = "messages"
@@ -151,13 +152,13 @@ class Data:
         assert self.path is not None
         metric = Metric("train.data.metric", self.metric)
         train, held = self._examples(self.path, self.split, answers), list[Example]()
-        if self.held_out is not None:
-            other = self.held_out
+        if self.test is not None:
+            other = self.test
             table = Path(other).suffix in (*JSON, *TABLES)
             held = self._examples(*((other, self.split) if table else (self.path, other)), answers)
         shuffled = Random(f"{seed}/held").sample(held or train, len(held or train))
         kept = shuffled[:held_out]
-        if self.held_out is None:
+        if self.test is None:
             # A prompt that is there twice is held out twice.
             prompts = {repr(one.prompt) for one in kept}
             train = [one for one in train if repr(one.prompt) not in prompts]
@@ -179,7 +180,7 @@ class Data:
             except OSError as error:
                 raise UserError(f"cannot read train.data {path}: {error.strerror}") from None
         else:
-            lines = [(f"{path} example {i}", line) for i, line in enumerate(self._table(file, path, split), 1)]
+            lines = [(f"{path} {split} example {i}", line) for i, line in enumerate(self._table(file, path, split), 1)]
         if not lines:
             raise UserError(
                 f"train.data={path} has no examples{'' if file.suffix in JSON else f' in its split {split}'}"
@@ -211,6 +212,8 @@ class Data:
                 " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN"
             )
         answer = line.get(self.answer)
+        if is_whole(answer):  # a column of numbers in a table
+            answer = str(answer)
         if line.get(self.messages) is not None:
             messages = inputs.prompt({"messages": line[self.messages]}, where)
             assert isinstance(messages, list)
