@@ -94,12 +94,19 @@ class MaskedLM(nn.Module):
     ) -> Tensor:
         """Logits `[N, M|Q, V]` of the tokens `[N, M]`.
 
-        positions: not looked at: a row begins at its first column, as these models count
+        positions: `[N, M]`, one after the other; what stands before position 0 is padding. Default 0..M-1
         keys: bool `[N, M]`, columns that may be seen; default all
         rows: int64 `[N, Q]`, columns to answer for; default all
         """
+        width = ids.shape[1]
+        rows = torch.arange(width, device=ids.device).expand_as(ids) if rows is None else rows
+        if positions is not None:  # these models count from the first column: rows are moved to begin there
+            first = -positions[:, :1]  # [N, 1]
+            index = (torch.arange(width, device=ids.device) + first) % width
+            ids, keys = ids.gather(1, index), None if keys is None else keys.gather(1, index)
+            rows = (rows - first) % width
         logits = self.model(input_ids=ids, attention_mask=None if keys is None else keys.long()).logits
-        return logits if rows is None else logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
+        return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
 
 
 def knows(model_type: str) -> bool:

@@ -17,7 +17,7 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training import journal
 from dllm_sampler.training.trajectory import trajectories
-from tests import toys
+from tests import tiny, toys
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +86,46 @@ def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
     assert [line["step"] for line in log] == [0, 1, 2], "one process writes"
     answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=4)
     assert answer.texts is not None
+
+
+KILLER = """
+import os, pathlib
+def metric(text, answer, **_):
+    if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
+        os._exit(9)
+    return float(text == answer)
+"""
+
+
+def torchrun(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of `train=sft` in several processes."""
+    few = ["steps=4", "batch=5", "held_out=3", "new_tokens=12", "warmup=0", "dtype=float64", "learning_rate=1e-3"]
+    few += ["evaluate_every=2", "device=cpu", "checkpoint_every=1", "padding=longest", "data.metric=killer:metric"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    run += ["-m", "dllm_sampler.training.cli", "train=sft", *(f"train.{word}" for word in [*few, *words])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dream", "llada2-moe"])
+def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
+    """One process, two with five examples a step, and two that are killed in the second step and started again."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}"]
+    for output, processes in (("one", 1), ("two", 2)):
+        done = torchrun(tmp_path, processes, *words, f"output={output}")
+        assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "kill").touch()
+    assert torchrun(tmp_path, 2, *words, "output=parts").returncode != 0
+    (tmp_path / "kill").unlink()
+    assert [line["step"] for line in journal.read(tmp_path / "parts" / journal.FILE)] == [0, 1]
+    assert torchrun(tmp_path, 2, *words, "output=parts").returncode == 0
+    logs = [journal.read(tmp_path / output / journal.FILE) for output in ("one", "two", "parts")]
+    one, two, parts = ([{**line, "seconds": 0} for line in log] for log in logs)
+    assert len(one) == 5 and two == parts
+    for line, other in zip(one, two, strict=True):
+        assert line == pytest.approx(other, rel=1e-7)
 
 
 def streamer(rank: int, store: str, processes: int) -> None:
