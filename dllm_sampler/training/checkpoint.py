@@ -14,6 +14,7 @@ from torch import Tensor, nn, optim
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
+from dllm_sampler.training import sharding
 
 FILE = "checkpoint.safetensors"
 
@@ -45,13 +46,14 @@ def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]
 
 def save(
     folder: Path, model: nn.Module, optimizer: optim.Optimizer, state: dict[str, Any],
-    others: Mapping[str, nn.Module] | None = None,
+    others: Mapping[str, nn.Module] | None = None, write: bool = True,
 ) -> None:  # fmt: skip
     """Write weights, optimizer moments and `state` (anything JSON can say) to `folder`, replacing the last ones.
 
     Weights that do not learn are not written, and weights that are shared are written once.
 
     others: further modules by name, whose weights are written, too
+    write: False in all processes but one; all must call where weights are spread over them
     """
     left = _left_out(model)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in left}
@@ -60,7 +62,9 @@ def save(
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
-    write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
+    tensors = {name: sharding.whole(tensor) for name, tensor in tensors.items()}
+    if write:
+        write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
 
 
 def _left_out(model: nn.Module) -> set[str]:
@@ -93,6 +97,7 @@ def load(
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     now = model.state_dict()
     learnt = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    learnt = {name: sharding.like(tensor, now[name]) if name in now else tensor for name, tensor in learnt.items()}
     model.load_state_dict({name: now[name] for name in _left_out(model)} | learnt)
     for other, module in (others or {}).items():
         prefix = f"other.{other}."
@@ -101,5 +106,5 @@ def load(
         keys = [key for key in tensors if key.startswith("optimizer.") and key.split(".", 2)[2] == name]
         moments = {key.split(".", 2)[1]: tensors[key] for key in keys}
         # The step counter stays on the CPU unless the optimizer is fused; torch moves it where it is needed.
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
+        optimizer.state[parameter] = {key: sharding.like(value, parameter) for key, value in moments.items()}
     return state

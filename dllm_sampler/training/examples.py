@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -63,6 +64,11 @@ class Source(Protocol):
         """How right an answer is, from 0 to 1."""
         ...
 
+    @property
+    def content(self) -> str:
+        """A hash of the examples; empty where there is no end of them."""
+        ...
+
     def all(self) -> Sequence[Example]:
         """All examples to learn from, where there is an end of them; else none."""
         ...
@@ -84,6 +90,7 @@ class Tasks:
 
     shares: Mapping[str, float]
     size: None = None
+    content: str = ""
 
     def draw(self, seed: str, count: int, *, number: int = 0, held: bool = False) -> list[Example]:
         """See `Source.draw`."""
@@ -246,6 +253,14 @@ class Stored:
     def size(self) -> int:
         """See `Source.size`."""
         return len(self.train)
+
+    @property
+    def content(self) -> str:
+        """See `Source.content`."""
+        found = sha256()
+        for one in (*self.train, *self.held):
+            found.update(repr((one.prompt, one.answer)).encode())
+        return found.hexdigest()
 
     def draw(self, seed: str, count: int, *, number: int = 0, held: bool = False) -> list[Example]:
         """See `Source.draw`: step after step all examples of an epoch, then those of the next."""

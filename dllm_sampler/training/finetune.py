@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -19,21 +20,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import NotFiniteError, UserError, unknown
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training import adapters, checkpoint, journal
+from dllm_sampler.training import checkpoint, journal, sharding
 from dllm_sampler.training.examples import Data, Example, Source, Tasks
 from dllm_sampler.training.progress import bar, interrupts
-from dllm_sampler.training.settings import check_settings
-from dllm_sampler.training.tasks import LESSONS
+from dllm_sampler.training.settings import check_run
 from dllm_sampler.training.tokenizer import vocabulary
 from dllm_sampler.training.trained import Trained
 
-DTYPES = ("float32", "float64", "bfloat16")
 # A resumed run may change these; anything else would make it another run.
 FREE = (
     "output", "device", "checkpoint_every", "tracker", "batch_size", "batch_tokens", "steps", "gradient_checkpointing",
@@ -99,26 +98,13 @@ class FineTuner:
     free: ClassVar[tuple[str, ...]] = FREE
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "checkpoint_every": 1, "new_tokens": 1, "warmup": 0, "batch_size": 1, "batch_tokens": 1}
-        for name, value in {**least, "evaluate_every": 1, "held_out": 1}.items():
-            if getattr(self, name) < value:
-                raise UserError(f"train.{name} must be at least {value}, not {getattr(self, name)}")
-        check_settings(vars(self))
-        words = {"schedule": ("constant", "cosine"), "precision": ("no", "bf16"), "dtype": DTYPES}
-        for name, choices in words.items():
-            if getattr(self, name) not in choices:
-                raise unknown(f"train.{name}", getattr(self, name), choices)
-        if self.dtype == "bfloat16" and self.lora is None:
-            raise UserError(
-                "train.dtype=bfloat16 is for train.lora: all weights learn in float32, which bfloat16 would round to"
-                " where they were; train.precision=bf16 computes in bfloat16"
-            )
+        check_run(vars(self))
         self._data = Data.of(self.data)
-        for task in self.tasks:
-            if task not in LESSONS:
-                raise unknown("task", task, LESSONS)
-        adapters.check(self.lora)
-        journal.check(self.tracker)
+
+    @property
+    def sharding(self) -> bool:
+        """Whether weights are spread over the processes."""
+        return False
 
     @property
     def needs_answers(self) -> bool:
@@ -154,7 +140,7 @@ class FineTuner:
         with torch.random.fork_rng(devices=self._cuda()):
             torch.manual_seed(Random(f"{self.seed}/{seed}").getrandbits(62))  # of dropout
             loss = backward()
-        norm = float(nn.utils.clip_grad_norm_(self.trained.learning(), self.clip))
+        norm = float(sharding.whole(nn.utils.clip_grad_norm_(self.trained.learning(), self.clip)))
         if math.isfinite(norm):
             self.optimizer.step()
         else:
@@ -165,10 +151,11 @@ class FineTuner:
     def backward(self, losses: Iterator[Callable[[], Tensor]]) -> float:
         """Sum up losses that are made one after the other, so that one's activations are alive at a time."""
         total, one = 0.0, next(losses, None)
+        sync = nullcontext if self.trained.sharded else partial(self.accelerator.no_sync, self.trained.wrapped)
         while one is not None:
             following = next(losses, None)
             # Gradients of all processes are averaged once, with the last.
-            with self.accelerator.no_sync(self.trained.wrapped) if following else nullcontext():
+            with sync() if following else nullcontext():
                 with self.autocast():
                     loss = one()
                 self.accelerator.backward(loss)
@@ -303,28 +290,40 @@ class FineTuner:
             )
         if self.gradient_checkpointing:
             self.trained.recompute()
+        self.trained.wrap(self.accelerator, self.sharding)
         self.optimizer = torch.optim.AdamW(self.trained.learning(), betas=self.betas, weight_decay=self.weight_decay)
-        self.trained.wrap(self.accelerator)
 
     def _resume(self) -> int:
         """How many steps are done."""
         mine = {key: value for key, value in asdict(self).items() if key not in self.free}
         self._settings = json.loads(json.dumps(mine))
+        self._settings["content"] = self.source.content
         done = 0
         if (self.folder / checkpoint.FILE).exists():
-            checkpoint.check_same(self.folder, checkpoint.peek(self.folder)["config"], mine)
+            saved = checkpoint.peek(self.folder)["config"]
+            checkpoint.check_same(self.folder, saved, mine)
+            if saved.get("content") != self.source.content:
+                raise UserError(
+                    f"{self.folder} holds an unfinished run on other examples: train.data={self._data.path} has changed"
+                    " since; choose another train.output"
+                )
             done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self.others())["step"]
         path = self.folder / journal.FILE
         self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
         return done
 
     def _save(self, done: int) -> None:
-        if self.accelerator.is_main_process:
-            state = {"step": done, "config": self._settings}
-            checkpoint.save(self.folder, self.trained.network, self.optimizer, state, self.others())
+        state, main = {"step": done, "config": self._settings}, self.accelerator.is_main_process
+        if main or self.trained.sharded:
+            network = self.trained.network
+            checkpoint.save(self.folder, network, self.optimizer, state, self.others(), write=main)
 
     def _finish(self) -> Path:
+        weights = self.trained.whole() if self.trained.sharded else None
         if self.accelerator.is_main_process:
+            if weights is not None:
+                self.trained = Trained.load(self.model, torch.device("cpu"), self.dtype, self.lora, self.seed)
+                self.trained.network.load_state_dict(weights)
             self.trained.save(self.folder)
             (self.folder / checkpoint.FILE).unlink()
         self._journal.close()

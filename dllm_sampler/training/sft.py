@@ -17,7 +17,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.training import masking
 from dllm_sampler.training.encoding import Encoder
 from dllm_sampler.training.examples import Example
-from dllm_sampler.training.finetune import FineTuner
+from dllm_sampler.training.finetune import FREE, FineTuner
 from dllm_sampler.training.masking import Masks, Pair, Rows
 
 Padding = Literal["longest", "block", "none"]
@@ -45,6 +45,7 @@ class SftTrainer(FineTuner):
     random_length: share of the answers that are cut at a random length (LLaDA's pre-training: 0.01)
     max_length: tokens of a prompt with its answer; None: the model's context
     longer: what is done with an example that is longer: `refuse` it, or `drop` it
+    shard: spread weights, gradients and moments over the processes (FSDP2); else each has all of them (DDP)
     """
 
     batch: int
@@ -55,8 +56,10 @@ class SftTrainer(FineTuner):
     random_length: float
     max_length: int | None
     longer: str
+    shard: bool
 
     name: ClassVar[str] = "sft"
+    free: ClassVar[tuple[str, ...]] = (*FREE, "shard")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,6 +73,11 @@ class SftTrainer(FineTuner):
             if not isinstance(self.padding, int):
                 check_choice("train.padding", self.padding, Padding)
             check_count("train.padding", self.padding)
+
+    @property
+    def sharding(self) -> bool:
+        """See `FineTuner.sharding`."""
+        return self.shard
 
     @property
     def spec(self) -> ModelSpec:
@@ -130,9 +138,7 @@ class SftTrainer(FineTuner):
 
     def _parts(self, rows: Rows, draws: list[Masks]) -> Iterator[Callable[[], Tensor]]:
         """This process's share of the loss times the number of processes, in parts of one forward each."""
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
-        mine = torch.arange(len(rows.ids))[process::processes]
-        mine = mine[rows.length[mine].argsort(stable=True)]
+        processes = self.accelerator.num_processes
         copies = 1 if self._causal is None else 2
 
         def part(some: Tensor, masks: Masks) -> Tensor:
@@ -144,9 +150,19 @@ class SftTrainer(FineTuner):
             losses = one.to(self.spec.device).losses(self.trained.wrapped)
             return (losses * weight.to(losses.dtype)).sum() * processes
 
-        for some in cuts(rows.length[mine] * copies, self.batch_tokens):
+        each = []
+        for process in range(processes):
+            mine = torch.arange(len(rows.ids))[process::processes]
+            mine = mine[rows.length[mine].argsort(stable=True)]
+            each.append([mine[some] for some in cuts(rows.length[mine] * copies, self.batch_tokens)])
+        own = each[self.accelerator.process_index]
+        for some in own:
             for masks in draws:
-                yield partial(part, mine[some], masks)
+                yield partial(part, some, masks)
+        if self.trained.sharded:  # a forward needs all processes: one that is through makes its last again, for nothing
+            for _ in range(max(map(len, each)) - len(own)):
+                for masks in draws:
+                    yield partial(part, own[-1], Masks(masks.hidden, torch.zeros_like(masks.weight)))
 
 
 def cuts(lengths: Tensor, budget: int) -> Iterator[slice]:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
@@ -20,7 +20,7 @@ from dllm_sampler.models import loading, saving
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.training import adapters
+from dllm_sampler.training import adapters, sharding
 
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
 UNTRAINABLE = ("quantize", "device_map", "cfg_scale")  # settings of a model that is only sampled from
@@ -38,6 +38,7 @@ class Trained:
     hub: its hub id, where it comes from there
     adapter: peft's model around the network; None: all weights learn
     wrapped: what a forward with a gradient calls: the network, or DDP around it
+    sharded: whether the weights are spread over processes (FSDP2), so that these must make the same forwards
     """
 
     network: nn.Module
@@ -49,7 +50,7 @@ class Trained:
     adapter: Any = None
 
     def __post_init__(self) -> None:
-        self.wrapped = self.network
+        self.wrapped, self.sharded = self.network, False
 
     @classmethod
     def load(
@@ -101,12 +102,29 @@ class Trained:
         """What an optimizer moves."""
         return [weight for weight in self.network.parameters() if weight.requires_grad]
 
-    def wrap(self, accelerator: Accelerator) -> None:
-        """Average gradients over processes, where there are several."""
-        if accelerator.num_processes > 1:
+    def wrap(self, accelerator: Accelerator, shard: bool) -> None:
+        """Average gradients over processes, where there are several, and `shard` the weights over them.
+
+        Before there is an optimizer: sharding replaces the weights.
+
+        Raises:
+            UserError: a masked LM of transformers cannot be sharded.
+        """
+        self.sharded = shard and accelerator.num_processes > 1
+        if self.sharded and not isinstance(self.network, Transformer):
+            raise UserError(
+                f"train.shard is for models of our own layers, and train.model={self.named} is transformers'"
+            )
+        if self.sharded:
+            sharding.shard(self.network, accelerator.device, accelerator.num_processes)
+        elif accelerator.num_processes > 1:
             self.wrapped = accelerator.prepare_model(self.network, device_placement=False)
         if isinstance(self.denoiser, TransformerDenoiser):
             self.denoiser = replace(self.denoiser, model=self.wrapped)
+
+    def whole(self) -> dict[str, Tensor]:
+        """All weights in main memory; where they are sharded every process must ask."""
+        return {name: sharding.whole(tensor) for name, tensor in self.network.state_dict().items()}
 
     def recompute(self) -> None:
         """Keep the layers' inputs alone for the backward pass and compute the rest twice: less memory, more time."""

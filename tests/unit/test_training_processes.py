@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
@@ -110,22 +111,28 @@ def torchrun(folder: Path, processes: int, *words: str) -> subprocess.CompletedP
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dream", "llada2-moe"])
 def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
-    """One process, two with five examples a step, and two that are killed in the second step and started again."""
+    """One process; two with five examples a step; two that share the weights (FSDP2); and two that share them, are
+    killed in the second step, and go on without sharing them. All end with the same weights."""
     (tmp_path / "killer.py").write_text(KILLER)
     words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}"]
-    for output, processes in (("one", 1), ("two", 2)):
-        done = torchrun(tmp_path, processes, *words, f"output={output}")
+    for output, processes, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["shard=true", "batch_tokens=64"])):
+        done = torchrun(tmp_path, processes, *words, f"output={output}", *more)
         assert done.returncode == 0, done.stderr[-3000:]
     (tmp_path / "kill").touch()
-    assert torchrun(tmp_path, 2, *words, "output=parts").returncode != 0
+    assert torchrun(tmp_path, 2, *words, "output=parts", "shard=true").returncode != 0
     (tmp_path / "kill").unlink()
     assert [line["step"] for line in journal.read(tmp_path / "parts" / journal.FILE)] == [0, 1]
     assert torchrun(tmp_path, 2, *words, "output=parts").returncode == 0
-    logs = [journal.read(tmp_path / output / journal.FILE) for output in ("one", "two", "parts")]
-    one, two, parts = ([{**line, "seconds": 0} for line in log] for log in logs)
-    assert len(one) == 5 and two == parts
-    for line, other in zip(one, two, strict=True):
-        assert line == pytest.approx(other, rel=1e-7)
+    names = ("one", "two", "sharded", "parts")
+    one, *others = ([{**line, "seconds": 0} for line in journal.read(tmp_path / name / journal.FILE)] for name in names)
+    weights = load_file(tmp_path / "one" / "model.safetensors")
+    for name, log in zip(names[1:], others, strict=True):
+        assert len(log) == 5
+        for line, other in zip(one, log, strict=True):
+            assert line == pytest.approx(other, rel=1e-7), name
+        found = load_file(tmp_path / name / "model.safetensors")
+        for key, tensor in weights.items():
+            torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=1e-6, msg=f"{name} {key}")
 
 
 def streamer(rank: int, store: str, processes: int) -> None:
