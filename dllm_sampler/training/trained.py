@@ -111,11 +111,11 @@ class Trained:
             UserError: a masked LM of transformers cannot be sharded.
         """
         self.sharded = shard and accelerator.num_processes > 1
-        if self.sharded and not isinstance(self.network, Transformer):
-            raise UserError(
-                f"train.shard is for models of our own layers, and train.model={self.named} is transformers'"
-            )
         if self.sharded:
+            if not isinstance(self.network, Transformer):
+                raise UserError(
+                    f"train.shard is for networks of our own, and train.model={self.named} is one of transformers"
+                )
             sharding.shard(self.network, accelerator.device, accelerator.num_processes)
         elif accelerator.num_processes > 1:
             self.wrapped = accelerator.prepare_model(self.network, device_placement=False)
