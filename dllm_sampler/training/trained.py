@@ -131,9 +131,11 @@ class Trained:
         if isinstance(self.network, Transformer):
             self.network.recompute = True
         else:
-            self.inner.gradient_checkpointing_enable(  # pyright: ignore[reportCallIssue]
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+            network: Any = self.inner
+            network.config.use_cache = False  # of no use here, and transformers would say so
+            name = "activation" if hasattr(network, "activation_checkpointing_enable") else "gradient"
+            enable = getattr(network, f"{name}_checkpointing_enable")
+            enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
