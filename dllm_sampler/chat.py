@@ -42,14 +42,15 @@ def ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: s
     return list(encoded["input_ids"])
 
 
-def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str, begin: bool = True) -> str:
+def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str, begin: bool | None = True) -> str:
     """Chat messages as the model's prompt.
 
     Args:
         messages: each with a `role` and a `content`.
         tokenizer: has the template.
         name: what errors call the messages, `prompt 1` say.
-        begin: with the beginning of the model's answer; else the last message is that, to be continued.
+        begin: with the beginning of the model's answer; False: the last message is that, to be continued; None: the
+            last message is a whole one, and nothing follows.
 
     Raises:
         UserError: there is no template, or it raises an error, takes too long, or gets too large.
@@ -58,7 +59,7 @@ def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: 
     if template is None:
         raise UserError(f"{name} has chat messages, but this model's tokenizer has no chat template")
     chat = [dict(message) for message in messages]
-    options: dict[str, bool] = {"add_generation_prompt": begin, "continue_final_message": not begin}
+    options: dict[str, bool] = {"add_generation_prompt": bool(begin), "continue_final_message": begin is False}
     why, made = _limited(tokenizer, chat, options)
     if why == "time":
         raise UserError(f"the chat template of this model takes more than {SECONDS:g} s for {name}")

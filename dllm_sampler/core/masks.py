@@ -50,6 +50,22 @@ def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
     return keys.div(length, rounding_mode="floor")[:, None] <= own[..., None]
 
 
+def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor) -> Tensor:
+    """`[N, 2L, 2L] bool` what a row sees that is a clean copy of a text and, behind it, a noisy one (arXiv 2503.09573).
+
+    The clean copy sees the clean blocks up to its own; a noisy block sees the clean ones before it, and itself. So one
+    forward predicts every block as a block-causal model does when the blocks before it are decoded.
+
+    Args:
+        block: `[N, L]` the block of each column.
+        clean, noisy: `[N, L] bool` columns that exist in each copy.
+    """
+    own, other = block[:, :, None], block[:, None]
+    above = torch.cat([clean[:, None] & (other <= own), torch.zeros_like(own == other)], 2)
+    below = torch.cat([clean[:, None] & (other < own), noisy[:, None] & (other == own)], 2)
+    return torch.cat([above, below], 1)
+
+
 def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
     """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
     if canvas.grid is not None:

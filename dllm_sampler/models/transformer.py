@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dllm_sampler.models.moe import MoE, MoeConfig, feed
 from dllm_sampler.models.yarn import Yarn
@@ -204,7 +205,12 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A masked-diffusion transformer; weights are torch's defaults until loaded or `init_weights`."""
+    """A masked-diffusion transformer; weights are torch's defaults until loaded or `init_weights`.
+
+    recompute: keep no more than each layer's input for a backward pass, and run the layer again in it
+    """
+
+    recompute: bool = False
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -251,7 +257,10 @@ class Transformer(nn.Module):
         if keys is not None:
             mask = keys[:, None] if keys.dim() == 3 else keys[:, None, None]  # [N, 1, 1|M, M]
         for layer in self.layers:
-            hidden = layer(hidden, rope, mask, drive, together)
+            if self.recompute and drive is None and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, rope, mask, None, together, use_reentrant=False)
+            else:
+                hidden = layer(hidden, rope, mask, drive, together)
         if rows is not None:
             rows = rows if isinstance(rows, Tensor) else rows()
             hidden = hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [N, Q, D]

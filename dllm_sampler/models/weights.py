@@ -126,6 +126,24 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
     return None
 
 
+def dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of every tensor of a checkpoint that is no scalar."""
+    found: dict[str, torch.dtype] = {}
+    for file, names in _by_file(folder).items():
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in names}
+            found |= {name: one[:0].dtype for name, one in slices.items() if one.get_shape()}
+    return found
+
+
+def _by_file(folder: Path) -> dict[Path, list[str]]:
+    """The tensors of each file of a checkpoint."""
+    found: dict[Path, list[str]] = {}
+    for name, file in tensor_files(folder).items():
+        found.setdefault(file, []).append(name)
+    return found
+
+
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a checkpoint, from the files' headers.
 

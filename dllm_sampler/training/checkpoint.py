@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 from dllm_sampler.core import files
 from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
+from dllm_sampler.training import sharding
 
 FILE = "checkpoint.safetensors"
 
@@ -58,19 +59,31 @@ def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]
 
 def save(
     folder: Path, model: nn.Module, optimizer: optim.Optimizer, state: dict[str, Any],
-    others: Mapping[str, nn.Module] | None = None,
+    others: Mapping[str, nn.Module] | None = None, write: bool = True,
 ) -> None:  # fmt: skip
     """Write weights, optimizer moments and `state` (anything JSON can say) to `folder`, replacing the last ones.
 
+    Weights that do not learn are not written, and weights that are shared are written once.
+
     others: further modules by name, whose weights are written, too
+    write: False in all processes but one; all must call where weights are spread over them
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    left = _left_out(model)
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name not in left}
     for other, module in (others or {}).items():
         tensors |= {f"other.{other}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         tensors |= {f"optimizer.{key}.{name}": value for key, value in moments.items()}
-    write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
+    tensors = {name: sharding.whole(tensor) for name, tensor in tensors.items()}
+    if write:
+        write_tensors(folder / FILE, tensors, {"state": json.dumps(state)})
+
+
+def _left_out(model: nn.Module) -> set[str]:
+    """The names of weights that do not learn, and further names of one that has several."""
+    once = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
 
 
 @contextmanager
@@ -95,7 +108,10 @@ def load(
     with _opened(folder) as file:
         state = parsed(file.metadata()["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-    model.load_state_dict({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    now = model.state_dict()
+    learnt = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    learnt = {name: sharding.like(tensor, now[name]) if name in now else tensor for name, tensor in learnt.items()}
+    model.load_state_dict({name: now[name] for name in _left_out(model)} | learnt)
     for other, module in (others or {}).items():
         prefix = f"other.{other}."
         module.load_state_dict({key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)})
@@ -103,5 +119,5 @@ def load(
         keys = [key for key in tensors if key.startswith("optimizer.") and key.split(".", 2)[2] == name]
         moments = {key.split(".", 2)[1]: tensors[key] for key in keys}
         # The step counter stays on the CPU unless the optimizer is fused; torch moves it where it is needed.
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
+        optimizer.state[parameter] = {key: sharding.like(value, parameter) for key, value in moments.items()}
     return state

@@ -17,6 +17,7 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import about, written
+from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.core import files
 from dllm_sampler.core.functions import function
 from dllm_sampler.core.telling import telling
@@ -28,6 +29,8 @@ Train a model.
 
 Usage: dllm-train train=NAME [train.FIELD=VALUE ...]
 
+  dllm-train train=sft train.model=llada-8b train.data=mine.jsonl train.output=my-llada
+  dllm-sample model=my-llada chat=true "..."
   dllm-train train=mini train.output=my-mini
   dllm-train train=mini train.output=quick train.steps=4000 train.device=cuda
   dllm-sample model=my-mini "reverse: Ada, Ben, Cal, Dan"
@@ -81,9 +84,9 @@ def trainer(words: Sequence[str]) -> Any:
             _known(name, defaults, match[1].split("."))
         elif not word.startswith("train="):
             _refuse(word)
-    # A path is taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
     paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
-    kept = [part for word in words if not word.startswith(_OUTPUT) for part in _replacing(word, defaults)]
+    words = [_to_the_letter(word, defaults) for word in words if not word.startswith(_OUTPUT)]
+    kept = [part for word in words for part in _replacing(word, defaults)]
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = paths[-1]
@@ -131,6 +134,20 @@ def _alone(trainer: Any) -> Iterator[None]:
             yield
     except NotWrittenError as error:
         raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error
+
+
+def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
+    """A path or a name as a string of Hydra's grammar, which has its own ideas of commas and brackets.
+
+    `train.data=FILE` is short for `train.data.path=FILE`.
+    """
+    key, _, value = word.partition("=")
+    if value == "null" or value.startswith(("{", "'", '"')):
+        return word
+    data = defaults.get("data")
+    if isinstance(data, Mapping) and "path" in data and key in ("train.data", "train.data.path", "train.data.test"):
+        return f"{'train.data.path' if key == 'train.data' else key}={quoted(value)}"
+    return f"{key}={quoted(value)}" if key == "train.model" and isinstance(defaults.get("model"), str) else word
 
 
 def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.prompts import encode_one
+from dllm_sampler.training import masking
 from dllm_sampler.training.checkpoint import read_json, write_json
 from dllm_sampler.training.finetune import FineTuner
+from dllm_sampler.training.masking import FLOOR, Rows, chunk, collate
 from dllm_sampler.training.progress import bar
-from dllm_sampler.training.rewards import solved
 
 Masking = Literal["block", "random"]
-FLOOR = 1e-3  # least probability of a mask
 
 
 @dataclass
@@ -33,7 +34,7 @@ class DistillTrainer(FineTuner):
     rows are independent. Where the answer ends with a block the published draw of the block may come out empty; here it
     does not.
 
-    answers: prompts that the model answers, once, before training
+    answers: prompts that the model answers, once, before training; of a user's data at most as many as there are
     teacher: settings of the sampler that does; published: one token per step in blocks of 32
     keep: only right answers are learnt from, else all that are complete
     tail: learn the end tokens behind the answer, too, up to `new_tokens` (mini's canvases end in them; published: one)
@@ -73,8 +74,20 @@ class DistillTrainer(FineTuner):
                 f" {self.certainty}, {self.entropy_temperature}"
             )
 
+    @property
+    def needs_answers(self) -> bool:
+        """See `FineTuner.needs_answers`: only what judges needs them."""
+        return self.keep
+
     def prepare(self) -> None:
-        """The model's own answers, from `answers.json` where an interrupted run has written them."""
+        """Checks, and the model's own answers, from `answers.json` where an interrupted run has written them."""
+        spec = self.trained.denoiser.spec
+        masking.check(spec, self.trained.named)
+        if spec.attention == "block_causal" and (self.masking, self.block_length) != ("block", spec.block_length):
+            raise UserError(
+                f"train.model={self.trained.named} is block-causal: it takes train.masking=block and"
+                f" train.block_length={spec.block_length}"
+            )
         path = self.folder / f"answers{self.accelerator.process_index or ''}.json"
         if not path.exists():
             write_json(path, self._answer())
@@ -85,9 +98,10 @@ class DistillTrainer(FineTuner):
     def step(self, number: int) -> dict[str, float]:
         """One batch, both samples of it."""
         rng = Random(f"{self.seed}/step {number}/{self.accelerator.process_index}")
-        rows = collate([rng.choice(self.pairs) for _ in range(self.batch)], self.denoiser.eos_id)
+        rows = collate([rng.choice(self.pairs) for _ in range(self.batch)], self.trained.denoiser.spec.eos_id)
         size = self.block_length if self.masking == "block" else rows.ids.shape[1]
-        pair = split(rows, size, self.ratio, torch.Generator().manual_seed(rng.getrandbits(62)))
+        generator = torch.Generator().manual_seed(rng.getrandbits(62))
+        pair = split(rows, size, self.ratio, generator, aligned=self.trained.denoiser.spec.attention == "block_causal")
         figures = {"cross_entropy": 0.0, "entropy": 0.0, "right_masks": 0.0}
         parts = self._parts(rows, pair, figures)
         loss, norm = self.update(partial(self.backward, parts), f"step {number}")
@@ -95,49 +109,35 @@ class DistillTrainer(FineTuner):
 
     def _parts(self, rows: Rows, pair: Pair, figures: dict[str, float]) -> Iterator[Callable[[], Tensor]]:
         size = max(1, self.batch_tokens // rows.ids.shape[1])
-        device, mask_id, shift = self.denoiser.spec.device, self.denoiser.mask_id, self.denoiser.shift
+        spec = self.trained.denoiser.spec
 
-        def part(some: slice, masked: Tensor) -> Tensor:
-            hidden = (masked | pair.future)[some].to(device)
-            ids, keys = rows.ids[some].to(device), rows.there[some].to(device)
-            logits = self.wrapped(ids.masked_fill(hidden, mask_id), keys=keys)
-            if shift:
-                logits = logits.roll(1, 1)
-            found = certainty_loss(logits, ids, masked[some].to(device), self.entropy_temperature, mask_id)
+        def part(some: Tensor, masked: Tensor) -> Tensor:
+            hidden = masked | pair.future
+            width = int(rows.length[some].max())
+            one = chunk(rows.some(some), hidden[some, :width], masked[some, :width], spec).to(spec.device)
+            logits = one.logits(self.trained.wrapped)
+            found = certainty_loss(logits, one.tokens, one.there, self.entropy_temperature, one.mask_id)
             share = 1 / len(rows.ids)
             for key, value in zip(figures, found, strict=True):
                 figures[key] += float(value.detach().sum()) * share
             return (found[0] + self.certainty * found[1]).sum() * share
 
-        for first in range(0, len(rows.ids), size):
+        for some in torch.arange(len(rows.ids)).split(size):
             for masked in (pair.one, pair.other):
-                yield partial(part, slice(first, first + size), masked)
+                yield partial(part, some, masked)
 
     def _answer(self) -> list[tuple[list[int], list[int]]]:
         sampler, found = self.sampler(**self.teacher), []
-        examples = self.examples("answers", self.answers)
+        examples = self.examples("answers", min(self.answers, self.source.size or self.answers))
         with bar("answering", len(examples)) as progress:
             advance = partial(progress.advance, progress.task_ids[0])
-            answers = self.answered(sampler, [prompt for _, prompt, _ in examples], done=advance)
+            answers = self.answered(sampler, [example.prompt for example in examples], done=advance)
         for example, answer in zip(examples, answers, strict=True):
-            if solved(*example, answer.text or "") if self.keep else answer.complete:
+            if self.right(example, answer) == 1 if self.keep else answer.complete:
                 tokens = answer.tokens if self.tail else answer.tokens[: answer.length]
-                found.append((self.tokenizer(example[1]).input_ids, tokens.tolist()))
+                spec, tokenizer = self.trained.denoiser.spec, self.trained.tokenizer
+                found.append((encode_one(example.prompt, tokenizer, spec, len(tokens), 1), tokens.tolist()))
         return found
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Prompts and answers, padded on the right."""
-
-    ids: Tensor  # [B, L] int64
-    prompt: Tensor  # [B] length of the prompt
-    length: Tensor  # [B] of both together
-
-    @property
-    def there(self) -> Tensor:
-        """`[B, L] bool`: no padding."""
-        return torch.arange(self.ids.shape[1]) < self.length[:, None]
 
 
 @dataclass(frozen=True)
@@ -149,24 +149,18 @@ class Pair:
     future: Tensor  # behind it: masked in both, in no loss
 
 
-def collate(pairs: list[tuple[list[int], list[int]]], pad: int) -> Rows:
-    """(prompt, answer) as a batch."""
-    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    ids = [[*prompt, *answer, *[pad] * (length - len(prompt) - len(answer))] for prompt, answer in pairs]
-    prompts = torch.tensor([len(prompt) for prompt, _ in pairs])
-    return Rows(torch.tensor(ids), prompts, torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs]))
-
-
-def split(rows: Rows, size: int, ratio: float, generator: torch.Generator) -> Pair:
+def split(rows: Rows, size: int, ratio: float, generator: torch.Generator, *, aligned: bool = False) -> Pair:
     """Each row's active block, one of its blocks of `size` with equal chances, in two complementary parts.
 
     ratio: share of the first part, drawn for each token by itself
+    aligned: blocks are counted from the row's first token, as block-causal models do; else from the answer's
     """
-    blocks = (rows.length - rows.prompt + size - 1).div(size, rounding_mode="floor").clamp(min=1)
+    origin = rows.prompt - rows.prompt % size if aligned else rows.prompt
+    blocks = (rows.length - origin + size - 1).div(size, rounding_mode="floor").clamp(min=1)
     drawn = (torch.rand(len(blocks), generator=generator, dtype=torch.double) * blocks).long()  # [B]
-    first = (rows.prompt + drawn * size)[:, None]
+    first = (origin + drawn * size)[:, None]
     column = torch.arange(rows.ids.shape[1])
-    active = (column >= first) & (column < first + size) & rows.there
+    active = (column >= first) & (column < first + size) & rows.answer
     chance = (1 - FLOOR) * ratio + FLOOR
     one = active & (torch.rand(rows.ids.shape, generator=generator) < chance)
     return Pair(one, active & ~one, rows.there & (column >= first + size))

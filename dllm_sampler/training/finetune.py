@@ -1,15 +1,14 @@
-"""What the trainers of a model that exists have in common: LoRA or all weights, steps, log, checkpoints, resume."""
+"""What the trainers of a model that exists have in common: steps, measurements, log, checkpoints, resume."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -17,27 +16,28 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from rich.console import Console
 from torch import Tensor, nn
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import NotFiniteError, UserError, installing, unknown
-from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
-from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.paths import expanded
+from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training import checkpoint, journal
-from dllm_sampler.training.export import export
+from dllm_sampler.training import checkpoint, journal, sharding
+from dllm_sampler.training.examples import Data, Example, Source, Tasks
 from dllm_sampler.training.progress import bar, interrupts
-from dllm_sampler.training.rewards import solved
-from dllm_sampler.training.settings import check_settings
-from dllm_sampler.training.tasks import LESSONS, draw_example
-from dllm_sampler.training.tokenizer import build_tokenizer
+from dllm_sampler.training.settings import check_run
+from dllm_sampler.training.tokenizer import vocabulary
+from dllm_sampler.training.trained import Trained
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # A resumed run may change these; anything else would make it another run.
-FREE = ("output", "device", "checkpoint_every", "tracker", "batch_size", "batch_tokens", "steps")
+FREE = (
+    "output", "device", "checkpoint_every", "tracker", "batch_size", "batch_tokens", "steps", "gradient_checkpointing",
+)  # fmt: skip
 
 
 @dataclass
@@ -47,18 +47,21 @@ class FineTuner:
     Everything random is a function of (seed, step), so that a resumed run needs no generator's state. Under
     `accelerate launch` each process has its own prompts, and gradients are averaged (DDP).
 
-    output: folder of the run; ends up a checkpoint that `model=FOLDER` loads, with `log.jsonl`
+    output: folder of the run; ends up a checkpoint in the format of the model's own, with `log.jsonl`
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     seed: of everything
-    model: name or folder, in mini's format
+    model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
+    dtype: of the weights: `float32` or `float64`; `bfloat16` where adapters learn
     steps: in all
     checkpoint_every: steps between two saved states
+    data: settings of `examples.Data`; where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
-    new_tokens: length of an answer
+    new_tokens: length of an answer that is sampled
     learning_rate, warmup, schedule: peak, steps to reach it, then `constant` or `cosine`
     betas, weight_decay, clip: of AdamW, and the gradient norm's limit
     lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
     precision: `no` or `bf16`, of the forwards
+    gradient_checkpointing: compute layers a second time in the backward pass, for less memory
     batch_size: answers that are sampled at a time; one that ends gives its place to the next
     batch_tokens: columns of a training forward at most, which bounds its memory
     evaluate_every, held_out: steps between two measurements, and on how many prompts that no training uses
@@ -69,9 +72,11 @@ class FineTuner:
     output: str
     device: str
     seed: int
-    model: str
+    model: str | dict[str, Any]
+    dtype: str
     steps: int
     checkpoint_every: int
+    data: dict[str, Any]
     tasks: dict[str, float]
     new_tokens: int
     learning_rate: float
@@ -82,6 +87,7 @@ class FineTuner:
     clip: float
     lora: dict[str, float] | None
     precision: str
+    gradient_checkpointing: bool
     batch_size: int
     batch_tokens: int
     evaluate_every: int
@@ -93,22 +99,18 @@ class FineTuner:
     free: ClassVar[tuple[str, ...]] = FREE
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "checkpoint_every": 1, "new_tokens": 1, "warmup": 0, "batch_size": 1, "batch_tokens": 1}
-        for name, value in {**least, "evaluate_every": 1, "held_out": 1}.items():
-            if getattr(self, name) < value:
-                raise UserError(f"train.{name} must be at least {value}, not {getattr(self, name)}")
-        check_settings(vars(self))
-        for name, choices in (("schedule", ("constant", "cosine")), ("precision", ("no", "bf16"))):
-            if getattr(self, name) not in choices:
-                raise unknown(f"train.{name}", getattr(self, name), choices)
-        for task in self.tasks:
-            if task not in LESSONS:
-                raise unknown("task", task, LESSONS)
-        if self.lora is not None and (set(self.lora) != {"r", "alpha", "dropout"} or not self.lora["r"] >= 1):
-            raise UserError(f"train.lora needs r (from 1 on), alpha and dropout, or is null, not {self.lora}")
-        if self.lora is not None and find_spec("peft") is None:
-            raise UserError(f"train.lora needs the package peft: {installing('train')}")
-        journal.check(self.tracker)
+        check_run(vars(self))
+        self._data = Data.of(self.data)
+
+    @property
+    def sharding(self) -> bool:
+        """Whether weights are spread over the processes."""
+        return False
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether examples without a right answer are refused."""
+        return True
 
     # What a trainer says ----------------------------------------------------------------------------------------------
 
@@ -127,33 +129,34 @@ class FineTuner:
 
     def sampler(self, **settings: Any) -> Sampler:
         """A sampler of the model as it is now."""
-        return Sampler(self.denoiser, tokenizer=self.tokenizer, **settings)
+        return Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **settings)
 
     def update(self, backward: Callable[[], float], seed: str) -> tuple[float, float]:
         """One optimizer step on the gradients that `backward` leaves; returns what it returned, and their norm.
 
         Gradients that are not finite change nothing, and the user is told.
         """
-        self.network.train()
+        self.trained.network.train()
         self.optimizer.zero_grad()
         with torch.random.fork_rng(devices=self._cuda()):
             torch.manual_seed(Random(f"{self.seed}/{seed}").getrandbits(62))  # of dropout
             loss = backward()
-        norm = float(nn.utils.clip_grad_norm_(self._learning(), self.clip))
+        norm = float(sharding.whole(nn.utils.clip_grad_norm_(self.trained.learning(), self.clip)))
         if math.isfinite(norm):
             self.optimizer.step()
         else:
             self.say(f"{seed} (from 0): the gradients are not finite and were left out")
-        self.network.eval()
+        self.trained.network.eval()
         return loss, norm
 
     def backward(self, losses: Iterator[Callable[[], Tensor]]) -> float:
         """Sum up losses that are made one after the other, so that one's activations are alive at a time."""
         total, one = 0.0, next(losses, None)
+        sync = nullcontext if self.trained.sharded else partial(self.accelerator.no_sync, self.trained.wrapped)
         while one is not None:
             following = next(losses, None)
             # Gradients of all processes are averaged once, with the last.
-            with self.accelerator.no_sync(self.wrapped) if following else nullcontext():
+            with sync() if following else nullcontext():
                 with self.autocast():
                     loss = one()
                 self.accelerator.backward(loss)
@@ -162,31 +165,20 @@ class FineTuner:
 
     def autocast(self) -> torch.autocast:
         """What every forward runs under, a rollout's too; bfloat16 has the range of float32, so no loss is scaled."""
-        return torch.autocast(self.denoiser.spec.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(self.trained.denoiser.spec.device.type, torch.bfloat16, enabled=self.precision == "bf16")
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """The model before training, where adapters learn."""
-        assert self.adapter is not None
-        self.adapter.disable_adapter_layers()
-        try:
-            yield
-        finally:
-            self.adapter.enable_adapter_layers()
-
-    def frozen(self) -> Transformer:
-        """A copy of the network that learns nothing."""
-        return deepcopy(self.network).requires_grad_(False).eval()
-
-    def examples(self, seed: str, count: int, *, held: bool = False) -> list[tuple[str, str, str]]:
-        """`count` times (task, prompt, right answer)."""
-        rng = Random(f"{self.seed}/{seed}/{self.accelerator.process_index}")
-        names = rng.choices(list(self.tasks), list(self.tasks.values()), k=count)
-        return [(name, *draw_example(LESSONS[name], rng, held=held)) for name in names]
+    def examples(self, seed: str, count: int, *, number: int = 0, held: bool = False) -> list[Example]:
+        """This process's `count` examples of a step, the one of this `number`; or its share of the held-out ones."""
+        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        if self.source.size is None:
+            return self.source.draw(f"{self.seed}/{seed}/{process}", count, held=held)
+        return self.source.draw("", count if held else count * processes, number=number, held=held)[process::processes]
 
     def say(self, text: str) -> None:
-        """A line for the user, above the bar."""
-        self._bar.console.print(text, highlight=False)
+        """A line for the user, above the bar where there is one; of the first process alone."""
+        console = self._bar.console if hasattr(self, "_bar") else Console(stderr=True)
+        if self.accelerator.is_main_process:
+            console.print(text, highlight=False)
 
     # The run ----------------------------------------------------------------------------------------------------------
 
@@ -198,7 +190,7 @@ class FineTuner:
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
         folder = self.folder = expanded("train.output", self.output)
-        if (folder / "model.safetensors").exists():
+        if saving.finished(folder):
             raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
         files.make_folder(folder)
         self._load()
@@ -226,19 +218,29 @@ class FineTuner:
         return self._finish()
 
     def measure(self) -> dict[str, float]:
-        """Right answers, forwards and tokens per forward on held-out prompts."""
+        """Right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
         examples = self.examples("held", self.held_out, held=True)
-        sampler = self.sampler(**self.evaluation)
-        right, nfe, tokens = 0, 0, 0
-        for example, answer in zip(examples, self.answered(sampler, [one[1] for one in examples]), strict=True):
-            right += solved(*example, answer.text or "")
-            nfe, tokens = nfe + answer.nfe, tokens + answer.length
-        return {"right": right / len(examples), "nfe": nfe / len(examples), "tokens_per_forward": tokens / nfe}
+        answers = self.answered(self.sampler(**self.evaluation), [one.prompt for one in examples])
+        right = sum(map(self.right, examples, answers))
+        nfe, tokens = (sum(getattr(answer, name) for answer in answers) for name in ("nfe", "length"))
+        right, nfe, tokens, count = self.summed(right, nfe, tokens, len(examples))
+        return {"right": right / count, "nfe": nfe / count, "tokens_per_forward": tokens / nfe}
+
+    def right(self, example: Example, answer: Answer) -> float:
+        """How right an answer is, from 0 to 1."""
+        return self.source.right(example, answer.text or "", answer.tokens[: answer.length].tolist())
+
+    def summed(self, *values: float) -> list[float]:
+        """Each of the numbers, summed up over the processes."""
+        if self.accelerator.num_processes == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        return torch.as_tensor(self.accelerator.reduce(tensor, "sum")).tolist()
 
     def answered(
         self,
         sampler: Sampler,
-        prompts: list[str],
+        prompts: Sequence[Prompt],
         seed: int = 0,
         samples: int = 1,
         done: Callable[[], object] | None = None,
@@ -263,7 +265,7 @@ class FineTuner:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Model, adapters, optimizer."""
+        """Data, model, optimizer."""
         device = as_device(self.device)
         self.accelerator = Accelerator(cpu=device.type == "cpu")
         if self.accelerator.distributed_type not in (
@@ -274,55 +276,56 @@ class FineTuner:
             )
         if self.accelerator.num_processes > 1:
             device = self.accelerator.device
-        start = Sampler.from_pretrained(self.model, device=device, dtype="float32")
-        denoiser = start.denoiser
-        if not isinstance(denoiser, TransformerDenoiser) or start.tokenizer is None:
-            raise UserError(f"train.model={self.model} is no model in mini's format: start from mini")
-        self.tokenizer = build_tokenizer(denoiser.spec.max_positions)
-        if start.tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise UserError(f"train.model={self.model} does not have mini's tokenizer, which the tasks are written in")
-        self.network = denoiser.transformer.float().eval()
-        self.adapter = None
-        if self.lora is not None:
-            from peft import LoraConfig, LoraModel
-
-            shape = LoraConfig(
-                r=int(self.lora["r"]),
-                lora_alpha=self.lora["alpha"],  # pyright: ignore[reportArgumentType] (any number will do)
-                lora_dropout=self.lora["dropout"],
-                target_modules=list(TARGETS),
+        self.source: Source = Tasks(self.tasks)
+        if self._data.path is not None:
+            self.source = self._data.load(self.seed, self.held_out, self.needs_answers)
+            if len(self.source.draw("", self.held_out, held=True)) < self.accelerator.num_processes:
+                raise UserError(f"train.held_out={self.held_out} must be at least the number of processes")
+        elif not self.tasks:
+            raise UserError("there is nothing to learn from: say train.data=FILE.jsonl, or train.tasks={NAME: 1}")
+        self.trained = Trained.load(self.model, device, self.dtype, self.lora, self.seed)
+        if self._data.path is None and self.trained.tokenizer.get_vocab() != vocabulary():
+            raise UserError(
+                f"train.model={self.trained.named} does not have mini's tokenizer, which mini's tasks are written in:"
+                " say train.data=FILE.jsonl"
             )
-            with torch.random.fork_rng(devices=self._cuda()):
-                torch.manual_seed(self.seed)
-                self.adapter = LoraModel(self.network, shape, "default")
-            self.network.eval()
-        self.optimizer = torch.optim.AdamW(self._learning(), betas=self.betas, weight_decay=self.weight_decay)
-        self.wrapped: nn.Module = self.network
-        if self.accelerator.num_processes > 1:
-            self.wrapped = self.accelerator.prepare_model(self.network, device_placement=False)
-        self.denoiser = TransformerDenoiser(self.wrapped, denoiser.mask_id, denoiser.eos_id, denoiser.pad_id)
+        if self.gradient_checkpointing:
+            self.trained.recompute()
+        self.trained.wrap(self.accelerator, self.sharding)
+        self.optimizer = torch.optim.AdamW(self.trained.learning(), betas=self.betas, weight_decay=self.weight_decay)
 
     def _resume(self) -> int:
         """How many steps are done."""
         mine = {key: value for key, value in asdict(self).items() if key not in self.free}
         self._settings = json.loads(json.dumps(mine))
+        self._settings["content"] = self.source.content
         done = 0
         if (self.folder / checkpoint.FILE).exists():
-            checkpoint.check_same(self.folder, checkpoint.peek(self.folder)["config"], mine)
-            done = checkpoint.load(self.folder, self.network, self.optimizer, self.others())["step"]
+            saved = checkpoint.peek(self.folder)["config"]
+            checkpoint.check_same(self.folder, saved, mine)
+            if saved.get("content") != self.source.content:
+                raise UserError(
+                    f"{self.folder} holds an unfinished run on other examples: train.data={self._data.path} has changed"
+                    " since; choose another train.output"
+                )
+            done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self.others())["step"]
         path = self.folder / journal.FILE
         self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
         return done
 
     def _save(self, done: int) -> None:
-        if self.accelerator.is_main_process:
-            state = {"step": done, "config": self._settings}
-            checkpoint.save(self.folder, self.network, self.optimizer, state, self.others())
+        state, main = {"step": done, "config": self._settings}, self.accelerator.is_main_process
+        if main or self.trained.sharded:
+            network = self.trained.network
+            checkpoint.save(self.folder, network, self.optimizer, state, self.others(), write=main)
 
     def _finish(self) -> Path:
+        weights = self.trained.whole() if self.trained.sharded else None
         if self.accelerator.is_main_process:
-            network: Any = self.network if self.adapter is None else self.adapter.merge_and_unload()
-            export(network, self.tokenizer, self.folder)
+            if weights is not None:
+                self.trained = Trained.load(self.model, torch.device("cpu"), self.dtype, self.lora, self.seed)
+                self.trained.network.load_state_dict(weights)
+            self.trained.save(self.folder)
             (self.folder / checkpoint.FILE).unlink()
         self._journal.close()
         self.accelerator.wait_for_everyone()
@@ -336,9 +339,6 @@ class FineTuner:
     def _share(self, step: int) -> float:
         rising = min((step + 1) / max(self.warmup, 1), 1.0)
         return rising * (1.0 if self.schedule == "constant" else 0.5 + 0.5 * math.cos(math.pi * step / self.steps))
-
-    def _learning(self) -> list[nn.Parameter]:
-        return [weight for weight in self.network.parameters() if weight.requires_grad]
 
     def _cuda(self) -> list[int]:
         return list(range(torch.cuda.device_count()))

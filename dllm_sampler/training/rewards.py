@@ -19,14 +19,17 @@ Reward = Callable[..., Sequence[float | None]]
 
 
 def solved(task: str, prompt: str, answer: str, text: str) -> bool:
-    """Whether `text` is right for the prompt; a lesson is judged as the task that its prompt names, or by `answer`."""
+    """Whether `text` is right for the prompt; a lesson is judged as the task that its prompt names, or by `answer`.
+
+    task: of mini's; empty: an example of a user's data, judged by `answer`
+    """
     tasks = TASKS | UNSEEN
-    found = tasks.get(task) or tasks.get(prompt.partition(":")[0])
+    found = tasks.get(task) or tasks.get(prompt.partition(":")[0]) if task else None
     return text == answer if found is None else found.check(prompt, text)
 
 
 def correct(prompts: list[str], completions: list[str], task: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 for a right answer to one of mini's tasks, else 0."""
+    """1 for a right answer to one of mini's tasks, or for the very answer of a user's data; else 0."""
     return [float(solved(*each)) for each in zip(task, prompts, answer, completions, strict=True)]
 
 
@@ -89,7 +92,7 @@ class Scores:
 
 def judge(
     rewards: Mapping[str, tuple[Reward, float]],
-    prompts: list[str],
+    prompts: Sequence[Any],
     completions: list[str],
     columns: Mapping[str, list[Any]],
 ) -> Scores:

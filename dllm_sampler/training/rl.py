@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.training import rewards
+from dllm_sampler.training.examples import columns_of
 from dllm_sampler.training.finetune import FREE, FineTuner
 from dllm_sampler.training.trajectory import Chunk, Trajectories, check
 
@@ -85,6 +87,11 @@ class PolicyTrainer(FineTuner):
                 "train.reference_every must be 0 with train.lora: the reference is the model without adapters"
             )
 
+    @property
+    def needs_answers(self) -> bool:
+        """See `FineTuner.needs_answers`: rewards may do without."""
+        return False
+
     def prepare(self) -> None:
         """Rewards, the rollouts' sampler and the reference."""
         self._rewards = {name: (rewards.find(name), weight) for name, weight in self.rewards.items()}
@@ -92,8 +99,8 @@ class PolicyTrainer(FineTuner):
         check(self.rollouts)
         self._reference: nn.Module | None = None
         self._unscored = 0
-        if self.beta and self.adapter is None:
-            self._reference = self.frozen()
+        if self.beta and self.trained.adapter is None:
+            self._reference = self.trained.frozen()
 
     def others(self) -> dict[str, nn.Module]:
         """See `FineTuner.others`."""
@@ -102,15 +109,14 @@ class PolicyTrainer(FineTuner):
     def step(self, number: int) -> dict[str, float]:
         """Sample, judge, and update."""
         if self._reference is not None and self.reference_every and number and number % self.reference_every == 0:
-            self._reference.load_state_dict(self.network.state_dict())
-        examples = self.examples(f"step {number}", self.prompts)
-        result = self._sample([prompt for _, prompt, _ in examples], number)
+            self._reference.load_state_dict(self.trained.network.state_dict())
+        examples = self.examples(f"step {number}", self.prompts, number=number)
+        result = self._sample([example.prompt for example in examples], number)
         repeated = [example for example in examples for _ in range(self.group)]
-        task, prompts, answer = (list(column) for column in zip(*repeated, strict=True))
         assert result.texts is not None
         ids = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
-        columns = {"completion_ids": ids, "task": task, "answer": answer}
-        scores = rewards.judge(self._rewards, prompts, result.texts, columns)
+        columns = {"completion_ids": ids} | columns_of(repeated)
+        scores = rewards.judge(self._rewards, [one.prompt for one in repeated], result.texts, columns)
         advantage = rewards.advantages(scores.total, self.group, self.scale)
         figures = self._told(number, scores, advantage, result)
         there = ~scores.total.isnan()
@@ -119,11 +125,11 @@ class PolicyTrainer(FineTuner):
             return {**figures, "loss": 0.0}
         views = [self._view(result, number, update) for update in range(self.updates)]
         # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
-        old = self._score_all(self.network, views) if self.updates > 1 else None
+        old = self._score_all(self.trained.network, views) if self.updates > 1 else None
         reference = None
         if self.beta:
-            with self.without_adapters() if self.adapter is not None else nullcontext():
-                reference = self._score_all(self._reference or self.network, views)
+            with self.trained.without_adapters() if self.trained.adapter is not None else nullcontext():
+                reference = self._score_all(self._reference or self.trained.network, views)
         losses, norms, sums = [], [], {"clipped": 0.0, "kl": 0.0}
         for update, view in enumerate(views):
             weight = view.weight * (there / there.sum().clamp(min=1))[:, None]
@@ -135,7 +141,7 @@ class PolicyTrainer(FineTuner):
         means = {"loss": sum(losses) / len(losses), "gradient": sum(norms) / len(norms)}
         return {**figures, **means, **{key: value / self.updates for key, value in sums.items()}}
 
-    def _sample(self, prompts: list[str], number: int) -> Result:
+    def _sample(self, prompts: Sequence[Prompt], number: int) -> Result:
         seed = Random(f"{self.seed}/rollout/{number}/{self.accelerator.process_index}").getrandbits(48)
         return Result.stack(self.answered(self.rollouts, prompts, seed, self.group))
 
@@ -162,7 +168,7 @@ class PolicyTrainer(FineTuner):
 
     def _view(self, result: Result, number: int, update: int) -> Trajectories:
         """What of the answers one update scores."""
-        spec, generator = self.denoiser.spec, torch.Generator()
+        spec, generator = self.trained.denoiser.spec, torch.Generator()
         generator.manual_seed(Random(f"{self.seed}/view/{number}/{update}").getrandbits(62))
         common: dict[str, Any] = {"after_eos": self.after_eos, "shift": spec.shift}
         if self.likelihood == "masked":
@@ -183,7 +189,7 @@ class PolicyTrainer(FineTuner):
         """The loss in parts of one forward each; adds to `sums` on the way."""
 
         def part(chunk: Chunk) -> Tensor:
-            logprob, _ = chunk.to(self.denoiser.spec.device).score(self.wrapped)
+            logprob, _ = chunk.to(self.trained.denoiser.spec.device).score(self.trained.wrapped)
             loss, figures = goal.loss(chunk, logprob, self.epsilon, self.beta)
             for key, value in figures.items():
                 sums[key] += value

@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.training import adapters, journal
+from dllm_sampler.training.tasks import LESSONS
 
 # The steps of a run are seeded with seed * 2**32 + step, in 64 bits.
 LARGEST_SEED, LARGEST_STEP = 2**31 - 1, 2**32 - 1
+LEAST = {"steps": 1, "checkpoint_every": 1, "new_tokens": 1, "warmup": 0, "batch_size": 1, "batch_tokens": 1}
+LEAST |= {"evaluate_every": 1, "held_out": 1}
+WORDS = {
+    "schedule": ("constant", "cosine"),
+    "precision": ("no", "bf16"),
+    "dtype": ("float32", "float64", "bfloat16"),
+}
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
 
@@ -38,6 +47,34 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise UserError(f"{field} must be a whole number up to {LARGEST_STEP}, not {value}")
         elif name == "seed" and abs(value) > LARGEST_SEED:
             raise UserError(f"{field} must be a whole number up to {LARGEST_SEED}, not {value}")
+
+
+def check_run(settings: Mapping[str, Any]) -> None:
+    """Refuse settings with which no model that exists can be trained further.
+
+    Args:
+        settings: the fields of a `FineTuner`.
+
+    Raises:
+        UserError: the first such field, by its name.
+    """
+    for name, least in LEAST.items():
+        if settings[name] < least:
+            raise UserError(f"train.{name} must be at least {least}, not {settings[name]}")
+    check_settings(settings)
+    for name, choices in WORDS.items():
+        if settings[name] not in choices:
+            raise unknown(f"train.{name}", settings[name], choices)
+    if settings["dtype"] == "bfloat16" and settings["lora"] is None:
+        raise UserError(
+            "train.dtype=bfloat16 is for train.lora: all weights learn in float32, which bfloat16 would round to where"
+            " they were; train.precision=bf16 computes in bfloat16"
+        )
+    for task in settings["tasks"]:
+        if task not in LESSONS:
+            raise unknown("task", task, LESSONS)
+    adapters.check(settings["lora"])
+    journal.check(settings["tracker"])
 
 
 def check_shape(shape: Mapping[str, Any]) -> None:

@@ -17,47 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core import select
-from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.masks import block_causal, clean_and_noisy
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some items as one forward."""
-
-    row: Tensor  # [n] the trace's row
-    columns: Tensor  # [n, Q] columns of the tokens asked about; any where not `there`
-    there: Tensor  # [n, Q] bool
-    tokens: Tensor  # [n, Q] the tokens that were committed
-    ids: Tensor  # [n, M] what the model sees, M = L or, with a clean copy in front, 2L
-    positions: Tensor  # [n, M]
-    keys: Tensor  # bool [n, M] or [n, M, M]
-    answers: Tensor  # [n, Q] index among the M of the row that predicts each token
-    mask_id: int
-
-    def to(self, device: torch.device) -> Chunk:
-        """The same elsewhere."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
-
-    def score(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """Log-probabilities `[n, Q]` of the tokens and entropies `[n, Q]` of their predictions, 0 where none is asked.
-
-        Untempered, in float32 at least. The mask token is no answer, as for the sampler. `model` is a `Transformer` or
-        a wrapper of one (DDP), called as usual, so that gradients flow as usual.
-        """
-        logits = model(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)  # [n, Q, V]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        mask = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
-        sure = logits.masked_fill(mask, -torch.inf).log_softmax(-1)
-        found = sure.gather(-1, self.tokens[..., None])[..., 0]
-        entropy = -(sure.exp() * sure.masked_fill(mask, 0)).sum(-1)
-        # Filler must not be multiplied by 0: it may be -inf.
-        return torch.where(self.there, found, 0), torch.where(self.there, entropy, 0)
+from dllm_sampler.training.chunk import Chunk
 
 
 @dataclass(frozen=True)
@@ -190,17 +156,8 @@ class Trajectories:
             within = block.gather(1, answers) == block.gather(1, columns)
             answers = answers + torch.where(within, len(column), 0)
             noisy, positions = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1)
-            keys = self._beside(seen, real, block)
+            keys = clean_and_noisy(block, real, seen)
         return Chunk(row, columns, there, ids.gather(1, columns), noisy, positions, keys, answers, trace.mask_id or 0)
-
-    @staticmethod
-    def _beside(seen: Tensor, real: Tensor, block: Tensor) -> Tensor:
-        """`[n, 2L, 2L] bool`: clean columns see clean blocks up to their own, noisy ones the clean ones before it and
-        the noisy ones in it."""
-        own, other = block[:, :, None], block[:, None]
-        clean = torch.cat([real[:, None] & (other <= own), torch.zeros_like(own == other)], 2)
-        noisy = torch.cat([real[:, None] & (other < own), seen[:, None] & (other == own)], 2)
-        return torch.cat([clean, noisy], 1)
 
     @torch.no_grad()
     def log_probabilities(self, model: nn.Module, batch_tokens: int = 2**14) -> Tensor:

@@ -63,7 +63,7 @@ def test_paths_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "file").touch()
     for name in ("file", "gone", "gone/gone", "file/gone"):
         assert expanded("it", f"~/{name}") == tmp_path / name
-    with pytest.raises(UserError, match=r"it=a.b is a path that cannot be looked for: .*embedded null (byte|character)"):
+    with pytest.raises(UserError, match=r"it=a.b is a path that cannot be looked for: .*embedded null"):
         expanded("it", "a\0b")
 
 

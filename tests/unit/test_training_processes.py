@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
@@ -17,7 +18,7 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training import journal
 from dllm_sampler.training.trajectory import trajectories
-from tests import toys
+from tests import tiny, toys
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,6 +87,52 @@ def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
     assert [line["step"] for line in log] == [0, 1, 2], "one process writes"
     answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=4)
     assert answer.texts is not None
+
+
+KILLER = """
+import os, pathlib
+def metric(text, answer, **_):
+    if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
+        os._exit(9)
+    return float(text == answer)
+"""
+
+
+def torchrun(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of `train=sft` in several processes."""
+    few = ["steps=4", "batch=5", "held_out=3", "new_tokens=12", "warmup=0", "dtype=float64", "learning_rate=1e-3"]
+    few += ["evaluate_every=2", "device=cpu", "checkpoint_every=1", "padding=longest", "data.metric=killer:metric"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    run += ["-m", "dllm_sampler.training.cli", "train=sft", *(f"train.{word}" for word in [*few, *words])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dream", "llada2-moe"])
+def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
+    """One process; two with five examples a step; two that share the weights (FSDP2); and two that share them, are
+    killed in the second step, and go on without sharing them. All end with the same weights."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}"]
+    for output, processes, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["shard=true", "batch_tokens=64"])):
+        done = torchrun(tmp_path, processes, *words, f"output={output}", *more)
+        assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "kill").touch()
+    assert torchrun(tmp_path, 2, *words, "output=parts", "shard=true").returncode != 0
+    (tmp_path / "kill").unlink()
+    assert [line["step"] for line in journal.read(tmp_path / "parts" / journal.FILE)] == [0, 1]
+    assert torchrun(tmp_path, 2, *words, "output=parts").returncode == 0
+    names = ("one", "two", "sharded", "parts")
+    one, *others = ([{**line, "seconds": 0} for line in journal.read(tmp_path / name / journal.FILE)] for name in names)
+    weights = load_file(tmp_path / "one" / "model.safetensors")
+    for name, log in zip(names[1:], others, strict=True):
+        assert len(log) == 5
+        for line, other in zip(one, log, strict=True):
+            assert line == pytest.approx(other, rel=1e-7), name
+        found = load_file(tmp_path / name / "model.safetensors")
+        for key, tensor in weights.items():
+            torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=1e-6, msg=f"{name} {key}")
 
 
 def streamer(rank: int, store: str, processes: int) -> None:

@@ -262,7 +262,7 @@ def test_gradients_that_are_not_finite_change_nothing(
     assert "gradients are not finite" in capsys.readouterr().err.replace("\n", " ")
     before, after = (load_file(Path(one) / "model.safetensors") for one in (mini(), tmp_path / "run"))
     assert all(torch.equal(before[name].float(), after[name].float()) for name in before)
-    assert all(p.isfinite().all() for p in run.network.parameters())
+    assert all(p.isfinite().all() for p in run.trained.network.parameters())
 
 
 @pytest.mark.parametrize(

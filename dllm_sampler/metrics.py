@@ -1,0 +1,120 @@
+"""How good an answer to a line of a user's data is: a few ways to compare texts, or a function of the user's own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dllm_sampler.core.functions import function
+from dllm_sampler.errors import UserError, unknown
+
+
+def exact_match(text: str, answer: str) -> float:
+    """1 where the text is the answer, but for white space at the ends."""
+    return float(text.strip() == answer.strip())
+
+
+def contains(text: str, answer: str) -> float:
+    """1 where the answer stands somewhere in the text."""
+    return float(answer in text)
+
+
+def regex(text: str, answer: str) -> float:
+    """1 where the regular expression `answer` matches somewhere in the text."""
+    return float(re.search(answer, text) is not None)
+
+
+METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "contains": contains, "regex": regex}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Judges texts by the answers that are expected.
+
+    Args:
+        setting: what errors call the metric's name, `task.metric` say.
+        name: `exact_match`, `contains` or `regex`; or `package.module:function`, called as
+            `function(text=..., answer=..., prompt=..., ids=..., line=...)`, which returns the score, a number from 0
+            to 1, or a mapping of names to numbers with `score` among them.
+
+    Raises:
+        UserError: there is no such metric.
+    """
+
+    setting: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.own:
+            return
+        if ":" not in self.name:
+            raise unknown(self.setting, self.name, [*METRICS, "package.module:function"])
+        _ = self.call
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a function of the user's."""
+        return self.name not in METRICS
+
+    @cached_property
+    def call(self) -> Callable[..., Any]:
+        """The user's function."""
+        return function(self.setting, self.name)
+
+    def check(self, answer: Any, where: str) -> None:
+        """Refuse an answer that none of the metrics here can use.
+
+        Raises:
+            UserError: naming the line, `where`.
+        """
+        if self.own:
+            return
+        right = [answer] if isinstance(answer, str) else answer
+        if not isinstance(right, list) or not right or not all(isinstance(one, str) for one in right):
+            raise UserError(f'{where}: "answer" should be a text, or a list of texts, for {self.setting}={self.name}')
+        if self.name == "regex":
+            for one in right:
+                try:
+                    re.compile(one)
+                except re.error as error:
+                    raise UserError(f'{where}: "answer" is no regular expression: {error}') from None
+
+    def scores(
+        self, text: str, answer: Any, *, prompt: Any, ids: Sequence[int], line: Mapping[str, Any], where: str
+    ) -> dict[str, float]:
+        """`score`, from 0 to 1, and what else a function of the user's says.
+
+        Args:
+            text: what was generated.
+            answer: the text that is right, or a list of such texts; of the user's own function anything.
+            prompt: what was asked.
+            ids: the tokens that were generated.
+            line: all fields of the data's line.
+            where: the line's place, for errors.
+
+        Raises:
+            UserError: the user's function raised an error, or returned no scores.
+        """
+        if not self.own:
+            right = [answer] if isinstance(answer, str) else answer
+            return {"score": max(METRICS[self.name](text, one) for one in right)}
+        try:
+            given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
+        except Exception as error:  # whatever the user's function raises
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"{where}: {self.setting}={self.name} raised {said}") from error
+        named = given if isinstance(given, Mapping) else {"score": given}
+        try:
+            found = {str(name): float(value) for name, value in named.items()}
+        except (TypeError, ValueError):
+            found = {}
+        if not all(map(math.isfinite, found.values())) or not 0 <= found.get("score", -1) <= 1:
+            raise UserError(
+                f"{where}: {self.setting}={self.name} returned {given!r}: it should be a score from 0 to 1, or a"
+                " mapping of names to numbers with 'score' among them"
+            )
+        return found

@@ -1,0 +1,99 @@
+"""Writes a model back as the checkpoint that it was loaded from: the same files, tensor names, shapes and dtypes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dllm_sampler.core import files
+from dllm_sampler.models import loading, weights
+from dllm_sampler.models.families import to_checkpoint
+from dllm_sampler.models.family import Family
+from dllm_sampler.models.transformer import Transformer
+
+# What a checkpoint has besides its weights. A card and a filter describe the weights as they were, so they stay behind.
+FILES = (
+    "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.*", "merges.txt", "*.model", "chat_template.*", "*.py", "LICENSE*",
+)  # fmt: skip
+
+
+def save(network: nn.Module, source: Path, target: Path, hub: str | None = None) -> None:
+    """Write a checkpoint that the family's own code loads, and `loading.load` too.
+
+    The weights come last: where they are, the folder is whole.
+
+    Args:
+        network: a `Transformer`, or a masked LM of transformers, loaded from `source` and trained since.
+        source: the folder it was loaded from. Its configuration and tokenizer are copied to the letter.
+        target: the folder to write to.
+        hub: the hub id that `source` is the copy of. Code that the configuration names and that was not downloaded
+            is named as that repository's.
+
+    Raises:
+        NotWrittenError: a file cannot be written.
+    """
+    stored = weights.dtypes(source)
+    _copy(source, target, hub)
+    if isinstance(network, PreTrainedModel):
+        state = _as_stored(network.state_dict(), stored)
+        files.write_folder(target, partial(network.save_pretrained, state_dict=state))
+        _copy(source, target, hub)  # transformers writes a configuration too: its own
+        return
+    assert isinstance(network, Transformer)
+    tensors = _as_stored(named(network, family_of(source), stored), stored)
+    files.write_folder(target, lambda made: save_torch_state_dict(tensors, made, metadata={"format": "pt"}))
+
+
+def finished(folder: Path) -> bool:
+    """Whether a folder has the weights of a checkpoint, in one file or in several."""
+    return (folder / weights.SINGLE).exists() or (folder / weights.INDEX).exists()
+
+
+def family_of(source: Path) -> Family:
+    """The family of a checkpoint that was loaded as a `Transformer`."""
+    family = loading.find_family(weights.read_json(source / "config.json"), source)
+    assert family is not None
+    return family
+
+
+def named(network: Transformer, family: Family, stored: Collection[str] = ()) -> dict[str, Tensor]:
+    """The network's tensors under the family's names; a tied head only where the names `stored` have one."""
+    tensors = to_checkpoint(network, family)
+    (head,) = family.parts("lm_head.weight", network.config)
+    if head.name in stored and head.name not in tensors:
+        tensors[head.name] = network.embed.weight.detach().clone()
+    return tensors
+
+
+def _as_stored(tensors: dict[str, Tensor], stored: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """The tensors in the dtypes they are stored in, in main memory. One of two names stays one of two names."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        key = tensor.data_ptr(), tensor.shape
+        if key not in made:
+            one = tensor.detach().to("cpu", stored.get(name, tensor.dtype))
+            whole = one.untyped_storage().nbytes() == one.nbytes
+            made[key] = one if whole else one.clone()  # one expert of a stack, say
+        found[name] = made[key]
+    return found
+
+
+def _copy(source: Path, target: Path, hub: str | None) -> None:
+    """Copy all but the weights."""
+    found = sorted({file for pattern in FILES for file in source.glob(pattern) if file.is_file()})
+    files.write_folder(target, lambda made: [shutil.copyfile(file, Path(made) / file.name) for file in found])
+    raw = weights.read_json(source / "config.json")
+    code = raw.get("auto_map")
+    if hub is not None and isinstance(code, dict) and not any(source.glob("*.py")):
+        raw["auto_map"] = {key: name if "--" in str(name) else f"{hub}--{name}" for key, name in code.items()}
+        files.write(target / "config.json", json.dumps(raw, indent=2, ensure_ascii=False) + "\n")

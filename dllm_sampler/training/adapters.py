@@ -1,0 +1,101 @@
+"""LoRA adapters (arXiv 2106.09685) by peft: on a network's linear layers, and saved under its checkpoint's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler.core import files
+from dllm_sampler.errors import UserError, installing
+from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.training.checkpoint import write_tensors
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+WEIGHTS = "adapter_model.safetensors"  # as peft calls it
+Place = tuple[str, int]  # a module of the checkpoint, and the first of its rows
+
+
+def check(lora: Mapping[str, float] | None) -> None:
+    """Refuse settings of adapters that cannot be had.
+
+    Raises:
+        UserError: a field is missing, or peft is.
+    """
+    if lora is None:
+        return
+    if set(lora) != {"r", "alpha", "dropout"} or not lora["r"] >= 1:
+        raise UserError(f"train.lora needs r (from 1 on), alpha and dropout, or is null, not {lora}")
+    if find_spec("peft") is None:
+        raise UserError(f"train.lora needs the package peft: {installing('train')}")
+
+
+def attach(network: nn.Module, lora: Mapping[str, float], seed: int) -> Any:
+    """Put adapters on the linear layers of a network, in place, the head left out; only they learn from here on.
+
+    Experts are stacked parameters and no layers: they have none. Adapters are float32 at least, whatever the network.
+
+    Returns:
+        The peft model around the network.
+    """
+    from peft import LoraConfig, LoraModel  # takes seconds to import
+
+    shape = LoraConfig(
+        r=int(lora["r"]),
+        lora_alpha=lora["alpha"],  # pyright: ignore[reportArgumentType] (any number will do)
+        lora_dropout=lora["dropout"],
+        target_modules=list(TARGETS) if isinstance(network, Transformer) else "all-linear",
+    )
+    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
+        torch.manual_seed(seed)
+        adapter = LoraModel(network, shape, "default")
+    for weight in network.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    return adapter
+
+
+def save(adapter: Any, place: Callable[[str], Place], base: str, folder: Path) -> None:
+    """Write adapters as peft reads them around the checkpoint's own network.
+
+    Layers of ours that are rows of one of the checkpoint's (fused queries, keys and values) become one adapter of the
+    sum of their ranks: its down-projections one below the other, its up-projections in blocks.
+
+    Args:
+        adapter: what `attach` returned.
+        place: where the checkpoint has a linear layer of ours.
+        base: what the adapters belong to, a folder or hub id.
+        folder: it is made where it is not there.
+
+    Raises:
+        NotWrittenError: a file cannot be written.
+    """
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
+
+    found: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+    for name, layer in adapter.model.named_modules():
+        if isinstance(layer, LoraLayer):
+            module, row = place(name)
+            pair: tuple[Any, Any] = layer.lora_A["default"], layer.lora_B["default"]
+            down, up = (part.weight.detach().cpu() for part in pair)
+            found.setdefault(module, []).append((row, down, up))
+    tensors: dict[str, Tensor] = {}
+    for module, parts in found.items():
+        _, downs, ups = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
+        prefix = f"base_model.model.{module}"
+        tensors |= {f"{prefix}.lora_A.weight": torch.cat(downs), f"{prefix}.lora_B.weight": torch.block_diag(*ups)}
+    old = adapter.peft_config["default"]
+    several = {module: len(parts) for module, parts in found.items() if len(parts) > 1}
+    shape = LoraConfig(
+        r=old.r, lora_alpha=old.lora_alpha, lora_dropout=old.lora_dropout, target_modules=sorted(found),
+        rank_pattern={name: count * old.r for name, count in several.items()},
+        alpha_pattern={name: count * old.lora_alpha for name, count in several.items()},
+        base_model_name_or_path=base, inference_mode=True,
+    )  # fmt: skip
+    files.write_folder(folder, shape.save_pretrained)
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})

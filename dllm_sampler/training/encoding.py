@@ -1,0 +1,108 @@
+"""Examples as tokens: a prompt as the sampler reads it, and an answer that ends in an end token."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler import chat, prompts
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import UserError
+from dllm_sampler.training.examples import Example
+from dllm_sampler.training.masking import Pair
+
+
+class Encoder:
+    """Encodes examples, each line of a user's data once.
+
+    Args:
+        tokenizer: of the model.
+        spec: the model.
+        most: tokens of a prompt with its answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, most: int):
+        self.tokenizer, self.spec, self.most = tokenizer, spec, most
+        self._known: dict[int, tuple[Example, Pair]] = {}  # examples of a user's data, which stay
+
+    def __call__(self, example: Example) -> Pair:
+        """The tokens of prompt and answer.
+
+        Raises:
+            UserError: naming the line and what is wrong with it.
+        """
+        prompt, answer = self._pair(example)
+        length = len(prompt) + len(answer)
+        if length > self.most:
+            raise UserError(
+                f"{example.where} has {length} tokens of prompt and answer, and there is room for {self.most}: raise"
+                " train.max_length up to the model's context, or leave such examples out by train.longer=drop"
+            )
+        return prompt, answer
+
+    def fits(self, example: Example) -> bool:
+        """Whether there is room for an example."""
+        return sum(map(len, self._pair(example))) <= self.most
+
+    def check_canvas(self, example: Example, new_tokens: int) -> None:
+        """Refuse an example whose answer could not be sampled.
+
+        Raises:
+            UserError: naming the line.
+        """
+        prompt, answer = self(example)
+        if len(answer) - 1 > new_tokens:
+            raise UserError(
+                f"the answer of {example.where} has {len(answer) - 1} tokens, and the answers that measure the model"
+                f" have {new_tokens}: raise train.new_tokens"
+            )
+        if len(prompt) + new_tokens > self.spec.max_positions:
+            raise UserError(
+                f"the prompt of {example.where} has {len(prompt)} tokens, with train.new_tokens={new_tokens} more than"
+                f" the model's context of {self.spec.max_positions}"
+            )
+
+    def _pair(self, example: Example) -> Pair:
+        if id(example) in self._known:
+            return self._known[id(example)][1]
+        if isinstance(example.prompt, list) and example.prompt and isinstance(example.prompt[0], dict):
+            prompt, answer = self._chat(example)
+        else:
+            prompt = self._ids(example.prompt, example.where)
+            answer = self._answer(example.answer, example.where)
+        eos, mask = self.spec.eos_id, self.spec.mask_id
+        bad = [token for token in prompt + answer if not 0 <= token < self.spec.vocab_size or token == mask]
+        if bad:
+            what = "the mask token" if bad[0] == mask else f"a token outside the model's {self.spec.vocab_size}"
+            raise UserError(f"{example.where} has {what} (id {bad[0]}) in its prompt or answer")
+        found = prompt, answer if answer[-1] == eos else [*answer, eos]
+        if not example.task:
+            self._known[id(example)] = example, found
+        return found
+
+    def _ids(self, prompt: object, where: str) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise UserError(f"{where} has an empty prompt")
+            return prompts.text_ids(prompt, self.tokenizer, where)
+        assert isinstance(prompt, list)
+        return list(prompt)
+
+    def _answer(self, text: str, where: str) -> list[int]:
+        found = prompts.text_ids(text, self.tokenizer, f"the answer of {where}", special=False)
+        if not found:
+            raise UserError(f"the answer of {where} has no tokens")
+        return found
+
+    def _chat(self, example: Example) -> Pair:
+        """Messages by the chat template: the answer is what it writes behind the beginning of the assistant's turn."""
+        where, messages = example.where, list(example.prompt)
+        begun = chat.text(messages, self.tokenizer, where)  # pyright: ignore[reportArgumentType]
+        turn = {"role": "assistant", "content": example.answer}
+        whole = chat.text([*messages, turn], self.tokenizer, where, begin=None)  # pyright: ignore[reportArgumentType]
+        if not whole.startswith(begun):
+            raise UserError(
+                f"{where}: this model's chat template does not write an answer behind the prompt that it makes: give"
+                " prompt and answer as texts"
+            )
+        ids = list(self.tokenizer(begun, add_special_tokens=False)["input_ids"])  # pyright: ignore
+        return ids, self._answer(whole[len(begun) :], where)

@@ -1,0 +1,171 @@
+"""The loss of masked diffusion: which tokens are hidden, what each counts, and the forward that predicts them.
+
+A bidirectional model sees the prompt and a masked answer, with one mask ratio t for the whole answer (LLaDA, arXiv
+2502.09992). A block-causal one has a ratio for each block, which it predicts from the clean blocks before (block
+diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303).
+
+Letters: B rows, L columns, Q tokens asked about in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.masks import clean_and_noisy
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import UserError
+from dllm_sampler.training.chunk import Chunk
+
+FLOOR = 1e-3  # least probability of a mask
+Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its answer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Prompts and answers, padded on the right."""
+
+    ids: Tensor  # [B, L] int64
+    prompt: Tensor  # [B] length of the prompt
+    length: Tensor  # [B] of both together
+
+    @property
+    def there(self) -> Tensor:
+        """`[B, L] bool`: no padding."""
+        return torch.arange(self.ids.shape[1]) < self.length[:, None]
+
+    @property
+    def answer(self) -> Tensor:
+        """`[B, L] bool`: what is learnt."""
+        return self.there & (torch.arange(self.ids.shape[1]) >= self.prompt[:, None])
+
+    def some(self, rows: Tensor) -> Rows:
+        """Some of the rows, with no more columns than they need."""
+        width = int(self.length[rows].max())
+        return Rows(self.ids[rows, :width], self.prompt[rows], self.length[rows])
+
+
+def collate(pairs: list[Pair], pad: int) -> Rows:
+    """(prompt, answer) as a batch."""
+    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    ids = [[*prompt, *answer, *[pad] * (length - len(prompt) - len(answer))] for prompt, answer in pairs]
+    prompts = torch.tensor([len(prompt) for prompt, _ in pairs])
+    return Rows(torch.tensor(ids), prompts, torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs]))
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What is hidden of some rows, and what each hidden token counts in the loss."""
+
+    hidden: Tensor  # [B, L] bool
+    weight: Tensor  # [B, L] float64, 0 where nothing is hidden
+
+
+def draw(
+    rows: Rows, block_length: int | None, generator: torch.Generator, *, complementary: bool, inverse: bool
+) -> list[Masks]:
+    """Hide tokens of the answers, each by itself with probability p = (1 - FLOOR) t + FLOOR, t uniform on [0, 1].
+
+    Args:
+        rows: what is hidden are tokens of answers.
+        block_length: a ratio t for each block of so many columns; None: one for each row.
+        generator: what is drawn is the same however rows are put together to forwards.
+        complementary: a second draw that hides the rest of the answer; p then ends at 1 - FLOOR.
+        inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1.
+
+    Returns:
+        One draw or two. The weights of a token divide by the length of its answer, by the rows, and by the draws.
+    """
+    count, width = rows.ids.shape
+    column = torch.arange(width)
+    block = torch.zeros_like(column) if block_length is None else column // block_length  # [L]
+    ratio = torch.rand(count, int(block.max()) + 1, generator=generator, dtype=torch.float64)[:, block]  # [B, L]
+    chance = FLOOR + (1 - (1 + complementary) * FLOOR) * ratio
+    hidden = torch.rand(count, width, generator=generator, dtype=torch.float64) < chance
+    share = 1 / (rows.answer.sum(1, keepdim=True).double() * count * (1 + complementary))  # [B, 1]
+    found = [_masks(rows, hidden, share / chance if inverse else share.expand(-1, width))]
+    if complementary:
+        found.append(_masks(rows, ~hidden, share / (1 - chance) if inverse else share.expand(-1, width)))
+    return found
+
+
+def _masks(rows: Rows, hidden: Tensor, weight: Tensor) -> Masks:
+    hidden = hidden & rows.answer
+    return Masks(hidden, torch.where(hidden, weight, 0))
+
+
+def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec, numbers: Tensor | None = None) -> Chunk:
+    """The forward that predicts tokens of answers.
+
+    Args:
+        rows: clean.
+        hidden: `[B, L] bool` what the model sees as masks.
+        asked: `[B, L] bool` the tokens that it is asked about, some of them.
+        spec: the model.
+        numbers: `[B]` of the rows, for `Chunk.row`; default 0 to B - 1.
+    """
+    assert spec.mask_id is not None
+    width = rows.ids.shape[1]
+    most = max(1, int(asked.sum(1).max()))
+    columns = select.columns(torch.cat([asked, torch.zeros_like(asked[:, :1])], 1), most)  # [B, Q]
+    there = columns < width
+    columns = torch.where(there, columns, rows.prompt[:, None])
+    noisy = rows.ids.masked_fill(hidden, spec.mask_id)
+    positions, keys = torch.arange(width).expand_as(noisy), rows.there
+    answers = columns - int(spec.shift)  # no answer begins in the first column
+    if spec.attention == "block_causal":
+        assert spec.block_length is not None
+        keys = clean_and_noisy(positions // spec.block_length, keys, keys)
+        noisy, positions, answers = torch.cat([rows.ids, noisy], 1), torch.cat([positions] * 2, 1), answers + width
+    numbers = torch.arange(len(noisy)) if numbers is None else numbers
+    return Chunk(numbers, columns, there, rows.ids.gather(1, columns), noisy, positions, keys, answers, spec.mask_id)
+
+
+def check(spec: ModelSpec, named: str) -> None:
+    """Refuse a model for which there is no such loss.
+
+    Raises:
+        UserError: it is block-causal and shifted, or says no block length.
+    """
+    if spec.attention == "block_causal" and (spec.shift or spec.block_length is None):
+        raise UserError(f"train.model={named} is block-causal without a block length or with a shift: no loss is known")
+
+
+Length = Callable[[int, int], int]  # tokens of a prompt and of its answer -> of the answer with its end tokens
+
+
+def padded(pairs: list[Pair], eos: int, padding: str | int, block_length: int, most: int) -> list[Pair]:
+    """The pairs with end tokens behind their answers, which are learnt like them.
+
+    Args:
+        pairs: answers that end in an end token already.
+        eos: that token.
+        padding: `longest`: all rows become as long as the longest of them (LLaDA); `block`: a row ends with its block;
+            `none`; or the number of tokens of an answer.
+        block_length: of `block`, in columns from the row's first.
+        most: columns of a row.
+    """
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    lengths: dict[str, Length] = {
+        "longest": lambda prompt, answer: longest - prompt,
+        "block": lambda prompt, answer: -(-(prompt + answer) // block_length) * block_length - prompt,
+        "none": lambda prompt, answer: answer,
+    }
+    length: Length = lengths[padding] if isinstance(padding, str) else lambda prompt, answer: max(answer, int(padding))
+    found = []
+    for prompt, answer in pairs:
+        tail = min(length(len(prompt), len(answer)), most - len(prompt)) - len(answer)
+        found.append((prompt, answer + [eos] * tail))
+    return found
+
+
+def cut(rows: Rows, share: float, generator: torch.Generator) -> Rows:
+    """A `share` of the answers, each with its tail, at a random length from 1 on (LLaDA's pre-training: 0.01)."""
+    chosen = torch.rand(len(rows.ids), generator=generator) < share
+    drawn = torch.rand(len(rows.ids), generator=generator, dtype=torch.float64)
+    length = rows.prompt + 1 + (drawn * (rows.length - rows.prompt)).long()
+    return replace(rows, length=torch.where(chosen, length.minimum(rows.length), rows.length))

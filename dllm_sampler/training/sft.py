@@ -1,0 +1,175 @@
+"""Supervised fine-tuning: a masked-diffusion model learns the answers of a user's data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_choice, check_count, check_share
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import UserError
+from dllm_sampler.training import masking
+from dllm_sampler.training.encoding import Encoder
+from dllm_sampler.training.examples import Example
+from dllm_sampler.training.finetune import FREE, FineTuner
+from dllm_sampler.training.masking import Masks, Pair, Rows
+
+Padding = Literal["longest", "block", "none"]
+Weight = Literal["inverse", "none"]
+Longer = Literal["refuse", "drop"]
+
+
+@dataclass
+class SftTrainer(FineTuner):
+    """Hides tokens of right answers and makes the model predict them (LLaDA, arXiv 2502.09992; block diffusion,
+    arXiv 2503.09573).
+
+    The loss of an answer of R tokens is the sum over its hidden tokens of weight times cross-entropy, divided by R.
+    That of a step is the mean over its answers, however these are spread over processes and cut into forwards. What is
+    hidden depends on seed and step alone. There is no packing: an example is a row of its own.
+
+    batch: examples of a step, over all processes
+    weight: `inverse`: a hidden token counts 1/p, p its probability of being hidden, as published for LLaDA and block
+        diffusion; `none`: it counts 1
+    complementary: each answer twice, the second time with the other tokens hidden (Fast-dLLM v2, arXiv 2509.26328)
+    padding: end tokens behind an answer, learnt like it: `longest`: up to the longest row of the step (LLaDA);
+        `block`: up to the end of its block of `block_length` columns, counted from the row's first; `none`: one; or the
+        number of tokens of an answer. None: `block` where the model is block-causal, else `longest`
+    block_length: of `block`; None: the model's
+    random_length: share of the answers that are cut at a random length (LLaDA's pre-training: 0.01)
+    max_length: tokens of a prompt with its answer; None: the model's context
+    longer: what is done with an example that is longer: `refuse` it, or `drop` it
+    shard: spread weights, gradients and moments over the processes (FSDP2); else each has all of them (DDP)
+    """
+
+    batch: int
+    weight: str
+    complementary: bool
+    padding: str | int | None
+    block_length: int | None
+    random_length: float
+    max_length: int | None
+    longer: str
+    shard: bool
+
+    name: ClassVar[str] = "sft"
+    free: ClassVar[tuple[str, ...]] = (*FREE, "shard")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("train.batch", self.batch)
+        check_choice("train.weight", self.weight, Weight)
+        check_choice("train.longer", self.longer, Longer)
+        check_share("train.random_length", self.random_length)
+        for name in ("block_length", "max_length"):
+            check_count(f"train.{name}", getattr(self, name), optional=True)
+        if self.padding is not None and self.padding not in get_args(Padding):
+            if not isinstance(self.padding, int):
+                check_choice("train.padding", self.padding, Padding)
+            check_count("train.padding", self.padding)
+
+    @property
+    def sharding(self) -> bool:
+        """See `FineTuner.sharding`."""
+        return self.shard
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+        return self.trained.denoiser.spec
+
+    def prepare(self) -> None:
+        """Check and encode all examples: a mistake in one is told before the first step."""
+        spec, processes = self.spec, self.accelerator.num_processes
+        masking.check(spec, self.trained.named)
+        if self.batch < processes:
+            raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
+        self._causal = spec.block_length if spec.attention == "block_causal" else None
+        self._block = self.block_length or spec.block_length
+        self._padding = self.padding or ("longest" if self._causal is None else "block")
+        if self._padding == "block" and self._block is None:
+            raise UserError("train.padding=block needs train.block_length: the model was not trained on one length")
+        most = min(self.max_length or spec.max_positions, spec.max_positions)
+        self._encode = Encoder(self.trained.tokenizer, spec, most)
+        if self.longer == "drop":
+            dropped = self.source.keep(lambda example: self._encode.fits(example))
+            if dropped:
+                self.say(f"{dropped} examples are longer than {most} tokens and were dropped")
+        for example in self.source.all():
+            self._encode(example)
+        self._held = self.source.draw(f"{self.seed}/held/0", self.held_out, held=True)
+        for example in self._held:
+            self._encode.check_canvas(example, self.new_tokens)
+        if self.source.size is not None:
+            epochs = self.steps * self.batch / self.source.size
+            self.say(f"{self.source.size} examples to learn from, {epochs:.3g} times each; {len(self._held)} held out")
+
+    def step(self, number: int) -> dict[str, float]:
+        """One batch."""
+        examples = self.source.draw(f"{self.seed}/step {number}", self.batch, number=number)
+        rows, draws = self._masked(examples, f"{self.seed}/noise {number}")
+        loss, norm = self.update(partial(self.backward, self._parts(rows, draws)), f"step {number}")
+        loss = self.summed(loss)[0] / self.accelerator.num_processes
+        hidden = sum(int(masks.hidden.sum()) for masks in draws)
+        return {"loss": loss, "gradient": norm, "answer_tokens": int(rows.answer.sum()), "hidden": hidden}
+
+    def measure(self) -> dict[str, float]:
+        """See `FineTuner.measure`, and the loss on held-out examples, with the same tokens hidden every time."""
+        rows, draws = self._masked(self._held, f"{self.seed}/held noise")
+        with torch.no_grad(), self.autocast():
+            loss = sum(float(one()) for one in self._parts(rows, draws))
+        return {"held_out_loss": self.summed(loss)[0] / self.accelerator.num_processes, **super().measure()}
+
+    def _masked(self, examples: Sequence[Example], seed: str) -> tuple[Rows, list[Masks]]:
+        """The rows of a batch, and what is hidden of them."""
+        generator = torch.Generator().manual_seed(Random(seed).getrandbits(62))
+        pairs: list[Pair] = [self._encode(example) for example in examples]
+        most, eos = self._encode.most, self.spec.eos_id
+        rows = masking.collate(masking.padded(pairs, eos, self._padding, self._block or 1, most), eos)
+        rows = masking.cut(rows, self.random_length, generator)
+        options: dict[str, Any] = {"complementary": self.complementary, "inverse": self.weight == "inverse"}
+        return rows, masking.draw(rows, self._causal, generator, **options)
+
+    def _parts(self, rows: Rows, draws: list[Masks]) -> Iterator[Callable[[], Tensor]]:
+        """This process's share of the loss times the number of processes, in parts of one forward each."""
+        processes = self.accelerator.num_processes
+        copies = 1 if self._causal is None else 2
+
+        def part(some: Tensor, masks: Masks) -> Tensor:
+            few = rows.some(some)
+            width = few.ids.shape[1]
+            hidden, weight = masks.hidden[some, :width], masks.weight[some, :width]
+            one = masking.chunk(few, hidden, hidden, self.spec)
+            weight = torch.where(one.there, weight.gather(1, one.columns), 0).to(self.spec.device)
+            losses = one.to(self.spec.device).losses(self.trained.wrapped)
+            return (losses * weight.to(losses.dtype)).sum() * processes
+
+        each = []
+        for process in range(processes):
+            mine = torch.arange(len(rows.ids))[process::processes]
+            mine = mine[rows.length[mine].argsort(stable=True)]
+            each.append([mine[some] for some in cuts(rows.length[mine] * copies, self.batch_tokens)])
+        own = each[self.accelerator.process_index]
+        for some in own:
+            for masks in draws:
+                yield partial(part, some, masks)
+        if self.trained.sharded:  # a forward needs all processes: one that is through makes its last again, for nothing
+            for _ in range(max(map(len, each)) - len(own)):
+                for masks in draws:
+                    yield partial(part, own[-1], Masks(masks.hidden, torch.zeros_like(masks.weight)))
+
+
+def cuts(lengths: Tensor, budget: int) -> Iterator[slice]:
+    """Rows of these ascending lengths in groups of at most `budget` columns, padding included; one row at least."""
+    first = 0
+    for last, length in enumerate(lengths.tolist()):
+        if last > first and (last + 1 - first) * length > budget:
+            yield slice(first, last)
+            first = last
+    yield slice(first, len(lengths))

@@ -1,0 +1,174 @@
+"""The model that is trained: any that `dllm-sample` samples from, but for those without a mask token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError
+from dllm_sampler.models import loading, saving
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
+from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.training import adapters, sharding
+
+ADAPTER = "adapter"  # folder of the adapters, inside that of the run
+UNTRAINABLE = ("quantize", "device_map", "cfg_scale")  # settings of a model that is only sampled from
+
+
+@dataclass
+class Trained:
+    """A model with its tokenizer, in training and ready to sample from at any moment.
+
+    network: called as a `Transformer` is: `(ids, positions=, keys=, rows=)` to logits
+    denoiser: samples from it as it is now
+    tokenizer: of the checkpoint
+    named: what the user called the model
+    source: the checkpoint's folder
+    hub: its hub id, where it comes from there
+    adapter: peft's model around the network; None: all weights learn
+    wrapped: what a forward with a gradient calls: the network, or DDP around it
+    sharded: whether the weights are spread over processes (FSDP2), so that these must make the same forwards
+    """
+
+    network: nn.Module
+    denoiser: TransformerDenoiser | MaskedLMDenoiser
+    tokenizer: PreTrainedTokenizerBase
+    named: str
+    source: Path
+    hub: str | None
+    adapter: Any = None
+
+    def __post_init__(self) -> None:
+        self.wrapped, self.sharded = self.network, False
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Mapping[str, Any],
+        device: torch.device,
+        dtype: str,
+        lora: Mapping[str, float] | None,
+        seed: int,
+    ) -> Self:
+        """Load a model to train it.
+
+        Args:
+            model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings.
+            dtype: of the weights.
+            lora: `r`, `alpha` and `dropout` of adapters; None: all weights learn.
+            seed: of the adapters.
+
+        Raises:
+            UserError: nothing to load there, or a model that cannot be trained.
+        """
+        named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
+        settings = config.model(model)
+        for name in UNTRAINABLE:
+            if settings.pop(name):
+                raise UserError(f"train.model has {name}, which is for sampling alone: leave it out")
+        denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
+        if not isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser):
+            raise UserError(f"train.model={named} has no mask token (uniform diffusion), and training masks tokens")
+        if tokenizer is None:
+            raise UserError(f"train.model={named} has no tokenizer, and training reads texts: add its files")
+        path = str(settings["path"])
+        assert denoiser.folder is not None
+        hub = None if Path(path).expanduser().is_dir() else path
+        inner = denoiser.transformer if isinstance(denoiser, TransformerDenoiser) else denoiser.model
+        for name, weight in inner.named_parameters():
+            if name.endswith("router.bias"):  # balances the experts in pre-training, by counts and not by gradients
+                weight.requires_grad_(False)
+        adapter = None if lora is None else adapters.attach(inner, lora, seed)
+        network = inner if isinstance(inner, Transformer) else MaskedLM(inner)
+        return cls(network.eval(), denoiser, tokenizer, named, denoiser.folder, hub, adapter)
+
+    @property
+    def inner(self) -> nn.Module:
+        """The network as its checkpoint has it."""
+        return self.network.model if isinstance(self.network, MaskedLM) else self.network
+
+    def learning(self) -> list[nn.Parameter]:
+        """What an optimizer moves."""
+        return [weight for weight in self.network.parameters() if weight.requires_grad]
+
+    def wrap(self, accelerator: Accelerator, shard: bool) -> None:
+        """Average gradients over processes, where there are several, and `shard` the weights over them.
+
+        Before there is an optimizer: sharding replaces the weights.
+
+        Raises:
+            UserError: a masked LM of transformers cannot be sharded.
+        """
+        self.sharded = shard and accelerator.num_processes > 1
+        if self.sharded:
+            if not isinstance(self.network, Transformer):
+                raise UserError(
+                    f"train.shard is for networks of our own, and train.model={self.named} is one of transformers"
+                )
+            sharding.shard(self.network, accelerator.device, accelerator.num_processes)
+        elif accelerator.num_processes > 1:
+            self.wrapped = accelerator.prepare_model(self.network, device_placement=False)
+        if isinstance(self.denoiser, TransformerDenoiser):
+            self.denoiser = replace(self.denoiser, model=self.wrapped)
+
+    def whole(self) -> dict[str, Tensor]:
+        """All weights in main memory; where they are sharded every process must ask."""
+        return {name: sharding.whole(tensor) for name, tensor in self.network.state_dict().items()}
+
+    def recompute(self) -> None:
+        """Keep the layers' inputs alone for the backward pass and compute the rest twice: less memory, more time."""
+        if isinstance(self.network, Transformer):
+            self.network.recompute = True
+        else:
+            network: Any = self.inner
+            network.config.use_cache = False  # of no use here, and transformers would say so
+            name = "activation" if hasattr(network, "activation_checkpointing_enable") else "gradient"
+            enable = getattr(network, f"{name}_checkpointing_enable")
+            enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model before training, where adapters learn."""
+        assert self.adapter is not None
+        self.adapter.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            self.adapter.enable_adapter_layers()
+
+    def frozen(self) -> nn.Module:
+        """A copy of the network that learns nothing."""
+        return deepcopy(self.network).requires_grad_(False).eval()
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint in its family's format, adapters merged; before it, apart, the adapters alone.
+
+        After that the network has no adapters any more.
+
+        Raises:
+            NotWrittenError: a file cannot be written.
+        """
+        network = self.inner
+        if self.adapter is not None:
+            base = self.hub or str(self.source.resolve())
+            adapters.save(self.adapter, self._place, base, folder / ADAPTER)
+            network = self.adapter.merge_and_unload()
+        saving.save(network, self.source, folder, self.hub)
+
+    def _place(self, name: str) -> adapters.Place:
+        """Where the checkpoint has the linear layer `name` of the network."""
+        if not isinstance(self.network, Transformer):
+            return name, 0
+        (part,) = saving.family_of(self.source).parts(f"{name}.weight", self.network.config)
+        return part.name.removesuffix(".weight"), part.rows.start if part.rows else 0

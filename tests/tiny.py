@@ -1,0 +1,58 @@
+"""A tiny checkpoint of every family, each with a tokenizer of single characters, and what reads them plainly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+DATA = Path(__file__).parent / "conformance" / "data"
+TRANSFORMERS = ("llada", "llada-gqa", "dream", "sdar", "llada-moe", "llada2-moe")
+FAMILIES = ("llada", "dream", "sdar", "llada-moe", "llada2-moe", "bert")  # one of each network
+CHARACTERS = sorted({*string.ascii_letters, *string.digits, *" .,:;?!'-+=()\n"})
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write the tiny checkpoint of a family, with its tokenizer, into a new folder."""
+    folder.mkdir(parents=True)
+    if name == "bert":
+        mask, eos = _bert(folder)
+    else:
+        source = DATA / f"tiny-{name}"
+        for file in ("config.json", "generation_config.json", "model.safetensors"):
+            if (source / file).exists():
+                shutil.copyfile(source / file, folder / file)
+        raw = json.loads((folder / "config.json").read_text())
+        mask, eos = raw.get("mask_token_id", 286), raw["eos_token_id"]
+    vocab = {sign: index for index, sign in enumerate(CHARACTERS)} | {"<unk>": 200, "<end>": eos, "<mask>": mask}
+    made = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    named = {"eos_token": "<end>", "pad_token": "<end>", "mask_token": "<mask>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **named)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    return folder
+
+
+def _bert(folder: Path) -> tuple[int, int]:
+    """A masked LM of transformers; its mask and end token."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=96, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BertForMaskedLM(config).save_pretrained(folder)
+    return 255, 254

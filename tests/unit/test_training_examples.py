@@ -1,0 +1,173 @@
+"""A user's data: how it is read, and the one sentence that each mistake in it gets before anything is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_sampler import UserError
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.models import loading
+from dllm_sampler.training import cli
+from dllm_sampler.training.encoding import Encoder
+from dllm_sampler.training.examples import Data, Example, Stored, columns_of
+from tests import tiny
+
+LINES = [{"prompt": f"{n} + 1 = ?", "answer": f"{n + 1}", "level": n % 3} for n in range(10)]
+
+
+def write(file: Path, lines: list[Any]) -> str:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def load(path: str, held_out: int = 2, answers: bool = True, **settings: Any) -> Stored:
+    return Data.of({"path": path, **settings}).load(0, held_out, answers)
+
+
+def test_lines_are_learnt_from_once_an_epoch_and_held_out_ones_never(tmp_path: Path) -> None:
+    source = load(write(tmp_path / "d.jsonl", [*LINES, LINES[3]]), held_out=3)
+    held = {str(one.prompt) for one in source.draw("", 3, held=True)}
+    drawn = [str(one.prompt) for step in range(source.size) for one in source.draw("", 4, number=step)]
+    assert len(held) == 3 and not held & {*drawn}, "a prompt that is there twice is on one side"
+    assert {*drawn} | held == {line["prompt"] for line in LINES}
+    epochs = [drawn[first : first + source.size] for first in range(0, len(drawn), source.size)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and epochs[0] != epochs[1]
+    again = load(str(tmp_path / "d.jsonl"), held_out=3)
+    assert again.draw("", 4, number=2) == source.draw("", 4, number=2), "a function of seed and step"
+    assert columns_of(source.draw("", 2))["level"] == [one.fields["level"] for one in source.draw("", 2)]
+
+
+def test_held_out_files_tables_and_data_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    train, test = write(tmp_path / "train.jsonl", LINES), write(tmp_path / "test.jsonl", LINES[:3])
+    assert (load(train, 5, test=test).size, len(load(train, 5, test=test).held)) == (10, 3)
+    table = datasets.Dataset.from_list([{"q": line["prompt"], "a": line["answer"]} for line in LINES])
+    table.to_csv(tmp_path / "d.csv")
+    found = load(str(tmp_path / "d.csv"), prompt="q", answer="a", metric="contains")
+    assert found.size == 8
+    both = datasets.DatasetDict({"train": table, "small": table.select(range(4))})
+    both.save_to_disk(tmp_path / "set")
+    found = load(str(tmp_path / "set"), prompt="q", answer="a", test="small", metric="contains")
+    assert (found.size, len(found.held)) == (10, 2)
+    with pytest.raises(UserError, match=r"train\.data=.* with the split tiny cannot be loaded"):
+        load(str(tmp_path / "set"), split="tiny")
+
+
+def test_messages_and_chat_templates(tmp_path: Path) -> None:
+    folder = tiny.write("sdar", tmp_path / "m")
+    loaded = loading.load(folder, device="cpu")
+    assert loaded.tokenizer is not None
+    encode = Encoder(loaded.tokenizer, loaded.denoiser.spec, 512)
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "?"},
+    ]
+    path = write(tmp_path / "d.jsonl", [{"messages": [*chat, {"role": "assistant", "content": "No"}]}] * 2)
+    path = write(tmp_path / "d.jsonl", [json.loads(Path(path).read_text().splitlines()[0]), LINES[0]])
+    source = load(path, 1, chat=True)
+    found = {one.where.rpartition(" ")[2]: one for one in (*source.train, *source.held)}
+    assert found["1"].answer == "No" and found["1"].prompt == chat
+    texts = {key: [loaded.tokenizer.decode(ids) for ids in encode(one)] for key, one in found.items()}
+    assert texts == {"1": ["u:Hi;a:Yes;u:?;a:", "No;<end>"], "2": ["u:0 + 1 = ?;a:", "1;<end>"]}
+    loaded.tokenizer.chat_template = "{% if add_generation_prompt %}x{% endif %}{{ messages[-1].content }}"
+    with pytest.raises(UserError, match=r"line 1: this model's chat template does not write an answer behind"):
+        Encoder(loaded.tokenizer, loaded.denoiser.spec, 512)(found["1"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "said"),
+    [
+        ([{"question": "a", "answer": "b"}], {}, "line 1 has neither a column prompt nor messages (its columns: quest"),
+        ([*LINES, {"prompt": "a", "answr": "b"}], {}, "line 11 has no answer: it needs a text in the column answer"),
+        ([*LINES, {"prompt": "a", "answer": 7.5}], {}, "line 11 has no answer"),
+        ([*LINES, {"prompt": "", "answer": "b"}], {}, "line 11 has an empty prompt"),
+        ([*LINES, {"prompt": 5, "answer": "b"}], {}, 'line 11: "prompt" should be text or a list of token ids'),
+        ([*LINES, "text"], {}, "line 11 should be an object"),
+        ([*LINES, {"messages": [{"role": "user", "content": "a"}]}], {}, "line 11 has no answer"),
+        ([*LINES, {"messages": [{"role": "assistant", "content": "a"}]}], {}, "line 11 has an empty prompt"),
+        ([], {}, "has no examples"),
+        (LINES[:2], {}, "has 2 examples, and train.held_out=2 leaves none to learn from"),
+        (LINES, {"metric": "exact"}, "unknown train.data.metric 'exact', did you mean 'exact_match'"),
+        (LINES, {"metric": "no.such:f"}, "train.data.metric no.such:f cannot be had"),
+        (LINES, {"colum": "x"}, "unknown field of train.data 'colum'"),
+        (LINES, {"chat": "yes"}, "train.data: chat should be true or false"),
+        (LINES, {"test": "gone.jsonl"}, "cannot read train.data gone.jsonl: No such file"),
+    ],
+)
+def test_mistakes_in_the_data(lines: list[Any], settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        load(write(tmp_path / "d.jsonl", lines), **settings)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "said"),
+    [
+        ("a" * 30, "b" * 20, "has 51 tokens of prompt and answer, and there is room for 50"),
+        ("€", "b", "has '€', which is not in this model's vocabulary"),
+        ("a", "€", "the answer of it has '€'"),
+        ([1, 286], "b", "it has the mask token (id 286) in its prompt or answer"),
+        ([1, 999], "b", "it has a token outside the model's 288 (id 999)"),
+        ("  ", "b", "it has an empty prompt"),
+    ],
+)
+def test_mistakes_that_tokens_show(prompt: Any, answer: str, said: str, encoder: Encoder) -> None:
+    with pytest.raises(UserError) as error:
+        encoder(Example("it", prompt, answer))
+    assert said in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
+    loaded = loading.load(tiny.write("dream", tmp_path_factory.mktemp("m") / "m"), device="cpu")
+    assert loaded.tokenizer is not None
+    return Encoder(loaded.tokenizer, loaded.denoiser.spec, 50)
+
+
+def test_tokens_of_an_example(encoder: Encoder) -> None:
+    spec: ModelSpec = encoder.spec
+    prompt, answer = encoder(Example("it", "ab", "cd"))
+    assert len(prompt) == 2 and len(answer) == 3 and answer[-1] == spec.eos_id
+    assert encoder(Example("ids", [5, 6], "cd<end>"))[1][-3:] != [spec.eos_id] * 3, "one end token is enough"
+    with pytest.raises(UserError, match=r"has 4 tokens, .*have 3: raise train\.new_tokens"):
+        encoder.check_canvas(Example("x", "a", "abcd"), 3)
+    encoder.check_canvas(Example("y", "a", "abc"), 3)
+    with pytest.raises(UserError, match="more than the model's context of 512"):
+        encoder.check_canvas(Example("z", "a", "abc"), 512)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "there is nothing to learn from: say train.data=FILE.jsonl"),
+        (["data=gone.jsonl"], "cannot read train.data gone.jsonl: No such file or directory"),
+        (["data={DATA}", "longer=drop", "max_length=3"], "train.longer=drop leaves no example to learn from"),
+        (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and there is room for 5"),
+        (["data={DATA}", "padding=long"], "train.padding must be longest, block or none, not 'long'"),
+        (["data={DATA}", "padding=0"], "train.padding must be a whole number of at least 1"),
+        (["data={DATA}", "weight=t"], "train.weight must be inverse or none, not 't'"),
+        (["data={DATA}", "random_length=2"], "train.random_length must be a share"),
+        (["data={DATA}", "dtype=bfloat16"], "train.dtype=bfloat16 is for train.lora"),
+        (["data={DATA}", "dtype=half"], "unknown train.dtype 'half'"),
+        (["data={DATA}", "model={path: MODEL, quantize: int8}"], "train.model has quantize, which is for sampling"),
+        (["data={DATA}", "tasks={cpy: 1}"], "unknown task 'cpy'"),
+        (["tasks={copy: 1}"], "does not have mini's tokenizer"),
+        (["data={DATA}", "evaluation={scheduler: treshold}"], "did you mean 'threshold'"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_the_first_step(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, data = str(tiny.write("dream", tmp_path / "m")), write(tmp_path / "d.jsonl", LINES)
+    few = [f"model={model}", "device=cpu", "output=run", "new_tokens=8", "held_out=2", "steps=1", "warmup=0"]
+    given = [word.replace("{DATA}", data).replace("MODEL", model) for word in words]
+    assert cli.main(["train=sft", *(f"train.{word}" for word in [*few, *given])]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert said in told[-1] and told[-1].startswith("dllm-train: ")
+    assert not (tmp_path / "run" / "log.jsonl").exists() or "treshold" in str(words)
