@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.core import grid
 from dllm_sampler.core.packing import request, sized
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
@@ -77,7 +78,7 @@ class BlockCausalCache(BaseCache):
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
         one = replace(canvas, **rows)
-        one = replace(one, end=one.grid_start())
+        one = replace(one, end=grid.start(one))
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
@@ -88,23 +89,23 @@ class BlockCausalCache(BaseCache):
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):
             for buffer, source in zip(mine, its, strict=True):
                 buffer.copy_(source.repeat_interleave(samples, 0))
-        self.clean = canvas.grid_start()
+        self.clean = grid.start(canvas)
         return torch.stack([spent.computed, *[torch.zeros_like(spent.computed)] * (samples - 1)], 1).flatten()
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
-        begin, column = canvas.grid_start(), canvas.columns()
+        begin, column = grid.start(canvas), canvas.columns()
         first = torch.minimum(self.clean, begin)
         if self.spec.shift or self.spec.seeds:
             unknown = canvas.masked.gather(1, begin[:, None])[:, 0] & (begin > 0)
             first = torch.minimum(first, begin - unknown.long())
-        return (column >= first[:, None]) & (column < canvas.grid_end()[:, None])
+        return (column >= first[:, None]) & (column < grid.end(canvas)[:, None])
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
-        full = ~(canvas.masked & canvas.in_grid()).any(1) & ~written
+        full = ~(canvas.masked & grid.inside(canvas)).any(1) & ~written
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context
             full = torch.zeros_like(full)
-        clean = torch.where(full, canvas.grid_end(), canvas.grid_start())
+        clean = torch.where(full, grid.end(canvas), grid.start(canvas))
         self.clean = torch.where(canvas.done, self.clean, clean)

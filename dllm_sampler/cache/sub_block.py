@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.core import grid
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
@@ -50,10 +51,10 @@ class SubBlockCache(BlockCausalCache):
     def whole(self, canvas: Canvas, first: Tensor) -> Tensor:
         """`[B] bool` rows whose whole block is computed; `first [B]`: where the active part begins."""
         open_ = canvas.masked.gather(1, first[:, None])[:, 0]
-        full = ~(canvas.masked & canvas.in_grid()).any(1)
-        return open_ | full | (self.held != canvas.grid_start())
+        full = ~(canvas.masked & grid.inside(canvas)).any(1)
+        return open_ | full | (self.held != grid.start(canvas))
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         super().observe(canvas, query, edit, readout)
-        self.held = torch.where(canvas.done, self.held, canvas.grid_start())
+        self.held = torch.where(canvas.done, self.held, grid.start(canvas))

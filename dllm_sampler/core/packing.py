@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.masks import visible
+from dllm_sampler.core.shift import predictors
 from dllm_sampler.core.values import Canvas, Query, Sizes
 
 if TYPE_CHECKING:
@@ -73,30 +74,6 @@ def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
     if not spec.shift and not spec.seeds:
         return computed
     return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec))
-
-
-class Predicts(Protocol):
-    """What tells which row predicts a token: a `ModelSpec`, or a model."""
-
-    @property
-    def shift(self) -> bool:
-        """Raw row i predicts token i + 1."""
-        ...
-
-    @property
-    def seeds(self) -> bool:
-        """The row before the active block predicts the block's first token."""
-        ...
-
-
-def predictors(canvas: Canvas, columns: Tensor, spec: Predicts) -> Tensor:
-    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`."""
-    # The row's very first position has none before it and reads its own; the empty slot stays what it is.
-    if spec.shift:
-        return torch.where((columns > 0) & (columns < canvas.length), columns - 1, columns)
-    if spec.seeds:
-        return torch.where((columns > 0) & (columns == canvas.start[:, None]), columns - 1, columns)
-    return columns
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:

@@ -168,13 +168,12 @@ class Blocks(PlugIn):
     """Where blocks end."""
 
     sizes_on_open: ClassVar[bool] = False  # `open` shortens blocks, by the forward that opens them
+    part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are
 
     @property
     def grid(self) -> int | None:
         """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
         return None
-
-    part: int | None = None  # length of the parts, counted likewise, in which blocks of the grid are decoded
 
     def lookahead(self, tokens: int) -> int:
         """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""

@@ -132,24 +132,6 @@ class Canvas:
         stop, line = torch.minimum(start + width, self.end), self.part or self.grid
         return stop if line is None else torch.minimum(stop, start - start % line + line)
 
-    def on_grid(self, column: Tensor) -> Tensor:
-        """`[B]` first column of the grid's block that `column [B]` lies in."""
-        assert self.grid is not None
-        return column - column % self.grid
-
-    def grid_start(self) -> Tensor:
-        """`[B]` first column of the grid's block that the active block lies in; of the active block without a grid."""
-        return self.start if self.grid is None else self.on_grid(self.start)
-
-    def grid_end(self) -> Tensor:
-        """`[B]` end of the grid's block that the active block lies in; of the active block without a grid."""
-        return self.stop if self.grid is None else torch.minimum(self.on_grid(self.start) + self.grid, self.end)
-
-    def in_grid(self) -> Tensor:
-        """`[B, L+1] bool` columns from `grid_start` to `grid_end`."""
-        column = self.columns()
-        return (column >= self.grid_start()[:, None]) & (column < self.grid_end()[:, None])
-
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
         column = (self.start - back if back else self.start)[:, None] + select.numbers(width, self.ids.device)

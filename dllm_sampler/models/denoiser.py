@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dllm_sampler.cache.base import PaddedPlan
-from dllm_sampler.core.packing import predictors
 from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.shift import predictors
 from dllm_sampler.core.spec import Attention, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError

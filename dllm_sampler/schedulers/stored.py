@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import grid
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -61,7 +62,7 @@ class StorePass(Around):
         """See `Scheduler.tell`."""
         canvas, due, idle = self._counted(canvas, *carry[:4])
         edit, inner = self.inner.tell(canvas, query, readout, carry[4])
-        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == canvas.grid_end())
+        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == grid.end(canvas))
         left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
             edit,
@@ -88,7 +89,7 @@ class StorePass(Around):
         prefilled = begun >= canvas.grid
         late = prefilled & (canvas.start == begun)
         # One that opens full was filled from before it. A part of a block is not stored: a later part may change it.
-        over = over | (canvas.age == 0) & (canvas.stop == canvas.grid_end())
+        over = over | (canvas.age == 0) & (canvas.stop == grid.end(canvas))
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))
         return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle

@@ -83,14 +83,14 @@ def test_every_fault_is_one_sentence(
 
 def test_one_process_for_many_prompts(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there for one tokenizer as it is now, for a while, and not after Ctrl-C."""
-    forks, fork, idle = list[int](), os.fork, 0.3
+    forks, fork = list[int](), os.fork
 
     def counted() -> int:
         forks.append(1)
         return fork()
 
     monkeypatch.setattr(os, "fork", counted)
-    monkeypatch.setattr(chat, "IDLE", idle)
+    monkeypatch.setattr(chat, "IDLE", 60.0)
     tokenizer.chat_template = "{{ messages[0].content }}{{ eos_token }}"
     texts = ["Ada", "\ud800 \n\r\u2028", "x" * 3_000_000]
     for text in texts:
@@ -101,8 +101,12 @@ def test_one_process_for_many_prompts(tokenizer: PreTrainedTokenizerBase, monkey
         found = pool.map(lambda n: chat.text([{"role": "user", "content": str(n)}], tokenizer, "it"), range(20))
         assert list(found) == [f"{n}!" for n in range(20)]
     assert len(forks) == 2
-    time.sleep(3 * idle)  # it has gone
-    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada!" and len(forks) == 3
+    monkeypatch.setattr(chat, "IDLE", 0.05)
+    tokenizer.chat_template = "{{ messages[0].content }}?"
+    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada?" and len(forks) == 3
+    assert chat._renderer is not None
+    os.waitid(os.P_PID, chat._renderer._process, os.WEXITED | os.WNOWAIT)  # it goes by itself
+    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada?" and len(forks) == 4
     tokenizer.chat_template = LOOP
 
     def interrupt() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import grid
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop
 
@@ -62,7 +63,7 @@ class AllEnd(BlockStop):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         columns = canvas.columns()
-        first = canvas.start if canvas.grid is None else canvas.on_grid(canvas.start)
+        first = grid.start(canvas)
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
         over = after.block_over(edit) & (outside | (after.ids == self.eos) & ~after.masked).all(1)
         return replace(edit, finish=over & (canvas.age > 0) if self.drafting else over)
