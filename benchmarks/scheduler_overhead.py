@@ -176,7 +176,7 @@ def others(scene: Scene, base: Judge, watch: Stopwatch) -> list[Row]:
 
     def act(plugin: Blocks | Stop, seen: Readout) -> object:
         if isinstance(plugin, Blocks):
-            return plugin.open(canvas, query, seen), plugin.close(canvas, after, edit)
+            return plugin.open(canvas, query, seen), plugin.progress(canvas, query, seen, edit), plugin.move(after)
         return plugin.positions(canvas), plugin(canvas, after, query, seen, edit)
 
     found = []

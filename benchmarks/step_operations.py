@@ -47,7 +47,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler
 
-ANSWER = ("pack", "readout", "open", "tell", "stop", "apply", "observe", "record", "close", "advance")
+ANSWER = ("pack", "readout", "open", "tell", "progress", "stop", "apply", "observe", "record", "move", "advance")
 PARTS = (*ANSWER, "ask", "narrow", "measure", "home", "loop")
 BLOCK, PROMPTS = 16, [[5] * 12, [6] * 16]
 
@@ -90,7 +90,7 @@ def counted(seen: Operations, p: Plugins) -> Iterator[None]:
         (TransformerDenoiser, "__call__", "pack"),
         *((owner, name, "model") for owner, name in ((Transformer, "forward"), (TransformerDenoiser, "head"))),
         (readout, "predict", "readout"),
-        *((type(p.blocks), name, name) for name in ("open", "close")),
+        *((type(p.blocks), name, name) for name in ("open", "progress", "move")),
         (type(p.scheduler), "tell", "tell"),
         *((type(p.stop), name, "stop") for name in ("__call__", "positions")),
         *(

@@ -189,8 +189,8 @@ class Stream:
         if row.given is None or self.flight is None:
             return row.given is None
         within = self.given and min(self.known) <= row.new_tokens <= max(self.known)
-        widest = max(self.plugins.blocks.lookahead(size) for size in self.known)
-        return within and self.plugins.blocks.lookahead(row.new_tokens) <= widest
+        widest = max(map(self.plugins.blocks.widest, self.known))
+        return within and self.plugins.blocks.widest(row.new_tokens) <= widest
 
     def _next(self) -> Row | None:
         """The answer that is wanted next; None: there is none left."""

@@ -34,6 +34,7 @@ SCHEDULER = {
     "reads_ahead": "A second model reads from left to right: no given tokens behind a gap.",
     "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
+    "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",
     "block_length": "It was made for blocks of one length.",
     "scope": "It needs more than the logits of one block: see docs/engines.md.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
@@ -58,7 +59,10 @@ OTHERS = {
         "joint": "The tokens of a step are chosen together: no other guide on the form, no stop that fills in tokens.",
         "vetoes": "It may refuse what a step commits: no scheduler that drafts, no cache that counts on commits.",
     },
-    "blocks": {"sizes_on_open": "Blocks are shortened by the forward that opens them."},
+    "blocks": {
+        "sizes_on_open": "Blocks are shortened by the forward that opens them.",
+        "several": "Several are open at once: no scheduler that drafts, takes tokens back or goes by a schedule.",
+    },
 }
 PLAIN = {"scheduler": "threshold", "cache": "none", "stop": "prefix", "blocks": "fixed"}  # they go with everything
 MODELS: dict[str, dict[str, Any]] = {

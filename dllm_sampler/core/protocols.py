@@ -1,6 +1,6 @@
 """Every plug-in contract on one page: what the loop asks, in the order in which it asks.
 
-    ask, narrow, plan, denoiser, guides, readout, open, tell, settle, stop, apply, observe, close, advance
+    ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, stop, apply, observe, move
 
 Plug-ins answer questions; none writes tokens or owns a loop, and only a guide that `vetoes` reads the device in a step.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 from torch import Tensor
 
+from dllm_sampler.core.layers import LayerParts
 from dllm_sampler.core.masks import Visible
 from dllm_sampler.core.packing import Answers, Pack, Request
 from dllm_sampler.core.spec import ModelSpec, Traits
@@ -52,34 +53,6 @@ class Denoiser(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
-        ...
-
-
-class LayerParts(Protocol):
-    """One transformer layer, taken apart so that a cache can drive it. A pack has N = 1 and M = T."""
-
-    def qkv(self, hidden: Tensor, rope: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and rotated heads of `[N, M, D]`: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`."""
-        ...
-
-    def values(self, hidden: Tensor) -> Tensor:
-        """Values alone `[N, Hkv, M, Dh]` of `[N, M, D]`, as in `qkv`."""
-        ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention and output projection `[N, M, D]`, residual not added; mask bool, broadcast to `[N, 1, M, S]`."""
-        ...
-
-    def output(self, heads: Tensor) -> Tensor:
-        """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
-        ...
-
-    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention probabilities `[N, H, M, S]`, for caches that look at them; arguments as `attend`."""
-        ...
-
-    def mlp(self, hidden: Tensor) -> Tensor:
-        """Norm and feed-forward `[N, M, D]`, residual not added."""
         ...
 
 
@@ -165,9 +138,10 @@ class Tempered(Protocol):
 
 
 class Blocks(PlugIn):
-    """Where blocks end."""
+    """Which columns are decoded: the active block, and where it moves."""
 
     sizes_on_open: ClassVar[bool] = False  # `open` shortens blocks, by the forward that opens them
+    several: ClassVar[bool] = False  # the active block is a run of blocks that are open at once
     part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are
 
     @property
@@ -179,13 +153,24 @@ class Blocks(PlugIn):
         """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""
         raise NotImplementedError
 
+    def widest(self, tokens: int) -> int:
+        """No active block of such a generation has more columns."""
+        return self.lookahead(tokens)
+
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor | None:
         """`[B]` final `stop` of the rows with age 0 (others ignored); may only shorten it. None: leave all."""
         return None
 
-    def close(self, before: Canvas, after: Canvas, edit: Edit) -> Tensor:
-        """`[B] bool` rows whose block is over; default: `Canvas.block_over`."""
-        return after.block_over(edit)
+    def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """The scheduler's edit, and what must be committed besides. Default: nothing."""
+        return edit
+
+    def move(self, after: Canvas) -> tuple[Tensor, Tensor] | None:
+        """`[B]` start and `[B]` end of the active block in the next step; before the first step it is empty.
+
+        Rows that are done keep their own. None: the next block where this one is over (`Canvas.block_over`).
+        """
+        return None
 
 
 class Guide:

@@ -62,6 +62,7 @@ class Traits:
     reads_ahead: bool = True  # its judgement sees text behind a gap; False: only what stands before a token
     shared: bool = False  # it keeps something for the batch as a whole: no row can join one that runs
     ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
+    scheduled: bool = False  # what it commits follows from the block's length or from the forwards made in it
     block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
     # What its rule rests on: the logits of one block; counts over the whole answer; or more of the model than logits of
     # a block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).

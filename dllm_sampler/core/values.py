@@ -63,7 +63,7 @@ class Noise(Protocol):
 
 @dataclass(frozen=True)
 class Canvas:
-    """The state of a batch between two steps. Only `apply` writes tokens, only `advance` moves blocks."""
+    """The state of a batch between two steps. Only `apply` writes tokens, only `move` moves blocks."""
 
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
@@ -72,7 +72,7 @@ class Canvas:
     end: Tensor  # [B] nothing from here on is seen
     start: Tensor  # [B] first column of the active block
     stop: Tensor  # [B] end of the active block
-    age: Tensor  # [B] forwards made in this block; 0 opens it
+    age: Tensor  # [B] forwards made since the active block begins here; 0 opens it
     step: Tensor  # [B] forwards made by this row
     done: Tensor  # [B] bool
     nfe: Tensor  # [B] passes the row took part in
@@ -220,23 +220,28 @@ class Canvas:
         drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
-    def advance(self, closed: Tensor, width: int | Tensor, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
-        """Count the step and move the rows whose block `closed` (`[B] bool`) to their next block; finished rows rest.
+    def advance(self, over: Tensor, width: int | Tensor, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
+        """`move` the rows whose block is `over [B]` to the next one: `width` columns, as far as there is room."""
+        over = over > self.done  # finished rows rest
+        start = torch.where(over, given.following(self, self.stop), self.start)
+        return self.move(start, torch.where(over, self.block_end(start, width), self.stop), finish, spent, over)
+
+    def move(
+        self, start: Tensor, stop: Tensor, finish: Tensor | None, spent: Spent | None, opens: Tensor | None = None
+    ) -> Canvas:
+        """Count the step; from now on the active block is the columns from `start [B]` to `stop [B]`.
 
         Args:
-            width: columns of the next block, as far as there is room, for all rows or each.
             finish: `[B] bool` rows that end here.
             spent: what the forward cost.
+            opens: `[B] bool` rows that begin a block; None: those whose block begins at another column than before.
         """
-        live = ~self.done
-        closed = closed & live
-        start = torch.where(closed, given.following(self, self.stop), self.start)
-        done = self.done | (start >= self.end)
+        live, done = ~self.done, self.done | (start >= self.end)
         return replace(
             self,
             start=start,
-            stop=torch.where(closed, self.block_end(start, width), self.stop),
-            age=(self.age + live).masked_fill(closed, 0),
+            stop=stop,
+            age=(self.age + live).masked_fill(start != self.start if opens is None else opens, 0),
             step=self.step + live,
             done=done if finish is None else done | finish,
             nfe=self.nfe if spent is None else self.nfe + spent.nfe,
@@ -330,7 +335,7 @@ class Readout:
 class Edit:
     """What to write at the queried positions, and what becomes of the block. None means no row, or no position."""
 
-    ids: Tensor  # [B, Q]
+    ids: Tensor  # [B, Q] where nothing is written: what the scheduler would write
     commit: Tensor  # [B, Q] bool: write, also over a committed token
     remask: Tensor | None = None  # [B, Q] bool: write and be noise
     keep_block: Tensor | None = None  # [B] bool: stay in the block although it is full
@@ -338,6 +343,7 @@ class Edit:
     finish: Tensor | None = None  # [B] bool: stop the row
     end: Tensor | None = None  # [B] cut the canvas here
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
+    score: Tensor | None = None  # [B, Q] how the scheduler ranks positions, higher first; None: by confidence
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
     rejected: Tensor | None = None  # [B] commits that a guide refused
     stuck: Tensor | None = None  # [B] bool: a guide lets the row commit nothing; the row ends

@@ -83,6 +83,7 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
             f" call gets, not {type(told).__name__}"
         )
     edit, state.carry = told
+    edit = blocks.progress(canvas, query, seen, edit)
     forbidden = spec.mask_id if plugins.compat else None  # a "committed" mask token is still noise
     state.bad, edit = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)
     for guide in plugins.guides:
@@ -91,8 +92,11 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     edit, after = _stop(plugins.stop, canvas, query, seen, edit)
     state.cache.observe(canvas, query, edit, seen)
     state.recorder.note(canvas, after, query, edit, seen)
-    closed = blocks.close(canvas, after, edit)
-    state.canvas = after.advance(closed, canvas.lookahead, edit.finish, spent)
+    moved = blocks.move(after)
+    if moved is None:
+        state.canvas = after.advance(after.block_over(edit), canvas.lookahead, edit.finish, spent)
+    else:
+        state.canvas = after.move(*moved, edit.finish, spent)
     if seen.logits is not None and spec.self_conditioning:
         state.previous = seen.logits[:, 0].to(spec.dtype)
 

@@ -60,8 +60,7 @@ def canvas(
     masked = ids == FREE
     ids = ids.masked_fill(masked, noise_id)
     sizes = {*decoded, *lengths}
-    widths = {size: blocks.lookahead(size) for size in sizes}
-    lookahead = torch.tensor([widths[size] for size in decoded], device=spec.device)
+    lookahead = torch.tensor([blocks.lookahead(size) for size in decoded], device=spec.device)
     made = Canvas(
         ids=ids,
         masked=masked,
@@ -69,7 +68,7 @@ def canvas(
         first=first,
         end=end,
         start=first,
-        stop=end,
+        stop=first,
         age=zero,
         step=zero,
         done=zero > 0,
@@ -83,12 +82,15 @@ def canvas(
         sizes=Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True),  # read before the first step
         noise=noise,
         lookahead=lookahead,
-        width=max(widths.values()),
+        width=max(map(blocks.widest, sizes)),
         grid=blocks.grid,
         part=blocks.part,
         given=None if given is None else first + last,
         form=None if forms is None else torch.tensor(forms, device=spec.device),
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
     )
-    start = following(made, first)
-    return replace(made, start=start, stop=made.block_end(start, lookahead))
+    moved = blocks.move(made)
+    if moved is None:
+        start = following(made, first)
+        moved = start, made.block_end(start, lookahead)
+    return replace(made, start=moved[0], stop=moved[1])

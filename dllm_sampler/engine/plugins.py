@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Blocks, Cache, Context, Foresees, Guide, Paced, Scheduler, Stop, Tempered, Wraps
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
@@ -224,6 +224,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f" blocks=fixed with blocks.length={traits.block_length} (in SGLang and diffusers"
             f" block_length={traits.block_length}), or train for other blocks"
         )
+    if plugins.blocks.several:
+        yield from _of_several(scheduler, traits, blocks)
     if spec.mask_id is None and not traits.uniform:
         yield (
             f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion): use"
@@ -259,6 +261,20 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} asks about states beside the canvas, and this model computes a finished block again, as"
             " context: use another scheduler, threshold say"
         )
+
+
+def _of_several(scheduler: str, traits: Traits, blocks: str) -> Iterator[str]:
+    """Why a scheduler cannot run where several blocks are open."""
+    facts = {
+        "drafts what comes next, block by block": traits.drafts,
+        "takes back or replaces tokens, which a finished block cannot have": traits.revises,
+        "plans what a forward commits": traits.plans,
+        "goes by the block's length, or by the forwards made in it": traits.scheduled,
+        f"was trained on single blocks of {traits.block_length} positions": traits.block_length is not None,
+    }
+    for fact, holds in facts.items():
+        if holds:
+            yield f"{scheduler} {fact}, and {blocks} opens several blocks at once: use scheduler=threshold"
 
 
 def _length(blocks: Blocks, near: int) -> int:

@@ -23,7 +23,7 @@ class AscendingSteps(Scheduler):
     @property
     def traits(self) -> Traits:
         """It counts the steps of the whole generation."""
-        return Traits(scope="answer")
+        return Traits(scope="answer", scheduled=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

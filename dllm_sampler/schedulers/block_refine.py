@@ -33,7 +33,7 @@ class BlockRefine(Scheduler):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        return Traits(asks="window", uniform=True)
+        return Traits(asks="window", uniform=True, scheduled=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

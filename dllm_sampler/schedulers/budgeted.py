@@ -1,12 +1,13 @@
 """Fast-dLLM's threshold for Dream without a cache: a confidence threshold inside a budget of steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.threshold import Threshold
@@ -31,6 +32,11 @@ class BudgetedThreshold(Threshold):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("scheduler.steps", self.steps, optional=True)
+
+    @property
+    def traits(self) -> Traits:
+        """Steps are planned by the block."""
+        return replace(super().traits, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """Quota, carry and planned steps, each `[B]`."""

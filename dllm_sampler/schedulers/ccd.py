@@ -50,7 +50,7 @@ class Coherent(Scheduler):
     @property
     def traits(self) -> Traits:
         """By the mean distribution."""
-        return Traits(ranks_by_confidence=False, draws_order=self.score == "random")
+        return Traits(ranks_by_confidence=False, draws_order=self.score == "random", scheduled=True)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -51,7 +51,7 @@ class CoherentMarginal(Scheduler):
     @property
     def traits(self) -> Traits:
         """It ranks by entropy."""
-        return Traits(ranks_by_confidence=False)
+        return Traits(ranks_by_confidence=False, scheduled=True)
 
     @property
     def needs(self) -> frozenset[str]:

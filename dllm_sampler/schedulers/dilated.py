@@ -32,7 +32,7 @@ class Dilated(Scheduler):
     @property
     def traits(self) -> Traits:
         """The order is given, confidences may only delay it."""
-        return Traits(ranks_by_confidence=self.skip > 0)
+        return Traits(ranks_by_confidence=self.skip > 0, scheduled=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

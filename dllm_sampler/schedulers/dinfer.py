@@ -36,4 +36,4 @@ class DInferThreshold(Threshold):
         """The edit for candidates `token [B, Q]` and their probabilities `sure [B, Q]`."""
         eligible = canvas.eligible(query.positions)
         best = sure.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
-        return Edit(token, eligible & (sure >= (best - self.slack).clamp(max=self.threshold)))
+        return Edit(token, eligible & (sure >= (best - self.slack).clamp(max=self.threshold)), score=sure)

@@ -41,7 +41,7 @@ class DynamicThreshold(Threshold):
     @property
     def traits(self) -> Traits:
         """Below the threshold the score decides."""
-        return replace(super().traits, draws_order=self.score == "random")
+        return replace(super().traits, draws_order=self.score == "random", scheduled=True)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -40,4 +40,5 @@ class EntropyThreshold(Scheduler):
         """See `Scheduler.tell`."""
         assert readout.entropy is not None
         unsure, eligible = readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        return Edit(readout.token[:, 0], at_least_one(unsure <= self.entropy, -unsure, eligible)), carry
+        commit = at_least_one(unsure <= self.entropy, -unsure, eligible)
+        return Edit(readout.token[:, 0], commit, score=-unsure), carry

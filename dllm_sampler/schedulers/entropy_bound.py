@@ -42,7 +42,7 @@ class EntropyBound(Scheduler):
         """See `Scheduler.tell`."""
         assert readout.entropy is not None
         entropy, eligible = readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        return Edit(readout.token[:, 0], bounded(entropy, eligible, self.gamma)), carry
+        return Edit(readout.token[:, 0], bounded(entropy, eligible, self.gamma), score=-entropy), carry
 
 
 def bounded(entropy: Tensor, eligible: Tensor, bound: float) -> Tensor:

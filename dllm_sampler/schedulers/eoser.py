@@ -61,7 +61,9 @@ class Eoser(Around):
     @property
     def traits(self) -> Traits:
         """Its factor depends on the progress of the whole generation."""
-        return replace(super().traits, scope="answer") if self.inner.traits.scope == "block" else super().traits
+        inner = super().traits
+        scope = "answer" if inner.scope == "block" else inner.scope
+        return replace(inner, scope=scope, scheduled=inner.scheduled or self.progress == "step")
 
     def bind(self, context: Context) -> Self:
         """Take the end token."""

@@ -53,7 +53,7 @@ class FixedSteps(Scheduler):
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
         draws = self.score == "random" or self.alg_temp > 0
-        return Traits(ranks_by_confidence=self.score == "confidence", draws_order=draws)
+        return Traits(ranks_by_confidence=self.score == "confidence", draws_order=draws, scheduled=True)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -34,7 +34,7 @@ class RandomOrder(Scheduler):
     @property
     def traits(self) -> Traits:
         """Chance decides."""
-        return Traits(asks_block=False, exact=True, plans=True, ranks_by_confidence=False)
+        return Traits(asks_block=False, exact=True, plans=True, ranks_by_confidence=False, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""

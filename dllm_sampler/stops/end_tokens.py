@@ -10,6 +10,8 @@ from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Context, Stop
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
 
 
 def _first(chosen: Tensor) -> Tensor:
@@ -43,7 +45,20 @@ def finished(edit: Edit, finish: Tensor) -> Edit:
 
 @dataclass(frozen=True)
 class BlockStop(_EosStop):
-    """Stop after a complete block that contains an end token; everything after it becomes padding."""
+    """Stop after a complete block that contains an end token; everything after it becomes padding.
+
+    Raises:
+        UserError: in `bind`, with blocks of which several are open at once.
+    """
+
+    def bind(self, context: Context) -> Self:
+        """See `Stop.bind`."""
+        if context.blocks.several:
+            raise UserError(
+                f"stop={named(self)} ends a row with the block that holds an end token, and"
+                f" blocks={named(context.blocks)} opens several at once: use stop=prefix"
+            )
+        return super().bind(context)
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""

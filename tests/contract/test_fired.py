@@ -5,6 +5,7 @@ A new plug-in is in no table here, so `test_every_plug_in_is_told_what_it_change
 
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -102,7 +103,16 @@ def fills_at_once(one: Result, two: Result) -> bool:
     return fewer_forwards(one, two) and bool((last > 1).any())
 
 
+def decodes_ahead(one: Result, two: Result) -> bool:
+    """Blocks of 4 have commits while the one before has masks, and in one forward with it; else each waits."""
+    ahead, together = ([found.trace.generated[:, at : at + 4] for at in (0, 4, 8, 12)] for found in (one, two))
+    overlap = [[bool((b.amin(1) <= a.amax(1)).any()) for a, b in pairwise(found)] for found in (ahead, together)]
+    at_once = bool((ahead[0][:, :, None] == ahead[1][:, None]).any())
+    return all(overlap[0]) and not any(overlap[1]) and at_once
+
+
 STEPWISE = {"scheduler": "fixed"}
+MULTI: dict[str, Any] = {"name": "multi_block", "length": 4, "add_threshold": 1.0}
 FIXED6 = {"name": "fixed", "length": 6}
 FILTER = {"name": "learn2pd", "filter": toys.FILTER}
 KLASS = {"name": "klass", "threshold": 0.3, "history": 1}
@@ -228,6 +238,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         answers_differ,
     ),
     "blocks.ascending": ({"blocks": {"name": "ascending", "count": 3}}, {"blocks": "full"}, answers_differ),
+    "blocks.multi_block": ({"blocks": MULTI | {"add_threshold": 0.25}}, {"blocks": MULTI}, decodes_ahead),
     "stop.end_of_text": ({"stop": {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3}}, {}, cuts_the_context),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
     "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),

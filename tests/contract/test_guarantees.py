@@ -159,7 +159,7 @@ CACHES = cases.settings("cache")
 @pytest.mark.parametrize("case", thinned(CASES, "cache", "guide", "traits"))
 def test_stopping_early_changes_nothing_before_the_end_token(case: Case) -> None:
     rows = list(range(len(toys.PROMPTS)))
-    early = ("prefix", "block")[len(case.id) % 2]
+    early = ("prefix", "block")[len(case.id) % 2 and not case.sampler.plugins.blocks.several]
     full, result = (replace(case, stop={"name": stop}).generate(rows) for stop in ("none", early))
     assert torch.equal(result.lengths, full.lengths)
     assert (result.nfe <= full.nfe).all()

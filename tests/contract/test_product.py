@@ -32,6 +32,8 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     traits = scheduler.traits
     trained = traits.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
+    apart = traits.drafts or traits.revises or traits.plans or traits.scheduled or trained is not None
+    wrong_blocks = wrong_blocks or (blocks.several and apart)
     starved = (traits.whole and cache.stores) or (isinstance(cache, Foresees) and not traits.plans)
     starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
     starved = starved or (traits.horizon is not None and cache.keeps_noise)
@@ -55,6 +57,13 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
         assert isinstance(scheduler, Scheduler)
         rule, cache = scheduler.bind(CONTEXT), plugins["cache"].bind(CONTEXT)
         against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
+        together = (
+            plugins["blocks"].several and chosen[1] == "block"
+        )  # a refusal that has nothing to do with schedulers
+        if together:
+            with pytest.raises(UserError, match=r"stop=block .* blocks=multi_block .*: use stop=prefix"):
+                toys.sampler(**plugins)
+            continue
         if against:
             with pytest.raises(UserError) as refusal:
                 toys.sampler(scheduler=scheduler, **plugins)

@@ -1,0 +1,117 @@
+"""Several blocks of one length are open at once."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import given
+from dllm_sampler.core.checks import check_count, check_positive, check_share
+from dllm_sampler.core.protocols import Blocks, Context
+from dllm_sampler.core.select import rank
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+
+
+@dataclass(frozen=True)
+class MultiBlock(Blocks):
+    """Open the next block once a share of the last one is committed: blocks are decoded side by side.
+
+    Source: entropy-based multi-block decoding of d3LLM, arXiv 2601.07568 (`scheduler=entropy`); any rule that judges
+    positions one by one, a threshold say, goes with it. The active block runs from the first block with masks to the
+    end of the last one that was opened. Each forward opens at most one, by the shares that the forward before left. In
+    the first block with masks each forward commits at least one position: the scheduler's best there, if it chose none.
+    A block is *full*, which means that this holds for it too, once `full_threshold` of the block before is committed.
+
+    In d3LLM's code only the first full block with masks must get on, which is the first block with masks whatever its
+    `decoded_token_threshold`: that argument changes nothing there, and `full_threshold=1` is its rule.
+
+    Args:
+        length: positions per block, counted from the answer's first one; the last block may be shorter.
+        add_threshold: share of the last open block that must be committed before the next one opens, above 0; 1: one
+            block at a time. The published evaluation has 0.1, its function's default is 0.5.
+        full_threshold: share of a block that must be committed before the next one is full.
+
+    Raises:
+        UserError: in `bind`, for models whose attention knows blocks.
+    """
+
+    several: ClassVar[bool] = True
+
+    length: int = 32
+    add_threshold: float = 0.1
+    full_threshold: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("blocks.length", self.length)
+        check_positive("blocks.add_threshold", self.add_threshold, "a share", most=1)
+        check_share("blocks.full_threshold", self.full_threshold)
+
+    def bind(self, context: Context) -> Self:
+        """See `PlugIn.bind`."""
+        if context.spec.attention != "bidirectional" or context.spec.encoder:
+            raise UserError(
+                f"this model is block-causal, or denoises whole blocks, and blocks={named(self)} opens several at once:"
+                " use blocks=fixed"
+            )
+        return self
+
+    def lookahead(self, tokens: int) -> int:
+        """See `Blocks.lookahead`."""
+        return min(self.length, tokens)
+
+    def widest(self, tokens: int) -> int:
+        """See `Blocks.widest`."""
+        return tokens
+
+    def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Blocks.move`."""
+        first = self.begins(after, after.frontier())  # of the first block with masks
+        start = torch.where(after.masked.any(1), given.following(after, first), after.end)
+        wanted = after.stop + self.length * self.adds(after)
+        stop = torch.minimum(torch.maximum(wanted, first + self.length), after.end)
+        return torch.where(after.done, after.start, start), torch.where(after.done, after.stop, stop)
+
+    def adds(self, after: Canvas) -> Tensor:
+        """`[B] bool` rows that open one more block."""
+        column = after.columns()
+        last = (column >= self.begins(after, after.stop - 1)[:, None]) & (column < after.stop[:, None])
+        left, size = (last & after.masked).sum(1), (last & ~after.frozen).sum(1)
+        return (after.stop > after.first) & (_share(left, size) >= self.add_threshold)
+
+    def full(self, canvas: Canvas) -> Tensor:
+        """`[B, N] bool` which blocks must get on, of all that an answer can have."""
+        number, count = self.number(canvas, canvas.columns()), -(-canvas.longest // self.length)
+        free = ~canvas.frozen & (canvas.columns() < canvas.end[:, None])
+        zero = canvas.ids.new_zeros(len(canvas.ids), count)
+        left, size = (zero.scatter_add(1, number, among.long()) for among in (canvas.masked, free))
+        before = torch.ones_like(left[:, :1], dtype=torch.float64)  # the prompt
+        return torch.cat([before, _share(left, size)[:, :-1]], 1) >= self.full_threshold
+
+    def number(self, canvas: Canvas, columns: Tensor) -> Tensor:
+        """`[B, Q]` in which block each of `columns` lies, from 0; what is no part of the answer in the nearest one."""
+        last = (canvas.longest - 1) // self.length
+        return ((columns - canvas.first[:, None]) // self.length).clamp(0, last)
+
+    def begins(self, canvas: Canvas, column: Tensor) -> Tensor:
+        """`[B]` where the block of `column [B]` begins."""
+        return column - (column - canvas.first) % self.length
+
+    def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Blocks.progress`."""
+        number, eligible = self.number(canvas, query.positions), canvas.eligible(query.positions)  # [B, Q]
+        full = self.full(canvas)  # [B, N]
+        chosen = torch.zeros_like(full, dtype=torch.long).scatter_add(1, number, (edit.commit & eligible).long())
+        late = eligible & (full & (chosen == 0)).gather(1, number)
+        place = rank(readout.confidence[:, 0] if edit.score is None else edit.score, late)  # the others come last
+        best = torch.full_like(chosen, place.shape[1]).scatter_reduce(1, number, place, "amin")
+        added = late & (place == best.gather(1, number))
+        forced = added if edit.forced is None else edit.forced | added
+        return replace(edit, commit=edit.commit | added, forced=forced)
+
+
+def _share(left: Tensor, size: Tensor) -> Tensor:
+    """What is committed of blocks of `size` positions of which `left` are masks; of none: all."""
+    return 1 - left.double() / size.clamp(min=1)
