@@ -89,7 +89,7 @@ class Tuner:
         from dllm_sampler.eval.launch import bars
 
         tuning = self.tuning
-        if tuning.file.exists() and MARK not in tuning.file.read_text(encoding="utf-8"):
+        if tuning.file.exists() and not (tuning.file.is_file() and MARK.encode() in tuning.file.read_bytes()):
             raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
         with self.study() as study, bars(self.console) as progress:
             every = progress.add_task("one per step", total=tuning.trials)
@@ -122,7 +122,7 @@ class Tuner:
         """The study in the output folder, that of an earlier call if it was the same search, for this process alone."""
         try:
             import optuna
-            from sqlalchemy.exc import SQLAlchemyError  # comes with Optuna
+            from sqlalchemy.exc import OperationalError, SQLAlchemyError  # comes with Optuna
         except ImportError as error:
             raise UserError(f"the search needs Optuna: {installing('eval')}") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -140,6 +140,8 @@ class Tuner:
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
             cause = error if isinstance(error, SQLAlchemyError) else error.__cause__
             reason = str(getattr(cause, "orig", None) or error).partition("\n")[0]
+            if not isinstance(cause, OperationalError):  # neither a full disk nor a lock
+                raise UserError(f"{file} is damaged ({reason}): remove it to start the search again") from error
             raise NotWrittenError(
                 f"{file} cannot be used: {reason}; what is done is kept, and the same command goes on from there"
             ) from error
@@ -225,12 +227,8 @@ class Tuner:
         other += [f"task.seed={max(task.seed for task in tasks) + 1}", f"seed={draws}"]
         plain = self.reference(other)
         good = [trial for trial in study.get_trials() if trial.value is not None and trial.value > 0]
-        tried = set()
-        for trial in sorted(good, key=lambda trial: -(trial.value or 0.0)):
-            words = tuple(trial.user_attrs["words"])
-            if words in tried:
-                continue
-            tried.add(words)
+        good.sort(key=lambda trial: -(trial.value or 0.0))
+        for words in dict.fromkeys(tuple(trial.user_attrs["words"]) for trial in good):
             found, fresh = self.measure(self.words, words), self.measure(other, words)
             if isinstance(found, str) or isinstance(fresh, str):
                 continue

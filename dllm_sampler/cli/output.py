@@ -17,6 +17,7 @@ from dllm_sampler.result import Result
 if TYPE_CHECKING:
     from dllm_sampler.result import Speculation
 
+BEGINS = b'{"schema": '  # a line
 SCHEMA = 1  # of a line of output=FILE.jsonl; docs/formats.md
 
 
@@ -24,6 +25,17 @@ def listed(numbers: Sequence[int]) -> str:
     """The first few of some numbers, and how many more there are."""
     few = ", ".join(map(str, numbers[:8]))
     return few if len(numbers) <= 8 else f"{few} and {len(numbers) - 8} more"
+
+
+def _other(path: Path) -> bool:
+    """Whether a file holds something other than samples: a model's config, say, or a schema."""
+    if files.is_stream(path):
+        return False
+    try:
+        with path.open("rb") as file:
+            return not BEGINS.startswith(file.read(len(BEGINS)))
+    except OSError:  # told where it is opened for writing
+        return False
 
 
 class Records:
@@ -37,6 +49,8 @@ class Records:
         self.path, self.samples = Path(path).expanduser(), samples
         if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
             raise UserError(f"output={path} would overwrite prompts_file: give it another name")
+        if self.path.suffix != ".jsonl" and _other(self.path):
+            raise UserError(f"output={path} would overwrite a file that has no samples: name one that ends in .jsonl")
         self.lines = files.Lines(self.path, f"output {path}")
         self.numbers: list[int] = []  # of the samples whose lines are written, ascending, and of the one being written
 

@@ -78,7 +78,8 @@ class Family:
         """
         fields = Fields(raw, source) if shapes is None else self._bounded(raw, source, shapes)
         for key, allowed in self.supported.items():
-            if fields.get(key) not in (None, allowed):
+            value = fields.get(key)
+            if value is not None and (value != allowed or isinstance(value, bool) != isinstance(allowed, bool)):
                 raise UserError(
                     f"{source}: {self.name} with {key} = {shown(raw[key])} is not implemented, only {allowed!r}"
                 )

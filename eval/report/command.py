@@ -101,13 +101,15 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     """Write a row for each configuration and task, to standard output for `-`; says the name of a file.
 
     Raises:
-        UserError: nothing to report on, or nowhere to write it.
+        UserError: nothing to report on, nowhere to write it, or it does not end in .csv.
     """
+    target = expanded("--csv", output)
+    if output != "-" and target.suffix != ".csv" and not files.is_stream(target):
+        raise UserError(f"the figures should be a file that ends in .csv, not {output}")
     table = text(rows(read(runs)))
     if output == "-":
         print(table, end="")
         return
-    target = expanded("--csv", output)
     files.make_folder(target.parent)
     files.write(target, table)
     print(target)

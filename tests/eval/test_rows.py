@@ -107,6 +107,7 @@ def test_a_csv_file_is_whole_or_not_there(
         (["gone", "--csv", "-"], "there is no folder gone"),
         ([str(tmp_path), "--csv", "old.csv"], "there are no samples under"),
         ([str(runs), "--csv", "file/a.csv"], "results cannot be kept in file: "),
+        ([str(runs), "--csv", "file"], "should be a file that ends in .csv, not file"),
         ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written: Is a directory"),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "ends in .html, not page.pdf"),
     ):

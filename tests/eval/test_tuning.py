@@ -272,8 +272,18 @@ def test_a_reference_that_scores_nothing_or_cannot_run_is_refused(
     assert "one token per step cannot run: there is no room" in capsys.readouterr().err
 
 
+def test_a_damaged_database_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "runs").mkdir()
+    (here / "runs/study.db").write_text("no database" * 99)
+    assert tuning.main([*WORDS, "output=runs"]) == 2
+    assert "study.db is damaged (file is not a database): remove it to start the search" in capsys.readouterr().err
+
+
 def test_a_file_of_the_user_is_not_overwritten(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "conf" / "experiment").mkdir()
-    (here / "conf" / "experiment" / "quick.yaml").write_text("# @package _global_\n# Mine.\n")
-    assert tuning.main(WORDS) == 2
-    assert "another tune.name" in capsys.readouterr().err
+    file = here / "conf" / "experiment" / "quick.yaml"
+    for content in (b"# @package _global_\n# Mine.\n", b"\xff\xfe", None):
+        file.unlink(missing_ok=True)
+        file.parent.mkdir(exist_ok=True)
+        file.mkdir() if content is None else file.write_bytes(content)
+        assert tuning.main(WORDS) == 2
+        assert "another tune.name" in capsys.readouterr().err

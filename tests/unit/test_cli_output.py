@@ -119,6 +119,20 @@ def test_prompts_are_not_overwritten(words: list[str], capsys: pytest.CaptureFix
         assert prompts.read_text() == "copy: Ada\n"
 
 
+def test_only_samples_are_overwritten(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A model's config, a schema, notes: what has another ending, and is no file of samples."""
+    for name, held in (("config.json", '{"d_model": 16}'), ("schema.json", '{\n "type": "boolean"}'), ("a.txt", "a\n")):
+        Path(name).write_text(held)
+        assert main([*words, *PROMPTS, f"output={name}"]) == 2
+        assert f"output={name} would overwrite a file that has no samples" in capsys.readouterr().err
+        assert Path(name).read_text() == held
+    for name, held in (("o.json", ""), ("new.txt", '{"sch'), ("o.jsonl", "of another run\n")):
+        Path(name).write_text(held)
+        for _ in range(2):
+            assert main([*words, *PROMPTS, f"output={name}"]) == 0
+            assert len(records(name)) == len(PROMPTS)
+
+
 def test_one_run_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("o.jsonl").write_text("of another run\n")
     os.link("o.jsonl", "hard.jsonl")

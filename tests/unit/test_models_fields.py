@@ -172,7 +172,7 @@ def test_what_computes_is_refused_by_name(name: str, key: str, value: Any):
     [
         ("LLaDA-8B", "partial_rotary_factor", 0.5), ("Dream-7B", "partial_rotary_factor", 0.5),
         ("SDAR-8B", "rope_parameters", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}),
-        ("LLaDA-8B", "sliding_window", 4096), ("LLaDA-MoE", "sliding_window", 4096),
+        ("LLaDA-8B", "sliding_window", 4096), ("LLaDA-8B", "rope", 1), ("LLaDA-MoE", "sliding_window", 4096),
         ("LLaDA-MoE", "norm_topk_prob", True), ("LLaDA-MoE", "routed_scaling_factor", 2.5),
         ("LLaDA2.1", "norm_topk_prob", False), ("LLaDA2.1", "score_function", "softmax"),
         ("LLaDA2.1", "norm_head", True),

@@ -237,7 +237,7 @@ def test_token_ids_of_a_checkpoint(name: str, value: Any, checkpoint: Path, tmp_
         load(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
