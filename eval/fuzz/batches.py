@@ -114,11 +114,11 @@ def _token(random: Random) -> int:
 def _plugin(random: Random, group: str, family: str) -> dict[str, Any]:
     """One of a group, under settings that tests know, or near them."""
     every: list[dict[str, Any]] = settings(group)
-    if group == "cache" and family in models.BLOCK_CAUSAL and random.random() < 0.8:
+    if group == "cache" and family in models.CAUSAL and random.random() < 0.8:
         every = [one for one in every if one["name"] in ("none", "block_causal", "exact")]
     elif group == "cache" and family in ("bert", "gemma") and random.random() < 0.8:
         every = [one for one in every if one["name"] in ("none", "exact")]
-    elif group == "blocks" and family in ("causal", "sdar", "gemma") and random.random() < 0.8:
+    elif group == "blocks" and family in (*models.CAUSAL, "gemma") and random.random() < 0.8:
         every = [{"name": "fixed"}]
     elif group == "scheduler" and family == "gemma" and random.random() < 0.85:
         every = [one for one in every if one["name"] in UNIFORM]

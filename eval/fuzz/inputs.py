@@ -11,20 +11,23 @@ from pathlib import Path
 from random import Random
 from typing import ClassVar
 
-from dllm_sampler.eval.fuzz import calls, mutations, scene
+from dllm_sampler.eval.fuzz import calls, folders, mutations, scene
 from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome
 
-CONFORMANCE = "python -m dllm_sampler.eval.conformance"
+CONFORMANCE, ENGINE = "python -m dllm_sampler.eval.conformance", "python -m dllm_sampler.integrations"
 LINES = 12  # of a refusal, warnings included
+SHORT = ["train.new_tokens=8", "train.output=new"]
 MINI = ["task.operation=copy", "task.count=2", "max_new_tokens=8", "device=cpu"]
-TRAIN = ["train=mini", "train.steps=1", "train.data.size=64", "train.data.batch_tokens=100", "train.output=new"]
+TRAIN, SFT = [*scene.TRAIN, "train.output=new"], "dllm-train train=sft"
 BASE = {  # words that run in a moment
     "dllm-sample": ["copy: Ada", "model=ck", "max_new_tokens=6", "device=cpu"],
     "dllm-eval": [*MINI, "output=new", "oracle=false"],
     "dllm-train": TRAIN,
+    SFT: ["train.model=ck", "train.data=sft.jsonl", "train.steps=1", "train.held_out=1", *SHORT],
     "dllm-tune": [*MINI, "tune.trials=1", "output=new"],
     "dllm-report": ["runs", "--csv", "-"],
     CONFORMANCE: ["."],
+    ENGINE: ["scheduler=threshold"],
 }
 WHOLE, REAL, TRUTH, NAME = "whole", "real", "truth", "name"
 KEYS: dict[str, list[tuple[str, str, str]]] = {  # settings of each command: key, a right value, what it is
@@ -56,6 +59,25 @@ KEYS: dict[str, list[tuple[str, str, str]]] = {  # settings of each command: key
         ("train.tracker", "null", "text"), ("train.device", "cpu", NAME), ("train.data.tails", "[1,0]", "text"),
         ("train.data.phases", "{'0': {copy: 1}}", "text"),
     ],
+    SFT: [
+        *((f"train.{key}", "2", WHOLE) for key in ("steps", "checkpoint_every", "held_out", "new_tokens", "batch")),
+        *((f"train.{key}", "2", WHOLE) for key in ("block_length", "max_length", "batch_size", "batch_tokens")),
+        *((f"train.{key}", "0.1", REAL) for key in ("random_length", "learning_rate", "weight_decay", "clip")),
+        *((f"train.{key}", "false", TRUTH) for key in ("complementary", "gradient_checkpointing", "data.chat")),
+        ("train.weight", "none", NAME), ("train.longer", "drop", NAME), ("train.schedule", "cosine", NAME),
+        ("train.dtype", "float32", NAME), ("train.precision", "no", NAME), ("train.data.metric", "contains", NAME),
+        ("train.seed", "1", "seed"), ("train.padding", "longest", "text"), ("train.model", "ck", "text"),
+        *((f"train.data{key}", "sft.jsonl", "text") for key in ("", ".path", ".test")), ("train.tasks", "{}", "text"),
+        ("train.data.prompt", "prompt", "text"), ("train.data.split", "train", "text"),
+        ("train.lora", "{r: 2, alpha: 2}", "text"), ("train.evaluation", "{scheduler: {name: fixed}}", "text"),
+    ],
+    ENGINE: [
+        *((key, "2", WHOLE) for key in ("block_length", "top_k", "blocks.length")),
+        *((key, "0.5", REAL) for key in ("temperature", "top_p", "scheduler.threshold")),
+        *(("scheduler", name, NAME) for name in ("wino", "klass", "own", "entropy_bound")),
+        ("compat", "false", TRUTH), ("guide", "top_k", NAME), ("experiment", "mine", NAME), ("blocks", "fixed", NAME),
+        ("guide", "json_schema", NAME), ("cache", "dual", "text"),
+    ],
     "dllm-tune": [
         ("tune.trials", "1", WHOLE), ("tune.loss", "1.0", REAL), ("tune", "fast", NAME), ("tune.seed", "1", "seed"),
         ("tune.measure", "answer_tokens_per_forward", NAME), ("tune.space", "{cache: {none: {}}}", "text"),
@@ -68,9 +90,15 @@ WRONG = {  # values that no setting of a kind has
     NAME: ("nothing_of_that_name", "{a: 1}", "12"),
     "seed": ("abc", "1.5", "[1]", "{a: 1}", "9" * 30),
 }
-FORM = ["a", "max_new_tokens=9"]
+FORM = ["json: name Ada", "max_new_tokens=16", "device=cpu"]
+LOADS = ["copy: Ada", "max_new_tokens=4", "device=cpu"]
 FILES: list[tuple[str, list[str], str]] = [  # a command, its words, and the file that is changed
     *(("dllm-sample", BASE["dllm-sample"], f"ck/{name}.json") for name in ("config", "tokenizer", "tokenizer_config")),
+    *(("dllm-sample", [*LOADS, f"model={name}"], f"{name}/config.json") for name in (*folders.CONFIGS, folders.BERT)),
+    ("dllm-sample", [*LOADS, "model=LLaDA2"], "LLaDA2/model.safetensors"),
+    ("dllm-sample", [*LOADS, "model=ck", "target=target"], "target/config.json"),
+    ("dllm-sample", [*LOADS, "model=ck", "scheduler=apd", "scheduler.verifier=target"], "target/config.json"),
+    ("dllm-sample", [*LOADS, "model=ck", "scheduler=pc", "scheduler.frequency=frequency.json"], "frequency.json"),
     ("dllm-sample", [*BASE["dllm-sample"], "chat=true"], "ck/tokenizer_config.json"),
     ("dllm-sample", BASE["dllm-sample"], "ck/config.json"),
     ("dllm-sample", BASE["dllm-sample"], "ck/model.safetensors"),
@@ -80,10 +108,21 @@ FILES: list[tuple[str, list[str], str]] = [  # a command, its words, and the fil
     ("dllm-sample", [*FORM, "guide=grammar", "guide.grammar.grammar=own.grammar"], "own.grammar"),
     ("dllm-sample", [*BASE["dllm-sample"], "scheduler=own"], "conf/scheduler/own.yaml"),
     ("dllm-sample", [*BASE["dllm-sample"], "experiment=mine"], "conf/experiment/mine.yaml"),
-    ("dllm-sample", ["a", "scheduler=learn2pd", "scheduler.filter=filter.safetensors"], "filter.safetensors"),
+    ("dllm-sample", ["copy: Ada", "scheduler=learn2pd", "scheduler.filter=filter.safetensors"], "filter.safetensors"),
     ("dllm-eval", ["task=jsonl", "task.file=task.jsonl", "max_new_tokens=4", "output=new"], "task.jsonl"),
     ("dllm-report", ["runs", "--csv", "-"], "runs/one/run.json"),
     ("dllm-report", ["runs", "--csv", "-"], "runs/one/samples.jsonl"),
+    ("dllm-eval", [*MINI[1:], "task=own", "output=new"], "conf/task/own.yaml"),
+    ("dllm-eval", ["suite=own", "max_new_tokens=8", "output=new"], "conf/suite/own.yaml"),
+    ("dllm-tune", [*MINI, "tune=own", "output=new"], "conf/tune/own.yaml"),
+    ("dllm-tune", [*MINI, "tune.trials=1", "output=new"], "conf/experiment/tuned.yaml"),
+    ("dllm-train", [*scene.TRAIN, "train.steps=2", "train.output=unfinished"], "unfinished/checkpoint.safetensors"),
+    ("dllm-train", [*scene.TRAIN, "train.steps=2", "train.output=unfinished"], "unfinished/log.jsonl"),
+    ("dllm-train", ["train=own", *BASE[SFT]], "conf/train/own.yaml"),
+    ("dllm-train", ["train=sft", *BASE[SFT]], "sft.jsonl"),
+    ("dllm-train", ["train=sft", *BASE[SFT]], "ck/config.json"),
+    (ENGINE, ["scheduler=own"], "conf/scheduler/own.yaml"),
+    (ENGINE, ["experiment=mine"], "conf/experiment/mine.yaml"),
     (CONFORMANCE, ["."], "traces/t.jsonl"),
     (CONFORMANCE, ["."], "ck/config.json"),
 ]  # fmt: skip
@@ -167,19 +206,26 @@ def _case(random: Random, command: str, words: list[str], file: dict[str, str] |
     return {"command": command, "words": words, "file": file, "must": must, "process": process}
 
 
+def words(kind: str) -> tuple[str, list[str]]:
+    """The command of a key of `BASE`, and its words without a mistake."""
+    command, _, chosen = kind.partition(" train=")
+    return command, [f"train={chosen}", *BASE[kind]] if chosen else list(BASE[kind])
+
+
 def _words(random: Random) -> Case:
     """A command line with one or two strange words; `must` says which mistake may not be accepted."""
-    command = random.choices([*BASE], [8, 3, 3, 1, 2, 1])[0]
-    words, must = list(BASE[command]), ""
-    if command not in KEYS:
+    name = random.choices([*BASE], [8, 3, 3, 2, 1, 2, 1, 2])[0]
+    (command, said), must = words(name), ""
+    if name not in KEYS:
         strange = random.choice([*mutations.WORDS, "--title", "--replays=-1", "--nothing", "--json=x/y", "--output=x"])
-        words.insert(random.randint(0, len(words)), strange)
-        return _case(random, command, words, None)
-    key, right, kind = random.choice(KEYS[command])
+        said.insert(random.randint(0, len(said)), strange)
+        return _case(random, command, said, None)
+    key, right, kind = random.choice(KEYS[name])
     how = random.choice(["typo", "name", "kind", "kind", "any", "any", "text"])
     if how == "typo":
-        wrong, known = mutations.typo(random, key), {one for one, _, _ in KEYS[command]}
-        must = "an unknown key" if wrong.isidentifier() and wrong not in known and len(wrong) > 2 else ""
+        wrong, known = mutations.typo(random, key), {one for one, _, _ in KEYS[name]}
+        if all(map(str.isidentifier, wrong.split("."))) and wrong not in known and len(wrong) > 2:
+            must = "an unknown key"
         word = f"{wrong}={right}"
     elif how == "name" and kind == NAME:
         word = f"{key}={mutations.typo(random, right)}"
@@ -189,16 +235,17 @@ def _words(random: Random) -> Case:
         word = mutations.text(random, f"{key}={right}")
     else:
         word = f"{key}={random.choice(mutations.WORDS)}"
-    words = [one for one in words if not one.startswith(f"{key}=")]
-    if must and key not in OWNED:
-        words.append(word)
-        return _case(random, command, words, None, must)
-    words.append(word)
-    return _case(random, command, words, None)
+    said = [one for one in said if not one.startswith(f"{key}=")]
+    return _case(random, command, [*said, word], None, "" if key in OWNED else must)
 
 
 SIZES = ("d_model", "n_layers", "mlp_hidden_size", "embedding_size", "n_heads")
-SURE = {"ck/config.json": SIZES, "ck/model.safetensors": ()}  # files of which some changes may never be accepted
+OTHERS = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_experts")
+SURE = {  # files of which some changes may never be accepted, and the fields
+    **{f"{name}/config.json": OTHERS for name in (*folders.CONFIGS, folders.BERT)},
+    **{f"{name}/config.json": SIZES for name in ("ck", "LLaDA")},
+    **{f"{name}/model.safetensors": () for name in ("ck", "LLaDA2")},
+}
 OWNED = ("stream", "train", "tune")  # another value of these may make other words right
 
 

@@ -15,18 +15,20 @@ from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
-FAMILIES = (*toys.TOYS, "causal", "sdar", "moe", "bert", "gemma")
-BLOCK_CAUSAL = ("causal", "sdar")
+CAUSAL = ("causal", "fast", "context", "sdar", "pooled")  # in blocks
+FAMILIES = (*toys.TOYS, *CAUSAL, "moe", "bert", "gemma")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 GEMMA_BLOCK = 8  # canvas length of the DiffusionGemma
 
 
 def denoiser(family: str, dtype: str) -> Denoiser:
-    """The model of a family: those of `toys.denoiser`, or one of `sdar`, `moe`, `bert`, `gemma`."""
+    """The model of a family: those of `toys.denoiser`, or one of `_other`."""
     kind = getattr(torch, dtype)
-    if family in (*toys.TOYS, "causal"):
-        return toys.denoiser(family, dtype=kind)
-    return _other(family, kind)
+    return (
+        _other(family, kind)
+        if family in ("sdar", "pooled", "moe", "bert", "gemma")
+        else toys.denoiser(family, dtype=kind)
+    )
 
 
 @cache
@@ -36,6 +38,12 @@ def _other(family: str, dtype: torch.dtype) -> Denoiser:
         if family == "sdar":
             config = replace(toys.transformer(kv_heads=2).config, qk_norm=True)
             return replace(toys.wrapped(_random(config, dtype)), attention="block_causal", block_length=4)
+        if family == "pooled":  # as LLaDA2.2: the tokens of a block choose among the same experts
+            config = toys.causal_transformer().config
+            assert config.moe is not None
+            pooled = replace(config.moe, groups=1, top_groups=1, pool=4, block=4)
+            model = _random(replace(config, moe=pooled), dtype)
+            return replace(toys.wrapped(model), attention="block_causal", block_length=4)
         if family == "moe":
             experts = MoeConfig(num_experts=4, top_k=2, expert_size=24, layers=frozenset({0, 1}), shared_size=16)
             return toys.wrapped(_random(replace(toys.transformer().config, qk_norm=True, moe=experts), dtype))

@@ -17,7 +17,9 @@ from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
+from unittest.mock import patch
 
+from dllm_sampler.eval.fuzz import folders
 from dllm_sampler.eval.testbeds import checkpoint
 
 MODULES = {  # what each command runs
@@ -27,7 +29,9 @@ MODULES = {  # what each command runs
     "dllm-tune": "dllm_sampler.eval.tuning",
     "dllm-report": "dllm_sampler.eval.report.command",
     "python -m dllm_sampler.eval.conformance": "dllm_sampler.eval.conformance.__main__",
+    "python -m dllm_sampler.integrations": "dllm_sampler.integrations.__main__",
 }
+TRAIN = ["train=mini", "train.steps=1", "train.data.size=64", "train.data.batch_tokens=100"]
 TRACE = {
     "id": "a", "system": "dinfer-threshold", "source": "made up", "model": "ck", "prompt_ids": [5, 9], "nfe": 4,
     "params": {"gen_length": 4, "block_length": 4, "decoder": "threshold", "mask_id": 2, "eos_id": 1, "temperature": 0,
@@ -39,11 +43,22 @@ TEXTS = {
     "prompts.txt": "copy: Ada\nreverse: Ada, Ben\n",
     "task.jsonl": '{"prompt": "copy: Ada", "answer": "Ada"}\n{"prompt": "copy: Ben", "answer": "Ben"}\n',
     "schema.json": json.dumps(
-        {"type": "object", "required": ["a"], "additionalProperties": False, "properties": {
-            "a": {"enum": ["Ada", 1]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}}
+        {"type": "object", "required": ["name"], "additionalProperties": False, "properties": {
+            "name": {"enum": ["Ada", "Ben"]}, "age": {"type": "boolean"}}}
     ),
     "own.grammar": files("dllm_sampler.guides.grammar").joinpath("examples/arithmetic.grammar").read_text(),
     "conf/scheduler/own.yaml": "# Mine\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.7\n",
+    "conf/task/own.yaml": "# Mine\n_target_: dllm_sampler.eval.tasks.waiting_line.Copy\ncount: 2\nseed: 0\n"
+    "items: [3, 4]\ntemplate: null\n",
+    "conf/suite/own.yaml": "# Mine\ncommon:\n  - task.count=1\n  - task.operation=copy\nsweeps:\n"
+    '  - [scheduler=fixed, "scheduler.steps=2,4"]\n  - [scheduler=threshold]\n',
+    "conf/tune/own.yaml": "# Mine\nname: found\ntrials: 1\nloss: 5.0\nmeasure: answer_tokens_per_forward\nseed: 0\n"
+    "space:\n  scheduler:\n    threshold:\n      threshold: {low: 0.5, high: 0.9}\n  options:\n    block_length: [8]\n",
+    "conf/train/own.yaml": (files("dllm_sampler.conf") / "train/sft.yaml").read_text(),
+    "conf/experiment/tuned.yaml": "# @package _global_\n# Found by dllm-tune: 90 %\n"
+    "defaults:\n  - override /cache: dual\n",
+    "sft.jsonl": '{"prompt": "copy: Ada", "answer": "Ada"}\n{"prompt": [5, 7, 9], "answer": "Ben , Cal"}\n' * 3,
+    "frequency.json": '{"num_token": 100, "p_baseline_dict": {"5": 3, "9": 20}}\n',
     "conf/experiment/mine.yaml": "# @package _global_\n# Mine\ndefaults:\n  - override /scheduler: factor\nseed: 6\n",
     "traces/t.jsonl": json.dumps(TRACE) + "\n",
 }  # fmt: skip
@@ -77,12 +92,22 @@ def scene() -> Path:
     run = folder / "runs" / "one"
     next((folder / "runs").glob("mini-*")).rename(run)
     samples = run / "samples.jsonl"
+    folders.write(folder, folder / "ck")
+    _unfinished(folder)
     lines = [
         json.loads(line) | {"times": {"seconds": 0.5, "batch": 2, "peak_memory": 1}}
         for line in samples.read_text().splitlines()
     ]
     samples.write_text("".join(json.dumps(line) + "\n" for line in lines))  # a case is the same in every process
     return folder
+
+
+def _unfinished(folder: Path) -> None:
+    """A training run that was cut off behind its last step, with the state of the step."""
+    cut = patch("dllm_sampler.training.mini.export", side_effect=KeyboardInterrupt)
+    with inside(folder), cut, patch("time.perf_counter", return_value=0.0):  # a case is the same in every process
+        called("dllm-train", [*TRAIN, "train.output=unfinished"])
+    assert (folder / "unfinished/checkpoint.safetensors").exists()
 
 
 @contextmanager

@@ -134,6 +134,15 @@ def test_what_an_ending_means() -> None:
     assert guarded(lambda case: calls.check(case), {"call": "generate", "given": {}, "family": "llada"}) == PASSED
 
 
+@pytest.mark.slow
+def test_without_a_mistake_everything_runs() -> None:
+    """A command that is refused as it is would hide every mistake."""
+    words = [inputs.words(kind) for kind in inputs.BASE] + [(command, words) for command, words, _ in inputs.FILES]
+    for command, given in words:
+        case = {"command": command, "words": given, "file": None, "must": "", "process": False}
+        assert guarded(inputs.FUZZ.check, case) == PASSED, given
+
+
 def test_a_command_in_a_process_of_its_own_runs() -> None:
     assert "dllm-sample: unknown flag '--nothing'" in scene.started("dllm-sample", ["--nothing"], 60).err
 
