@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Result
-from dllm_sampler.training import rewards
+from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.examples import columns_of
 from dllm_sampler.training.finetune import FREE, FineTuner
 from dllm_sampler.training.trajectory import Chunk, Trajectories, check
@@ -95,10 +95,10 @@ class PolicyTrainer(FineTuner):
     def prepare(self) -> None:
         """Rewards, the rollouts' sampler and the reference."""
         self._rewards = {name: (rewards.find(name), weight) for name, weight in self.rewards.items()}
-        self.rollouts = self.sampler(**self.rollout)
+        self.rollouts = self.sampler(**{**self.rollout, "entropy": True})
         check(self.rollouts)
         self._reference: nn.Module | None = None
-        self._unscored = 0
+        self._unscored, self._told_mismatch = 0, False
         if self.beta and self.trained.adapter is None:
             self._reference = self.trained.frozen()
 
@@ -131,15 +131,27 @@ class PolicyTrainer(FineTuner):
             with self.trained.without_adapters() if self.trained.adapter is not None else nullcontext():
                 reference = self._score_all(self._reference or self.trained.network, views)
         losses, norms, sums = [], [], {"clipped": 0.0, "kl": 0.0}
+        learner = torch.zeros_like(result.trace.logprob)  # log-probabilities before the first update
         for update, view in enumerate(views):
             weight = view.weight * (there / there.sum().clamp(min=1))[:, None]
             then = None if old is None else old[update]
             goal = Goal(advantage, weight, then, None if reference is None else reference[update])
-            parts = self._parts(view, goal, sums)
+            parts = self._parts(view, goal, sums, None if update else learner)
             loss, norm = self.update(partial(self.backward, parts), f"step {number}/{update}")
             losses, norms = [*losses, loss], [*norms, norm]
         means = {"loss": sum(losses) / len(losses), "gradient": sum(norms) / len(norms)}
-        return {**figures, **means, **{key: value / self.updates for key, value in sums.items()}}
+        figures |= means | {key: value / self.updates for key, value in sums.items()}
+        return figures | self._mismatch(number, result, views[0], learner)
+
+    def _mismatch(self, number: int, result: Result, view: Trajectories, learner: Tensor) -> dict[str, float]:
+        """How far the policy that sampled is from the one that learns; said once, where it is more than rounding."""
+        found = policy.mismatch(result.trace.logprob, learner, view.valid)
+        if found and self.likelihood == "trajectory" and not self._told_mismatch:
+            sentence = policy.sentence(found, self.rollouts, self.precision)
+            if sentence:
+                self._told_mismatch = True
+                self.say(f"step {number + 1}: {sentence}")
+        return found
 
     def _sample(self, prompts: Sequence[Prompt], number: int) -> Result:
         seed = Random(f"{self.seed}/rollout/{number}/{self.accelerator.process_index}").getrandbits(48)
@@ -162,6 +174,8 @@ class PolicyTrainer(FineTuner):
             **{f"reward/{name}": mean for name, mean in scores.means.items()},
             "unscored": int((~there).sum()),
             "equal_groups": flat / self.prompts,
+            "distinct": policy.distinct(result, self.group),
+            "entropy": policy.entropy(result.trace, self.trained.denoiser.spec.eos_id),
             "rollout_nfe": float(result.nfe.double().mean()),
             "rollout_tokens": float(result.lengths.double().mean()),
         }
@@ -185,11 +199,16 @@ class PolicyTrainer(FineTuner):
             found = [view.log_probabilities(network, self.batch_tokens) for view in (views[:1] if alike else views)]
         return found * len(views) if alike else found
 
-    def _parts(self, view: Trajectories, goal: Goal, sums: dict[str, float]) -> Iterator[Callable[[], Tensor]]:
-        """The loss in parts of one forward each; adds to `sums` on the way."""
+    def _parts(
+        self, view: Trajectories, goal: Goal, sums: dict[str, float], kept: Tensor | None
+    ) -> Iterator[Callable[[], Tensor]]:
+        """The loss in parts of one forward each; adds to `sums`, and writes log-probabilities to `kept`, on the way."""
 
         def part(chunk: Chunk) -> Tensor:
             logprob, _ = chunk.to(self.trained.denoiser.spec.device).score(self.trained.wrapped)
+            if kept is not None:
+                at = chunk.there
+                kept[chunk.row[:, None].expand_as(at)[at], chunk.columns[at]] = logprob.detach().cpu()[at].to(kept)
             loss, figures = goal.loss(chunk, logprob, self.epsilon, self.beta)
             for key, value in figures.items():
                 sums[key] += value
