@@ -1,8 +1,7 @@
-"""Figures that tell whether a policy stays healthy: how varied its answers are, and whether it is the one that learns."""
+"""Figures that tell whether a policy stays healthy: how varied its answers are, and whether it learns what it did."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dllm_sampler.core.trace import Trace

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.functions import function
-from dllm_sampler.errors import unknown
+from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
 Reward = Callable[..., Sequence[float | None]]
@@ -88,6 +88,34 @@ class Scores:
     total: Tensor  # [N] float64 weighted sum; NaN where a sample has no score
     means: dict[str, float]  # of each reward over the samples that it judged
     troubles: list[str]  # sentences for the log
+
+
+def check(
+    rewards: Mapping[str, tuple[Reward, float]],
+    prompts: Sequence[Any],
+    completions: list[str],
+    columns: Mapping[str, list[Any]],
+) -> None:
+    """Try the rewards on a few right answers, before anything is learned.
+
+    Raises:
+        UserError: one raises, or gives something else than a number or None for each answer.
+    """
+    for name, (reward, _) in rewards.items():
+        try:
+            given = list(reward(prompts=prompts, completions=completions, **columns))
+            for one in given:
+                float(0 if one is None else one)
+        except Exception as error:  # whatever a user's function raises
+            raise UserError(
+                f"reward {name} failed on {len(completions)} right answers ({type(error).__name__}: {error}): it is"
+                " called as reward(prompts=..., completions=..., **columns) and returns a number or None for each"
+            ) from error
+        if len(given) != len(completions):
+            raise UserError(
+                f"reward {name} gave {len(given)} number{'s' * (len(given) != 1)} for {len(completions)} answers: it"
+                " must give one each"
+            )
 
 
 def judge(

@@ -95,12 +95,19 @@ class PolicyTrainer(FineTuner):
     def prepare(self) -> None:
         """Rewards, the rollouts' sampler and the reference."""
         self._rewards = {name: (rewards.find(name), weight) for name, weight in self.rewards.items()}
+        self._try_rewards()
         self.rollouts = self.sampler(**{**self.rollout, "entropy": True})
         check(self.rollouts)
         self._reference: nn.Module | None = None
         self._unscored, self._told_mismatch = 0, False
         if self.beta and self.trained.adapter is None:
             self._reference = self.trained.frozen()
+
+    def _try_rewards(self) -> None:
+        some = self.source.draw(f"{self.seed}/rewards", 2)
+        texts = [one.answer if isinstance(one.answer, str) else "" for one in some]
+        columns = {"completion_ids": self.trained.tokenizer(texts, add_special_tokens=False).input_ids}
+        rewards.check(self._rewards, [one.prompt for one in some], texts, columns | columns_of(some))
 
     def others(self) -> dict[str, nn.Module]:
         """See `FineTuner.others`."""

@@ -29,6 +29,10 @@ def broken(**_: Any) -> list[float]:
     raise RuntimeError("no judge")
 
 
+def nowhere(completions: list[str], **_: Any) -> list[float]:
+    return [math.nan] * len(completions)
+
+
 def by_length(completions: list[str], **_: Any) -> list[float | None]:
     return [None if not text else float(len(text)) for text in completions]
 
@@ -241,8 +245,8 @@ def test_a_reward_that_always_fails_ends_the_run(tmp_path: Path, monkeypatch: py
     before = toys.transformer()
     assert before.training is True
     with pytest.raises(UserError, match="no answer of the last 2 steps has a reward"):
-        trainer("cjgrpo", tmp_path / "run", rewards={f"{__name__}:broken": 1.0}, steps=5).run()
-    assert "no judge" in capsys.readouterr().err.replace("\n", " ")
+        trainer("cjgrpo", tmp_path / "run", rewards={f"{__name__}:nowhere": 1.0}, steps=5).run()
+    assert "nowhere is not finite for 6 answers" in capsys.readouterr().err.replace("\n", " ")
     assert lines(tmp_path / "run")[1]["unscored"] == 6
 
 
