@@ -3,29 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dllm_sampler.core import select
+
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some items as one forward."""
+    """Some items as one forward. Items that see the same share a row of it."""
 
     row: Tensor  # [n] where each item is from
     columns: Tensor  # [n, Q] columns of the tokens asked about; any where not `there`
     there: Tensor  # [n, Q] bool
     tokens: Tensor  # [n, Q] the right tokens
-    ids: Tensor  # [n, M] what the model sees, M = L or, with a clean copy in front, 2L
-    positions: Tensor  # [n, M]
-    keys: Tensor  # bool [n, M] or [n, M, M]
-    answers: Tensor  # [n, Q] index among the M of the row that predicts each token
+    ids: Tensor  # [N, M] what the model sees, M = L or, with a clean copy in front, 2L
+    positions: Tensor  # [N, M]
+    keys: Tensor  # bool [N, M] or [N, M, M]
+    answers: Tensor  # [N, R] index among the M of each row that predicts a token
     mask_id: int
+    shared: tuple[Tensor, Tensor] | None = None  # [n] row among the N, and [n, Q] place among the R; None: their own
+
+    @staticmethod
+    def merged(keys: Tensor, found: Chunk) -> Chunk:
+        """`found`, one row for each item, with a single row for items of equal `keys [n, K]`: these see the same."""
+        _, row = keys.unique(dim=0, return_inverse=True)
+        number = torch.arange(len(row))
+        count = int(row.max()) + 1
+        first = torch.full((count,), len(row)).scatter_reduce(0, row, number, "amin")  # [N] an item of each row
+        width = found.ids.shape[1]
+        asked = torch.zeros(count, width + 1, dtype=torch.bool)
+        asked[row[:, None], found.answers.masked_fill(~found.there, width)] = True
+        asked[:, width] = False
+        place = (asked.cumsum(1) - 1)[row].gather(1, found.answers).masked_fill(~found.there, 0)
+        answers = select.columns(asked, int(asked.sum(1).max())).clamp(max=width - 1)  # [N, R]
+        seen = {name: getattr(found, name)[first] for name in ("ids", "positions", "keys")}
+        return replace(found, **seen, answers=answers, shared=(row, place))
 
     def to(self, device: torch.device) -> Chunk:
         """The same elsewhere."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        named = vars(self).items()
+        moved: dict[str, Any] = {name: value.to(device) for name, value in named if isinstance(value, Tensor)}
+        if self.shared is not None:
+            moved["shared"] = tuple(each.to(device) for each in self.shared)
         return replace(self, **moved)
 
     def logits(self, model: nn.Module) -> Tensor:
@@ -34,6 +57,8 @@ class Chunk:
         model: a `Transformer`, a `MaskedLM` or a wrapper of one (DDP), called as usual: gradients flow as usual.
         """
         logits = model(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)
+        if self.shared is not None:
+            logits = logits[self.shared[0][:, None], self.shared[1]]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def losses(self, model: nn.Module) -> Tensor:

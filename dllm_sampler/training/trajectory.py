@@ -157,7 +157,10 @@ class Trajectories:
             answers = answers + torch.where(within, len(column), 0)
             noisy, positions = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1)
             keys = clean_and_noisy(block, real, seen)
-        return Chunk(row, columns, there, ids.gather(1, columns), noisy, positions, keys, answers, trace.mask_id or 0)
+        tokens = ids.gather(1, columns)
+        found = Chunk(row, columns, there, tokens, noisy, positions, keys, answers, trace.mask_id or 0)
+        # Answers to one prompt begin with the same states, and often go on so.
+        return Chunk.merged(torch.cat([noisy, seen.long(), real.long(), begin], 1), found)
 
     @torch.no_grad()
     def log_probabilities(self, model: nn.Module, batch_tokens: int = 2**14) -> Tensor:

@@ -64,6 +64,26 @@ def test_side_by_side_saves_forwards() -> None:
         trajectories(rollout(), toys.denoiser().spec, parallel=True)
 
 
+@pytest.mark.parametrize("kind", ["llada", "dream", "causal"])
+def test_what_sees_the_same_is_computed_once(kind: str) -> None:
+    """Four samples of a prompt begin with one state: their values are those of each row alone."""
+    sampler = toys.sampler(kind, scheduler="fixed", temperature=1.0)
+    trace = sampler.generate(toys.PROMPTS, samples=4, max_new_tokens=TOKENS).trace
+    found = trajectories(trace, toys.denoiser(kind).spec, after_eos=True)
+    one = found.chunk(found.items())
+    states = {(int(row) // 4, *trace.state(int(step))[row].tolist()) for row, step in found.items().tolist()}
+    assert len(one.ids) == len(states) < len(found.items()) - 3 * len(toys.PROMPTS) + 1
+    alone = [found.chunk(item[None]) for item in found.items()]
+    assert all(len(each.ids) == 1 for each in alone)
+    values = one.score(network(kind))[0]
+    for number, each in enumerate(alone):
+        width = each.there.shape[1]
+        torch.testing.assert_close(values[number, :width], each.score(network(kind))[0][0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        found.log_probabilities(network(kind)), torch.where(found.valid, trace.logprob, 0), atol=1e-12, rtol=0
+    )
+
+
 def test_weights_by_hand() -> None:
     """Mean over the tokens of a transition, then over the transitions of a row; nothing behind the first end token."""
     end = toys.EOS
