@@ -114,7 +114,9 @@ def load(
     model.load_state_dict({name: now[name] for name in _left_out(model)} | learnt)
     for other, module in (others or {}).items():
         prefix = f"other.{other}."
-        module.load_state_dict({key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)})
+        found = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        own = module.state_dict()
+        module.load_state_dict({key: sharding.like(tensor, own[key]) for key, tensor in found.items()})
     for name, parameter in model.named_parameters():
         keys = [key for key in tensors if key.startswith("optimizer.") and key.split(".", 2)[2] == name]
         moments = {key.split(".", 2)[1]: tensors[key] for key in keys}

@@ -145,6 +145,23 @@ class Data:
         """
         return cls(**config.check("train.data", cls, {"path": None, **settings}))
 
+    def source(
+        self, tasks: Mapping[str, float], seed: int, held_out: int, *, answers: bool, processes: int = 1
+    ) -> Source:
+        """Where examples come from: `load` of what these settings say, or `tasks` of mini's where they say nothing.
+
+        Raises:
+            UserError: neither, or fewer held-out examples than processes.
+        """
+        if self.path is None:
+            if not tasks:
+                raise UserError("there is nothing to learn from: say train.data=FILE.jsonl, or train.tasks={NAME: 1}")
+            return Tasks(tasks)
+        found = self.load(seed, held_out, answers)
+        if len(found.held) < processes:
+            raise UserError(f"train.held_out={held_out} must be at least the number of processes")
+        return found
+
     def load(self, seed: int, held_out: int, answers: bool) -> Stored:
         """Read all examples.
 

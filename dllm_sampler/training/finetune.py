@@ -14,8 +14,6 @@ from random import Random
 from typing import Any, ClassVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +27,8 @@ from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal, sharding
-from dllm_sampler.training.examples import Data, Example, Source, Tasks
+from dllm_sampler.training.averaging import Average
+from dllm_sampler.training.examples import Data, Example, Source
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.settings import check_run
 from dllm_sampler.training.tokenizer import vocabulary
@@ -60,6 +59,7 @@ class FineTuner:
     new_tokens: length of an answer that is sampled
     learning_rate, warmup, schedule: peak, steps to reach it, then `constant` or `cosine`
     betas, weight_decay, clip: of AdamW, and the gradient norm's limit
+    average: decay of a moving average of the weights, which is what is measured and saved; 0: the weights themselves
     lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
     precision: `no` or `bf16`, of the forwards
     gradient_checkpointing: compute layers a second time in the backward pass, for less memory
@@ -86,6 +86,7 @@ class FineTuner:
     betas: tuple[float, float]
     weight_decay: float
     clip: float
+    average: float
     lora: dict[str, float] | None
     precision: str
     gradient_checkpointing: bool
@@ -139,12 +140,13 @@ class FineTuner:
         """
         self.trained.network.train()
         self.optimizer.zero_grad()
-        with torch.random.fork_rng(devices=self._cuda()):
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(Random(f"{self.seed}/{seed}").getrandbits(62))  # of dropout
             loss = backward()
         norm = float(sharding.whole(nn.utils.clip_grad_norm_(self.trained.learning(), self.clip)))
         if math.isfinite(norm):
             self.optimizer.step()
+            self._average.update()
         else:
             self.say(f"{seed} (from 0): the gradients are not finite and were left out")
         self.trained.network.eval()
@@ -204,7 +206,7 @@ class FineTuner:
         done = self._resume()
         with bar(self.name, self.steps, done) as self._bar, interrupts() as interrupted:
             if done == 0:
-                self._log(0, self.measure())
+                self._log(0, self._measured())
             for number in range(done, self.steps):
                 began = time.perf_counter()
                 rate = self.learning_rate * self._share(number)
@@ -214,7 +216,7 @@ class FineTuner:
                 figures["seconds"] = time.perf_counter() - began
                 last = number + 1 == self.steps
                 if last or (number + 1) % self.evaluate_every == 0:
-                    figures |= self.measure()
+                    figures |= self._measured()
                 self._log(number + 1, figures)
                 self._bar.advance(self._bar.task_ids[0])
                 if last or (number + 1) % self.checkpoint_every == 0 or interrupted.is_set():
@@ -222,6 +224,10 @@ class FineTuner:
                 if interrupted.is_set() and not last:
                     raise KeyboardInterrupt
         return self._finish()
+
+    def _measured(self) -> dict[str, float]:
+        with self._average.applied():
+            return self.measure()
 
     def measure(self) -> dict[str, float]:
         """Right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
@@ -272,23 +278,9 @@ class FineTuner:
 
     def _load(self) -> None:
         """Data, model, optimizer."""
-        device = as_device(self.device)
-        self.accelerator = Accelerator(cpu=device.type == "cpu")
-        if self.accelerator.distributed_type not in (
-            DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU,
-        ):  # fmt: skip
-            raise UserError(
-                f"dllm-train runs in one process or under DDP, not {self.accelerator.distributed_type.value}"
-            )
-        if self.accelerator.num_processes > 1:
-            device = self.accelerator.device
-        self.source: Source = Tasks(self.tasks)
-        if self._data.path is not None:
-            self.source = self._data.load(self.seed, self.held_out, self.needs_answers)
-            if len(self.source.draw("", self.held_out, held=True)) < self.accelerator.num_processes:
-                raise UserError(f"train.held_out={self.held_out} must be at least the number of processes")
-        elif not self.tasks:
-            raise UserError("there is nothing to learn from: say train.data=FILE.jsonl, or train.tasks={NAME: 1}")
+        self.accelerator, device = sharding.start(as_device(self.device))
+        options = {"answers": self.needs_answers, "processes": self.accelerator.num_processes}
+        self.source: Source = self._data.source(self.tasks, self.seed, self.held_out, **options)
         self.trained = Trained.load(self.model, device, self.dtype, self.lora, self.seed)
         if self._data.path is None and self.trained.tokenizer.get_vocab() != vocabulary():
             raise UserError(
@@ -298,7 +290,9 @@ class FineTuner:
         if self.gradient_checkpointing:
             self.trained.recompute()
         self.trained.wrap(self.accelerator, self.sharding)
-        self.optimizer = torch.optim.AdamW(self.trained.learning(), betas=self.betas, weight_decay=self.weight_decay)
+        learning = self.trained.learning()
+        self.optimizer = torch.optim.AdamW(learning, betas=self.betas, weight_decay=self.weight_decay)
+        self._average = Average(learning if self.average else [], self.average)
 
     def _resume(self) -> int:
         """How many steps are done."""
@@ -314,18 +308,22 @@ class FineTuner:
                     f"{self.folder} holds an unfinished run on other examples: train.data={self._data.path} has changed"
                     " since; choose another train.output"
                 )
-            done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self.others())["step"]
+            done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self._others())["step"]
         path = self.folder / journal.FILE
         self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
         return done
+
+    def _others(self) -> dict[str, nn.Module]:
+        return self.others() | ({"average": self._average} if self.average else {})
 
     def _save(self, done: int) -> None:
         state, main = {"step": done, "config": self._settings}, self.accelerator.is_main_process
         if main or self.trained.sharded:
             network = self.trained.network
-            checkpoint.save(self.folder, network, self.optimizer, state, self.others(), write=main)
+            checkpoint.save(self.folder, network, self.optimizer, state, self._others(), write=main)
 
     def _finish(self) -> Path:
+        self._average.swap()
         weights = self.trained.whole() if self.trained.sharded else None
         if self.accelerator.is_main_process:
             if weights is not None:
@@ -345,6 +343,3 @@ class FineTuner:
     def _share(self, step: int) -> float:
         rising = min((step + 1) / max(self.warmup, 1), 1.0)
         return rising * (1.0 if self.schedule == "constant" else 0.5 + 0.5 * math.cos(math.pi * step / self.steps))
-
-    def _cuda(self) -> list[int]:
-        return list(range(torch.cuda.device_count()))

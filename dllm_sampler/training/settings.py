@@ -41,6 +41,8 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             check_count(field, value, 0)
         elif name == "decay":
             check_share(field, value)
+        elif name == "average" and not 0 <= value < 1:
+            raise UserError(f"{field} must be from 0 to below 1, not {value}")
         elif name == "betas" and not all(0 <= beta < 1 for beta in value):
             raise UserError(f"{field} must be two numbers from 0 to below 1, not {list(value)}")
         elif name == "steps" and value > LARGEST_STEP:

@@ -1,16 +1,32 @@
-"""Weights spread over processes (FSDP2), and whole ones of them for files."""
+"""Processes that train together, weights spread over them (FSDP2), and whole ones of these for files."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from dllm_sampler.errors import UserError
 from dllm_sampler.models.transformer import Transformer
+
+
+def start(device: torch.device) -> tuple[Accelerator, torch.device]:
+    """The process alone on its device, or one of those of a `torchrun`, each on its own.
+
+    Raises:
+        UserError: it was launched in another way of accelerate's.
+    """
+    found = Accelerator(cpu=device.type == "cpu")
+    kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if found.distributed_type not in kinds:
+        raise UserError(f"dllm-train runs in one process or under DDP, not {found.distributed_type.value}")
+    return found, device if found.num_processes == 1 else found.device
 
 
 def shard(network: Transformer, device: torch.device, processes: int) -> None:
