@@ -73,7 +73,7 @@ class BaseCache(Cache):
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
         answers = Answers.of(wanted, canvas.sizes)
-        sees, computed = Visible.of(canvas, wanted.query, self.spec.attention), wanted.entries(canvas)
+        sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
         return Plan(self, wanted, answers, sees, computed, Pack.of(canvas, wanted, answers, self.spec))
@@ -97,6 +97,10 @@ class BaseCache(Cache):
     def buffers(self, canvas: Canvas) -> Slots:
         """The buffers that `spec` and the canvas ask for; default: a slot for every column."""
         return Slots(self.spec, *canvas.ids.shape)
+
+    def sees(self, canvas: Canvas, query: Query) -> Visible:
+        """Which columns each position sees; default: those that the model's attention and the query show it."""
+        return Visible.of(canvas, query, self.spec.attention)
 
     def due(self, canvas: Canvas) -> Tensor:
         """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""

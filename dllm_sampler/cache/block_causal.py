@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core import grid
+from dllm_sampler.core.checks import check_switch
+from dllm_sampler.core.masks import Visible
 from dllm_sampler.core.packing import request, sized
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
@@ -35,18 +37,23 @@ class BlockCausalCache(BaseCache):
 
     Args:
         store_pass: `ride`; `separate` makes the published forwards that only store (they count as NFE).
+        token_causal: what stands before the first mask sees nothing behind itself, in the block and where it is stored:
+            keys and values as the model has them at block size 1, what S2D2 (arXiv 2603.25702) calls an AR-like cache.
+            Answers differ from those of `cache=none`.
     """
 
     keeps_noise: ClassVar[bool] = False
     causal: ClassVar[bool] = True
 
     store_pass: StorePasses = "ride"
+    token_causal: bool = False
 
     clean: Tensor = field(init=False, repr=False, compare=False)  # [B] what is stored before this column is final
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
             raise UserError(f"cache.store_pass must be ride or separate, not {self.store_pass!r}")
+        check_switch("cache.token_causal", self.token_causal)
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
@@ -54,6 +61,11 @@ class BlockCausalCache(BaseCache):
             raise UserError(
                 "cache.store_pass=separate is for block-causal models, and this one's context is causal: use"
                 " cache.store_pass=ride"
+            )
+        if self.token_causal and context.spec.attention == "causal_context":
+            raise UserError(
+                "cache.token_causal=true is for block-causal models, and this one's context is causal already: leave it"
+                " out"
             )
         return super().bind(context)
 
@@ -66,6 +78,14 @@ class BlockCausalCache(BaseCache):
         live = super().init(canvas, spec)
         live.clean = torch.zeros_like(canvas.start)
         return live
+
+    def sees(self, canvas: Canvas, query: Query) -> Visible:
+        """See `BaseCache.sees`."""
+        found = super().sees(canvas, query)
+        if not self.token_causal:
+            return found
+        known = canvas.frontier() if found.causal is None else torch.maximum(canvas.frontier(), found.causal[1])
+        return replace(found, causal=(torch.zeros_like(known), known))
 
     @property
     def steady(self) -> bool:

@@ -65,6 +65,17 @@ class Draw:
         choice, _ = self._rewritten(self.answers.pick(logits))
         return self.answers.spread(_noised(choice, self._noise())[1])
 
+    def law(self, logits: Tensor) -> Tensor:
+        """`[B, K, Q, V]` the probabilities that tokens chosen from `[B, K, Q, V]` are drawn with, at least float32."""
+        choice, _ = self._rewritten(self.answers.pick(logits))
+        precise = torch.promote_types(choice.dtype, torch.float32)
+        return self.answers.spread(torch.softmax(choice, -1, dtype=precise))
+
+    def drawn(self, weight: Tensor) -> Tensor:
+        """`[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
+        choice = self.answers.pick(weight).log()
+        return self.answers.spread(argmax(_noised(choice, self._noise())[1]))
+
     def _rewritten(self, choice: Tensor) -> tuple[Tensor, Tensor]:
         """`[R, V]` what the guides, but for a joint one, make of logits; and what those make that take no token away.
 

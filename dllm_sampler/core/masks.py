@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import grid
 from dllm_sampler.core.spec import Attention
 from dllm_sampler.core.values import Canvas, Query
 
@@ -18,21 +19,41 @@ class Visible:
     end: Tensor  # [B] columns from here on are hidden
     grid: int | None  # block-causal: the length of a block in columns; None: each position sees all
     block: tuple[Tensor, Tensor] | None = None  # [B] each: where the active block begins and ends, in a causal context
+    causal: tuple[Tensor, Tensor] | None = None  # [B] each: columns from the first to the second see none behind them
 
     @staticmethod
     def of(canvas: Canvas, query: Query, attention: Attention) -> Visible:
         """What `visible` and the blocks of the canvas say."""
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-        return Visible(end, canvas.grid, (canvas.start, canvas.stop) if attention == "causal_context" else None)
+        block = (canvas.start, canvas.stop) if attention == "causal_context" else None
+        if query.causal is None:
+            return Visible(end, canvas.grid, block)
+        first = grid.start(canvas)
+        return Visible(end, canvas.grid, block, (first, torch.where(query.causal, grid.end(canvas), first)))
+
+    @property
+    def all(self) -> bool:
+        """Whether every column sees all that is not hidden."""
+        return self.grid is None and self.block is None and self.causal is None
 
     def until(self, column: Tensor, row: int | None = None) -> Tensor | None:
         """First column that each of `column [B, M]`, or of `column [M]` of one row, does not see; None: only `end`."""
-        if self.grid is not None:
-            return (column // self.grid + 1) * self.grid
-        if self.block is None:
+        if self.all:
             return None
-        start, stop = (at[:, None] if row is None else at[row] for at in self.block)
-        return torch.where((column >= start) & (column < stop), stop, column + 1)
+
+        def of(number: Tensor) -> Tensor:
+            return number[:, None] if row is None else number[row]
+
+        until = of(self.end)
+        if self.grid is not None:
+            until = (column // self.grid + 1) * self.grid
+        if self.block is not None:
+            start, stop = map(of, self.block)
+            until = torch.where((column >= start) & (column < stop), stop, column + 1)
+        if self.causal is None:
+            return until
+        first, last = map(of, self.causal)
+        return torch.where((column >= first) & (column < last), column + 1, until)
 
 
 def visible(canvas: Canvas, query: Query) -> Tensor:

@@ -175,6 +175,10 @@ class ReplayNoise:
         out[asked] = torch.rand(int(asked.sum()), generator=self.generator)
         return out.to(positions.device)
 
+    def pick(self, weight: Tensor) -> Tensor:
+        """`[N]` one draw in proportion to each row of `weight [N, V]`, on the CPU."""
+        return torch.multinomial(weight, 1, generator=self.generator)[:, 0]
+
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         """See `Noise.ids`. DiffusionGemma's code draws behind every step, once for nothing when a canvas is over."""
         opens = canvas.age == 0

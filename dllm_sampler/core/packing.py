@@ -43,7 +43,8 @@ class Request(NamedTuple):
 
     def shadows(self, canvas: Canvas) -> Tensor:
         """`[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
-        return self.asked[:, 0] & canvas.inside(self.query.positions)
+        shadows, causal = self.asked[:, 0] & canvas.inside(self.query.positions), self.query.causal
+        return shadows if causal is None else shadows & causal[:, None]
 
     def entries(self, canvas: Canvas) -> Tensor:
         """`[B]` entries of each row."""
@@ -238,13 +239,14 @@ class Pack:
     """The entries of a forward.
 
     Entries of one segment belong together: a candidate sees its own only. A `leave_one_out` query has two: the canvas
-    and its shadows: shadows see one another, and the canvas but for the column that they stand in for.
+    and its shadows: shadows see one another, and the canvas but for the column that they stand in for. Where the query
+    is `causal` each shadow is a segment by itself, of a negative number.
     """
 
     place: Tensor  # [T] in the flat [B*S*(L+1)]
     row: Tensor  # [T]
     column: Tensor  # [T]; L for a filler
-    segment: Tensor | None  # [T]; None: each row has one
+    segment: Tensor | None  # [T]; 0: the canvas or the first candidate; None: each row has one
     unseen: Tensor | None  # [T] the column that a shadow does not see; -1: none; None: there are no shadows
     answers: Tensor  # [R] the entry that answers
     slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
@@ -279,6 +281,9 @@ class Pack:
         unseen = None
         if there is not None:
             known = there[:, None] & ~canvas.masked.gather(1, query.positions)[:, None]
+            if query.causal is not None:
+                known = there[:, None]
+                segment = torch.where(line % 2 == 1, -1 - column, 0)
             origin = origin * 2 + known * columns
             hides = torch.full_like(canvas.ids, -1).scatter(1, predict, query.positions)  # [B, L+1]
             unseen = torch.where(line % 2 == 1, hides.flatten()[row * columns + column], -1)
@@ -291,7 +296,7 @@ class Pack:
             torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1),
             slots,
             chosen,
-            wanted.computed if segments > 1 and not query.leave_one_out else None,
+            wanted.computed if segments > 1 else None,
             sizes,
         )
 
@@ -319,7 +324,7 @@ class Pack:
             return rows.flatten().index_select(0, self.place)
         assert self.segment is not None and mask_id is not None
         shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]
-        return shadowed.masked_fill(self.segment == 1, mask_id)
+        return shadowed.masked_fill(self.segment != 0, mask_id)
 
     def soft(self, query: Query, columns: int) -> tuple[Tensor, Tensor]:
         """Embeddings `[T, D]` of a query that brings some, and `[T] bool` the entries that they stand at."""

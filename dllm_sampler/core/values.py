@@ -262,6 +262,8 @@ class Query:
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
+    causal: Tensor | None = None  # [B] bool with leave_one_out: rows that predict each position from what is before it;
+    # the other rows are asked as without leave_one_out
 
     @staticmethod
     def at(canvas: Canvas, positions: Tensor, exact: bool = False) -> Query:

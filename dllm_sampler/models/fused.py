@@ -38,7 +38,8 @@ def drive(
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
     yarn = model.config.yarn
-    if plan.visible.block is not None or (yarn is not None and yarn.queries):  # the kernels know neither
+    sees = plan.visible
+    if sees.block is not None or sees.causal is not None or (yarn is not None and yarn.queries):  # kernels know none
         return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None

@@ -79,7 +79,7 @@ class PackedAttention:
     def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
         """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
         pack, parts = self.pack, []
-        if pack.segment is None and self.visible.grid is None and self.visible.block is None:
+        if pack.segment is None and self.visible.all:
             return None
         column = pack.column[own]
         if stored:
@@ -162,5 +162,5 @@ def _of_a_kind(pack: Pack, segment: Tensor, column: Tensor, unseen: Tensor | Non
     same = segment[:, :, None] == segment[:, None]
     if unseen is None:
         return same
-    shadow = segment == 1
+    shadow = segment != 0
     return same | (shadow[:, :, None] & ~shadow[:, None] & (unseen[:, :, None] != column[:, None]))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.protocols import Carry
@@ -55,10 +56,17 @@ class DynamicThreshold(Threshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         length = torch.where(canvas.age == 0, canvas.stop - canvas.start, carry)
+        score, eligible = rate(self.score, canvas, query, readout), canvas.eligible(query.positions)
+        commit = self.chosen(readout.confidence[:, 0], score, eligible, self.share(canvas, length))
+        return Edit(readout.token[:, 0], commit), length
+
+    def share(self, canvas: Canvas, length: Tensor) -> Tensor:
+        """`[B]` positions that this step commits at least, in a block of `length [B]`."""
         whole = length if canvas.grid is None else torch.full_like(length, canvas.part or canvas.grid)
         steps = whole if self.steps is None else torch.full_like(whole, self.steps)
-        share = uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
-        eligible = canvas.eligible(query.positions)
-        sure = eligible & (readout.confidence[:, 0] > self.threshold)
-        paced = top(rate(self.score, canvas, query, readout), eligible, share)
-        return Edit(readout.token[:, 0], torch.where((sure.sum(1) >= share)[:, None], sure, paced)), length
+        return uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
+
+    def chosen(self, confidence: Tensor, score: Tensor, eligible: Tensor, share: Tensor) -> Tensor:
+        """`[B, Q] bool` the eligible above the threshold if these are `share [B]` or more, else the best `share`."""
+        sure = eligible & (confidence > self.threshold)
+        return torch.where((sure.sum(1) >= share)[:, None], sure, top(score, eligible, share))

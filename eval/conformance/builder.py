@@ -94,6 +94,7 @@ class Setup:
         accepted: positions that each forward accepted, where the record has those and acceptance is not for good.
         ends: tokens with which an output ends, where what was never begun is no part of it and `pad` stands behind
             the first of them up to the end of its block.
+        before: the output ends before the first of `ends`.
         cut: the recorded output ends behind the first end token, or at this length; `steps` goes on.
         empties: an end token cuts all of it instead.
     """
@@ -113,6 +114,7 @@ class Setup:
     counted: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     ends: tuple[int, ...] | None = None
     pad: int | None = None
+    before: bool = False
     steps: Callable[[], Steps] | None = None
 
 

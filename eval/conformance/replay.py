@@ -134,7 +134,7 @@ def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Ste
     if setup.ends is not None:
         noise = last.masked.tolist()
         tokens = [[t for t, open_ in zip(*pair, strict=True) if not open_] for pair in zip(tokens, noise, strict=True)]
-        tokens = [_padded(row, setup.ends, setup.pad) for row in tokens]
+        tokens = [_padded(row, setup) for row in tokens]
     if setup.accepted is not None:
         committed = [setup.accepted]
     return tokens, committed, remasked
@@ -148,9 +148,11 @@ def _fill(steps: Steps, filled: Tokens, wasted_block: int | None) -> None:
         steps[-1] = sorted(steps[-1] + filled)
 
 
-def _padded(row: Tokens, ends: tuple[int, ...], pad: int | None) -> Tokens:
-    first = min((i for i, token in enumerate(row) if token in ends), default=len(row))
-    return row if pad is None else row[: first + 1] + [pad] * len(row[first + 1 :])
+def _padded(row: Tokens, setup: Setup) -> Tokens:
+    first = min((i for i, token in enumerate(row) if token in (setup.ends or ())), default=len(row))
+    if setup.before:
+        return row[:first]
+    return row if setup.pad is None else row[: first + 1] + [setup.pad] * len(row[first + 1 :])
 
 
 def counts(verdicts: Iterable[Verdict]) -> dict[Status, int]:

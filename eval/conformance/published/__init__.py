@@ -27,6 +27,7 @@ from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
+from dllm_sampler.eval.conformance.published.s2d2 import Level, PublishedSelfVerified
 from dllm_sampler.eval.conformance.published.seeded import (
     ContextDraws,
     PartDraws,
@@ -57,6 +58,7 @@ __all__ = [
     "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
+    "Level",
     "MostUncertain",
     "PartDraws",
     "PublishedCredit",
@@ -77,6 +79,7 @@ __all__ = [
     "PublishedPositionCalibrated",
     "PublishedPrefixCache",
     "PublishedRunningConfidence",
+    "PublishedSelfVerified",
     "PublishedSlowFast",
     "PublishedSparseCache",
     "PublishedSubBlockCache",

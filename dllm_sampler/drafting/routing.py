@@ -1,0 +1,141 @@
+"""Whether a drafted span is worth a forward that verifies it: the routing policies of S2D2 (arXiv 2603.25702)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, log
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive, check_switch
+from dllm_sampler.core.values import Canvas, Readout
+
+Policy = Literal["mask_span_length", "score_threshold", "score_hysteresis", "contextual_bandit_ucb"]
+Estimator = Literal["soft_entropy_negexp", "hard_margin_threshold"]
+
+
+class Routed(NamedTuple):
+    """The state of a policy. It lives as long as the row."""
+
+    on: Tensor  # [B] bool: `score_hysteresis` verified last
+    arm: Tensor  # [B] the last choice of `contextual_bandit_ucb`: twice the bucket, and one where it verified
+    tries: Tensor  # [B, 16] float64: how often each arm was chosen
+    rewards: Tensor  # [B, 16] float64: the sum of what each arm gained
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Decides from a draft alone whether it is verified.
+
+    The expected gain of a span is the sum of `prod_{j <= k} a_j` over its positions k, where a_j estimates whether the
+    draft of position j will be accepted; the score is the gain less the cost.
+
+    Args:
+        policy: `mask_span_length`: verify spans of at least `min_span` masks. `score_threshold`: where the score
+            reaches `least`. `score_hysteresis`: from a score above `enter` until one below `leave`.
+            `contextual_bandit_ucb`: where verification has gained more tokens per forward so far, in rounds like this
+            one (length of the span, share of the block that is committed, mean entropy), by an upper confidence bound.
+        min_span: masks.
+        least, enter, leave: scores.
+        cost: what the score is lessened by.
+        cost_per_sure: the cost is for each mask of the block above the threshold, which needs no verification.
+        estimator: `soft_entropy_negexp`: exp(-`entropy_weight` H / ln V). `hard_margin_threshold`: 1 where the best
+            probability exceeds the second by more than `margin`, else 0.
+        beta: weight of the bandit's confidence term.
+    """
+
+    policy: Policy = "mask_span_length"
+    min_span: int = 1
+    least: float = 0.0
+    enter: float = 1.0
+    leave: float = -5.0
+    cost: float = 1.0
+    cost_per_sure: bool = False
+    estimator: Estimator = "soft_entropy_negexp"
+    entropy_weight: float = 1.0
+    margin: float = 0.05
+    beta: float = 1.0
+
+    def check_routing(self) -> None:
+        """Refuse settings that cannot be meant."""
+        check_choice("scheduler.policy", self.policy, Policy)
+        check_choice("scheduler.estimator", self.estimator, Estimator)
+        check_count("scheduler.min_span", self.min_span)
+        check_switch("scheduler.cost_per_sure", self.cost_per_sure)
+        for name in ("least", "enter", "leave", "cost"):
+            check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
+        check_positive("scheduler.entropy_weight", self.entropy_weight)
+        check_number("scheduler.margin", self.margin, "a probability")
+        check_number("scheduler.beta", self.beta, finite=True)
+
+    @property
+    def routing_needs(self) -> frozenset[str]:
+        """Fields of `Readout` that the policy reads."""
+        if self.policy == "mask_span_length":
+            return frozenset()
+        soft = self.policy == "contextual_bandit_ucb" or self.estimator == "soft_entropy_negexp"
+        return frozenset({"entropy" if soft else "margin"})
+
+    def unrouted(self, canvas: Canvas) -> Routed:
+        """The state before the first round."""
+        none = torch.zeros(len(canvas.ids), 16, dtype=torch.float64, device=canvas.ids.device)
+        return Routed(torch.zeros_like(canvas.done), torch.zeros_like(canvas.start), none, none)
+
+    def route(
+        self, canvas: Canvas, readout: Readout, span: Tensor, sure: Tensor, vocab: int, state: Routed
+    ) -> tuple[Tensor, Routed]:
+        """`[B] bool` rows whose draft is to be verified, and the policy's state.
+
+        Args:
+            readout: of the draft.
+            span: `[B, Q] bool` the positions that would be verified.
+            sure: `[B]` masks of the block above the threshold.
+        """
+        length = span.sum(1)
+        if self.policy == "mask_span_length":
+            return length >= self.min_span, state
+        if self.policy == "contextual_bandit_ucb":
+            return self._bandit(canvas, readout, span, vocab, state)
+        if self.estimator == "soft_entropy_negexp":
+            assert readout.entropy is not None
+            odds = torch.exp(-self.entropy_weight * readout.entropy[:, 0] / log(vocab))
+        else:
+            assert readout.margin is not None
+            odds = (readout.margin[:, 0] > self.margin).double()
+        gain = _total(odds.masked_fill(~span, 1).cumprod(1), span)
+        score = gain - self.cost * (sure if self.cost_per_sure else 1)
+        if self.policy == "score_threshold":
+            return score >= self.least, state
+        on = torch.where(state.on, score >= self.leave, score > self.enter)
+        return on, state._replace(on=on)
+
+    def _bandit(
+        self, canvas: Canvas, readout: Readout, span: Tensor, vocab: int, state: Routed
+    ) -> tuple[Tensor, Routed]:
+        assert readout.entropy is not None and canvas.grid is not None
+        whole, length = canvas.part or canvas.grid, span.sum(1)
+        done = canvas.stop - canvas.start - canvas.noise_left()
+        mean = _total(readout.entropy[:, 0], span) / (length.clamp(min=1) * log(vocab))
+        parts = ((length - 1) / max(whole - 1, 1), done / whole, mean)
+        bucket = torch.zeros_like(length)
+        for part in parts:
+            bucket = 2 * bucket + (2 * part).long().clamp(0, 1)
+        both = torch.stack([2 * bucket, 2 * bucket + 1], 1)  # [B, 2]
+        tries, made = state.tries.gather(1, both), 1 + state.tries.sum(1, keepdim=True)  # this decision included
+        bound = state.rewards.gather(1, both) / tries + self.beta * (made.log() / tries).sqrt()
+        plain, verified = bound.masked_fill(tries == 0, inf).unbind(1)
+        verifies = verified >= plain
+        return verifies, state._replace(arm=2 * bucket + verifies)
+
+    def learnt(self, state: Routed, over: Tensor, gained: Tensor) -> Routed:
+        """The state after the rounds that are `over [B] bool`, which `gained [B]` tokens per forward."""
+        at = state.arm[:, None]
+        tries = state.tries.scatter_add(1, at, over[:, None].double())
+        return state._replace(tries=tries, rewards=state.rewards.scatter_add(1, at, (gained * over)[:, None].double()))
+
+
+def _total(values: Tensor, where: Tensor) -> Tensor:
+    """`[B]` sum of `values [B, Q]` at `where`, in order, so that what stands behind changes no bit."""
+    return values.masked_fill(~where, 0).cumsum(1)[:, -1]

@@ -1,0 +1,143 @@
+"""A block-causal model at block size 1 verifies a draft, by speculative sampling (arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dllm_sampler.core.checks import check_positive
+from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.spec import ModelSpec, learned
+from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+from dllm_sampler.schedulers.dynamic import DynamicThreshold
+
+TINY = 1e-12  # no drafted token counts as less probable
+
+
+class Draft(NamedTuple):
+    """What a forward predicted, by place in its query: a mask keeps its place while no mask of the row is filled."""
+
+    token: Tensor  # [B, Q]
+    confidence: Tensor  # [B, Q] float64
+    score: Tensor  # [B, Q] what ranks the masks
+    law: Tensor | None  # [B, Q, V] what tokens are drawn from; None: the best ones are taken
+
+    def of(self, width: int) -> Draft:
+        """The same for a query of `width` positions."""
+
+        def fit(values: Tensor) -> Tensor:
+            return pad(values, (0, 0) * (values.dim() - 2) + (0, width - values.shape[1]))  # below 0: cut
+
+        law = None if self.law is None else fit(self.law)
+        return Draft(fit(self.token), fit(self.confidence), fit(self.score), law)
+
+
+class Verdict(NamedTuple):
+    """What a verification commits."""
+
+    commit: Tensor  # [B, Q] bool
+    token: Tensor  # [B, Q]
+    confidence: Tensor  # [B, Q] float64 what the verifier says of the token
+
+
+@dataclass(frozen=True)
+class Verifying(DynamicThreshold):
+    """What it takes to have a draft verified by the model that made it.
+
+    Args:
+        tempering: power of the odds that a drafted token is accepted.
+    """
+
+    tempering: float = 1.0
+    model: ModelSpec | None = field(init=False, default=None, repr=False, compare=False)
+    draws: bool = field(init=False, default=True)  # whether tokens are drawn
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("scheduler.tempering", self.tempering)
+
+    def bind(self, context: Context) -> Self:
+        """Take the vocabulary and whether tokens are drawn, or refuse a model that has no block size 1."""
+        spec = context.spec
+        if spec.attention != "block_causal" or spec.shift:
+            what = "has a logit shift" if spec.attention == "block_causal" else "is none"
+            raise UserError(
+                f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
+                f" this model {what}: use scheduler=ssd or scheduler=freedave"
+            )
+        return learned(super().bind(context), model=spec, draws=context.draws)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What tokens are drawn from."""
+        return super().needs | ({"raw", "draw"} if self.draws else set())
+
+    def undrafted(self, canvas: Canvas) -> Draft:
+        """The draft before the first forward."""
+        assert self.model is not None
+        column = torch.zeros_like(canvas.ids[:, :1])
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        law = column[..., None].to(dtype).repeat(1, 1, self.model.vocab_size) if self.draws else None
+        return Draft(column, column.double(), column.double(), law)
+
+    def drafted(self, readout: Readout, score: Tensor) -> Draft:
+        """What a forward predicted; `score [B, Q]` ranks the masks."""
+        law = None
+        if self.draws:
+            assert readout.draw is not None and readout.raw is not None
+            law = readout.draw.law(readout.raw)[:, 0]
+        return Draft(readout.token[:, 0], readout.confidence[:, 0], score, law)
+
+    def verifying(self, canvas: Canvas, query: Query, draft: Draft, rows: Tensor) -> Query:
+        """The query that verifies a draft of what `query` asks for in `rows [B] bool`; the others ask it as it is."""
+        fills = rows[:, None] & canvas.eligible(query.positions)
+        token = draft.of(query.positions.shape[1]).token
+        ids = torch.where(fills, token, query.ids[:, 0])[:, None]
+        return replace(query, ids=ids, leave_one_out=True, causal=rows)
+
+    def verdict(
+        self, canvas: Canvas, query: Query, readout: Readout, draft: Draft, now: Draft, span: Tensor
+    ) -> Verdict:
+        """Accept a draft from the left, up to the first token that fails, which is replaced.
+
+        Args:
+            now: what the forward that verified predicted.
+            span: `[B, Q] bool` positions that were verified.
+        """
+        if draft.law is None or now.law is None:
+            return Verdict(_upto_failure(span, draft.token == now.token), now.token, now.confidence)
+        mine, its = (law.gather(-1, draft.token[..., None])[..., 0] for law in (now.law, draft.law))
+        odds = ((mine / its.clamp(min=TINY)) ** self.tempering).clamp(max=1)
+        stands = self.uniform(canvas, query.positions.masked_fill(~span, canvas.length)) < odds
+        commit = _upto_failure(span, stands)
+        rest = (now.law - draft.law).clamp(min=0)
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, now.law)
+        token = torch.where(stands, draft.token, self.redrawn(readout, rest, commit & ~stands))
+        return Verdict(commit, token, now.law.gather(-1, token[..., None])[..., 0].double())
+
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        """`[B, Q]` uniform numbers for `positions [B, Q]`, of which the empty slot wants none."""
+        return canvas.noise.uniform(canvas, positions)
+
+    def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
+        """`[B, Q]` tokens drawn in proportion to `weight [B, Q, V]`, of which those at `failed [B, Q]` are used."""
+        assert readout.draw is not None
+        return readout.draw.drawn(weight[:, None])[:, 0]
+
+
+def leading(canvas: Canvas, positions: Tensor, eligible: Tensor) -> Tensor:
+    """`[B, Q] bool` the first maximal run of consecutive columns among the `eligible [B, Q]` of `positions [B, Q]`."""
+    first = positions.masked_fill(~eligible, canvas.length).amin(1, keepdim=True)
+    return eligible & (positions - first == eligible.cumsum(1) - 1)
+
+
+def _upto_failure(span: Tensor, stands: Tensor) -> Tensor:
+    """`[B, Q] bool` the positions of `span` that stand, up to the first that does not, and that one."""
+    fails = (span & ~stands).long()
+    return span & (fails.cumsum(1) == fails)
