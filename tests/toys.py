@@ -36,9 +36,9 @@ from dllm_sampler.eval.testbeds.toys import (  # noqa: F401
 )
 
 
-def context(spec: ModelSpec | None = None) -> Context:
+def context(spec: ModelSpec | None = None, kind: str = "llada") -> Context:
     """What a plug-in is bound to, on one of the toys."""
-    spec, blocks = spec or denoiser().spec, FixedBlocks()
+    spec, blocks = spec or denoiser(kind).spec, FixedBlocks()
     return Context(spec, blocks.bind(Context(spec, blocks)))
 
 

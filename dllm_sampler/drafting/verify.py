@@ -7,7 +7,6 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from dllm_sampler.core.checks import check_positive
 from dllm_sampler.core.protocols import Context
@@ -16,26 +15,28 @@ from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
+from dllm_sampler.schedulers.score import rate
 
 TINY = 1e-12  # no drafted token counts as less probable
 
 
 class Draft(NamedTuple):
-    """What a forward predicted, by place in its query: a mask keeps its place while no mask of the row is filled."""
+    """What a forward predicted."""
 
+    positions: Tensor  # [B, Q] sorted
     token: Tensor  # [B, Q]
     confidence: Tensor  # [B, Q] float64
     score: Tensor  # [B, Q] what ranks the masks
     law: Tensor | None  # [B, Q, V] what tokens are drawn from; None: the best ones are taken
 
-    def of(self, width: int) -> Draft:
-        """The same for a query of `width` positions."""
-
-        def fit(values: Tensor) -> Tensor:
-            return pad(values, (0, 0) * (values.dim() - 2) + (0, width - values.shape[1]))  # below 0: cut
-
-        law = None if self.law is None else fit(self.law)
-        return Draft(fit(self.token), fit(self.confidence), fit(self.score), law)
+    def at(self, positions: Tensor) -> Draft:
+        """The same at `positions [B, Q]`, void where nothing was predicted."""
+        place = torch.searchsorted(self.positions, positions.contiguous()).clamp(max=self.positions.shape[1] - 1)
+        token, confidence, score = (one.gather(1, place) for one in (self.token, self.confidence, self.score))
+        law = self.law
+        if law is not None:
+            law = law.gather(1, place[..., None].expand(-1, -1, law.shape[-1]))
+        return Draft(positions, token, confidence, score, law)
 
 
 class Verdict(NamedTuple):
@@ -81,23 +82,24 @@ class Verifying(DynamicThreshold):
     def undrafted(self, canvas: Canvas) -> Draft:
         """The draft before the first forward."""
         assert self.model is not None
-        column = torch.zeros_like(canvas.ids[:, :1])
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        law = column[..., None].to(dtype).repeat(1, 1, self.model.vocab_size) if self.draws else None
-        return Draft(column, column.double(), column.double(), law)
+        nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
+        zero, dtype = torch.zeros_like(nowhere), torch.promote_types(self.model.dtype, torch.float32)
+        law = zero[..., None].to(dtype).repeat(1, 1, self.model.vocab_size) if self.draws else None
+        return Draft(nowhere, zero, zero.double(), zero.double(), law)
 
-    def drafted(self, readout: Readout, score: Tensor) -> Draft:
-        """What a forward predicted; `score [B, Q]` ranks the masks."""
+    def drafted(self, canvas: Canvas, query: Query, readout: Readout) -> Draft:
+        """What a forward predicted."""
         law = None
         if self.draws:
             assert readout.draw is not None and readout.raw is not None
             law = readout.draw.law(readout.raw)[:, 0]
-        return Draft(readout.token[:, 0], readout.confidence[:, 0], score, law)
+        score = rate(self.score, canvas, query, readout)
+        return Draft(query.positions.contiguous(), readout.token[:, 0], readout.confidence[:, 0], score, law)
 
     def verifying(self, canvas: Canvas, query: Query, draft: Draft, rows: Tensor) -> Query:
         """The query that verifies a draft of what `query` asks for in `rows [B] bool`; the others ask it as it is."""
         fills = rows[:, None] & canvas.eligible(query.positions)
-        token = draft.of(query.positions.shape[1]).token
+        token = draft._replace(law=None).at(query.positions).token
         ids = torch.where(fills, token, query.ids[:, 0])[:, None]
         return replace(query, ids=ids, leave_one_out=True, causal=rows)
 

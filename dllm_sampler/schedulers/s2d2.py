@@ -8,15 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.drafting.routing import Routed, Routing
 from dllm_sampler.drafting.verify import Draft, Verifying, leading
-from dllm_sampler.schedulers.dynamic import DynamicThreshold
 from dllm_sampler.schedulers.rows import choose
-from dllm_sampler.schedulers.score import rate
 
 
 class Round(NamedTuple):
@@ -24,47 +21,39 @@ class Round(NamedTuple):
 
     length: Tensor  # [B] positions of the block when it was opened
     made: Tensor  # [B] rounds made in this block
-    full: Tensor  # [B] rounds made in it without a mask
     waits: Tensor  # [B] bool: the draft waits for the forward that verifies it
     draft: Draft
     routed: Routed
 
 
 @dataclass(frozen=True)
-class SelfVerified(Routing, Verifying, DynamicThreshold):
+class SelfVerified(Routing, Verifying):
     """Draft a block as the model was trained to, and verify the draft by the same model at block size 1.
 
-    Source: S2D2, arXiv 2603.25702, for SDAR and LLaDA2.1. A round drafts all masks of the block. Where the policy says
-    so, one more forward predicts each of them from the tokens before it alone, drafted ones too. The first run of masks
-    is accepted from the left, up to the first token that fails; that one is drawn again. Other rounds commit by the
-    threshold and pace of `dynamic`. A verification computes the block and its masks; the published code computes the
-    block twice. Where tokens are not drawn, a draft stands if it is the verifier's best token; the published code draws
-    all the same (`PublishedSelfVerified`). With `cache.token_causal`, a temperature and `steps=null`, if every round is
-    verified, an answer is a sample of the model at block size 1.
+    Source: S2D2, arXiv 2603.25702. A round drafts all masks of the block. Where the policy says so, one more forward
+    predicts each of them from the tokens before it alone, drafted ones too. The first run of masks is accepted from the
+    left, up to the first token that fails; that one is drawn again. Other rounds commit by the threshold and pace of
+    `dynamic`. A verification computes the block and its masks; the published code computes the block twice. Where
+    tokens are not drawn, a draft stands if it is the verifier's best token; the published code draws all the same
+    (`PublishedSelfVerified`). With `cache.token_causal`, a temperature and `steps=null`, if every round is verified, an
+    answer is a sample of the model at block size 1.
 
     Args:
         threshold, steps, score: see `DynamicThreshold`; `steps` counts rounds.
         tempering: see `Verifying`.
-        policy, min_span, least, enter, leave, cost, cost_per_sure, estimator, entropy_weight, margin, beta: see `Routing`.
-        edit: probability by which a draft must prefer another token to a committed one of the block to replace it
-            (LLaDA2.1); from 1 on: no edits.
-        extra: editing rounds after the last mask at most.
+        policy, min_span, least, enter, leave, cost, cost_per_sure, estimator, entropy_weight, margin, beta: see
+            `Routing`.
     """
-
-    edit: float = 1.0
-    extra: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_routing()
-        check_number("scheduler.edit", self.edit, "a probability (from 1 on: no edits)")
-        check_count("scheduler.extra", self.extra, 0)
 
     @property
     def traits(self) -> Traits:
         """It asks about drafts, by shadows, and commits them a forward later."""
         facts = replace(super().traits, asks_block=False, exact=True, leave_one_out=True, drafts=True, own_tokens=True)
-        return replace(facts, asks="window" if self.edit < 1 else "masks", revises=self.edit < 1, scope="model")
+        return replace(facts, reads_ahead=False, scope="model")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -74,7 +63,7 @@ class SelfVerified(Routing, Verifying, DynamicThreshold):
     def init(self, canvas: Canvas) -> Round:
         """See `Scheduler.init`."""
         zero = super().init(canvas)
-        return Round(zero, zero, zero, zero > 0, self.undrafted(canvas), self.unrouted(canvas))
+        return Round(zero, zero, zero > 0, self.undrafted(canvas), self.unrouted(canvas))
 
     def ask(self, canvas: Canvas, carry: Round) -> Query:
         """The block; what waits is verified."""
@@ -83,35 +72,26 @@ class SelfVerified(Routing, Verifying, DynamicThreshold):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Round) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         assert self.model is not None
-        at, verified, opens = query.positions, carry.waits[:, None], canvas.age == 0
+        verifies, opens = carry.waits, canvas.age == 0
         length = torch.where(opens, canvas.stop - canvas.start, carry.length)
         canvas = replace(canvas, age=carry.made.masked_fill(opens, 0))
-        now, then = self.drafted(readout, rate(self.score, canvas, query, readout)), carry.draft.of(at.shape[1])
-        token, sure, score = (torch.where(verified, *pair) for pair in zip(then[:3], now[:3], strict=True))
-        inside, eligible = canvas.inside(at), canvas.eligible(at)
-        span = leading(canvas, at, eligible)
-        stands = self.verdict(canvas, query, readout, then, now, span & verified)
+        now, then = self.drafted(canvas, query, readout), carry.draft.at(query.positions)
+        token, sure, score = (torch.where(verifies[:, None], *pair) for pair in zip(then[1:4], now[1:4], strict=True))
+        eligible = canvas.eligible(query.positions)
+        span = leading(canvas, query.positions, eligible)
+        stands = self.verdict(canvas, query, readout, then, now, span & verifies[:, None])
 
         likely = (eligible & (sure > self.threshold)).sum(1)
         wanted, routed = self.route(canvas, readout, span, likely, self.model.vocab_size, carry.routed)
-        routed, waits = choose(carry.waits, carry.routed, routed, canvas.length), wanted & ~carry.waits & span.any(1)
+        routed, waits = choose(verifies, carry.routed, routed, canvas.length), wanted & ~verifies & span.any(1)
 
         share = (self.share(canvas, length) - stands.commit.sum(1)).clamp(min=0)
         rest = self.chosen(sure, score, eligible & ~stands.commit, share) & (share > 0)[:, None]
         commit = (stands.commit | rest) & ~waits[:, None]
-        routed = self.learnt(routed, ~waits, commit.sum(1) / (1 + carry.waits))
-
-        edits = (inside ^ eligible) & ~verified & (token != canvas.ids.gather(1, at)) & (sure > self.edit)
-        full = (carry.full + 1).masked_fill(eligible.any(1), 0)
-        edit = Edit(
-            torch.where(stands.commit, stands.token, token),
-            commit | edits,
-            remask=torch.zeros_like(edits) if self.edit < 1 else None,
-            keep_block=(eligible | edits).any(1) & (full < self.extra) if self.edit < 1 else None,
-            confidence=torch.where(stands.commit, stands.confidence, sure),
-        )
-        return edit, Round(length, canvas.age + ~waits, full, waits, now, routed)
+        routed = self.learnt(routed, ~waits, commit.sum(1) / (1 + verifies.long()))
+        ids, confidence = (torch.where(stands.commit, *pair) for pair in zip(stands[1:], (token, sure), strict=True))
+        return Edit(ids, commit, confidence=confidence), Round(length, canvas.age + ~waits, waits, now, routed)
 
     def bound(self, tokens: int) -> int:
-        """Two forwards for each token, and every block may be edited on."""
-        return tokens * (2 + self.extra * (self.edit < 1))
+        """Two forwards for each token."""
+        return 2 * tokens

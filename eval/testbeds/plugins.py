@@ -75,6 +75,13 @@ SETTINGS: dict[str, list[Settings]] = {
             "alpha": 0.5,
         },
     ],
+    "scheduler.s2d2": [
+        {},
+        {"threshold": 0.6, "steps": 3, "policy": "score_threshold", "least": 1.5, "estimator": "hard_margin_threshold"},
+        {"policy": "score_hysteresis", "leave": 1.5, "cost": 0.5, "cost_per_sure": True, "threshold": 0.5},
+        {"policy": "contextual_bandit_ucb", "tempering": 0.5, "score": "margin"},
+    ],
+    "scheduler.s2d2_editing": [{"edit": 0.3, "extra": 3}, {"edit": 0.2, "extra": 1, "min_span": 3, "threshold": 0.5}],
     "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
     "scheduler.klass": [{"threshold": 0.3, "divergence": 1.0}, {"steps": 8, "history": 1, "take": "steadiest"}],
@@ -92,7 +99,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "blocks.multi_block": [{"length": 4, "add_threshold": 0.25}, {"length": 6, "full_threshold": 0.3}],
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],
     "stop.prophet": [{"early": 2.0, "mid": 1.5, "late": 1.0}, {"start": 5, "early": 2.0, "mid": 1.5, "late": 1.0}],
-    "cache.block_causal": [{}, {"store_pass": "separate"}],
+    "cache.block_causal": [{}, {"store_pass": "separate"}, {"token_causal": True}],
     "cache.periodic_prefix": [{"every": 2}],
     "cache.dkv": [
         {"refresh_every": 3},

@@ -102,7 +102,19 @@ def legal(**plugins: Any) -> bool:
 
 def legal_caches(scheduler: Settings) -> list[Settings]:
     """The caches under which a scheduler may run."""
-    return [cache for cache in settings("cache") if legal(scheduler=scheduler, cache=cache)]
+    kind = toy_for(scheduler)
+    return [cache for cache in settings("cache") if legal(kind=kind, scheduler=scheduler, cache=cache)]
+
+
+@functools.cache
+def _causal(name: str) -> bool:
+    setting = next(one for one in settings("scheduler") if one["name"] == name)
+    return not legal(kind="llada", scheduler=setting) and legal(kind="causal", scheduler=setting)
+
+
+def toy_for(scheduler: Settings, other: str = "llada") -> str:
+    """A toy that a scheduler may run on: the block-causal one where it is for no other."""
+    return "causal" if _causal(scheduler["name"]) else other
 
 
 def fits(kind: str, group: str, plugins: dict[str, Any], one: Settings) -> bool:
@@ -126,9 +138,9 @@ def cases() -> list[Case]:
     }
     toy, found = Draw(toys.TOYS, "toy"), dict[str, Case]()
     for scheduler in settings("scheduler"):
-        for kind, drawing in ((toy(), draws), (toy(), draws), ("causal", draws | causal)):
+        for kind in (toy_for(scheduler, toy()), toy_for(scheduler, toy()), "causal"):
             plugins: dict[str, Settings] = {"scheduler": scheduler}
-            for group, draw in drawing.items():
+            for group, draw in (draws | causal if kind == "causal" else draws).items():
                 plugins[group] = draw(functools.partial(fits, kind, group, plugins))
             case = Case(kind, **plugins)
             found[case.id] = case

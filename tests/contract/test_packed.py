@@ -114,7 +114,7 @@ def test_a_row_among_many_is_the_row_alone(name: str) -> None:
     """Tokens, forwards, step map and positions computed, of rows that open blocks and end at different times."""
     setting, cache = drawn(name)
     prompts, seeds = ragged(32), [3 * row for row in range(32)]
-    sampler = toys.sampler(scheduler=setting, cache=cache, stop="prefix", temperature=0.5)
+    sampler = toys.sampler(cases.toy_for(setting), scheduler=setting, cache=cache, stop="prefix", temperature=0.5)
     batch = sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
     for row in (5, 22):
         assert_same_row(batch, row, sampler.generate([prompts[row]], max_new_tokens=TOKENS, seed=[seeds[row]]))

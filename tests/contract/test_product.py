@@ -18,12 +18,14 @@ GROUPS = ("blocks", "stop", "cache")
 
 
 @functools.cache
-def built(group: str) -> dict[str, Any]:
-    """Each plug-in of a group under the first of its settings."""
+def built(group: str, kind: str = "llada") -> dict[str, Any]:
+    """Each plug-in of a group under the first of its settings, of those that serve a kind of toy."""
     every = cases.settings(group)
     firsts = {name: next(one for one in every if one["name"] == name) for name in config.names(group)}
     # The caches of block-causal models have a toy and tests of their own: test_block_causal.
     made = {name: config.build(group, one) for name, one in firsts.items()}
+    if kind == "causal":
+        return {name: one for name, one in made.items() if cases.legal(kind=kind, **{group: firsts[name]})}
     return {name: one for name, one in made.items() if not getattr(one, "causal", False) or group != "cache"}
 
 
@@ -42,20 +44,18 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     return [name for name, opposes in against.items() if opposes]
 
 
-CONTEXT = toys.context()
-
-
 @pytest.mark.parametrize("share", ["sample", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", config.names("scheduler"))
 def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
     """Of blocks, stops and caches; a sample meets each of them, and the plainest ones go with every scheduler."""
-    every = list(product(*(built(group) for group in GROUPS)))
-    ran = 0
-    for chosen in every if share == "all" else [("full", "none", "none"), *sample(every, enumerate, seed=name)]:
-        plugins = {group: built(group)[one] for group, one in zip(GROUPS, chosen, strict=True)}
+    kind = cases.toy_for({"name": name})
+    every, context, ran = list(product(*(built(group, kind) for group in GROUPS))), toys.context(kind=kind), 0
+    plain = ("fixed" if kind == "causal" else "full", "none", "none")
+    for chosen in every if share == "all" else [plain, *sample(every, enumerate, seed=name)]:
+        plugins = {group: built(group, kind)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
-        rule, cache = scheduler.bind(CONTEXT), plugins["cache"].bind(CONTEXT)
+        rule, cache = scheduler.bind(context), plugins["cache"].bind(context)
         against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
         if plugins["blocks"].several and chosen[1] == "block":  # whatever the scheduler
             with pytest.raises(UserError, match=r"stop=block .* blocks=multi_block .*: use stop=prefix"):
@@ -63,13 +63,13 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
             continue
         if against:
             with pytest.raises(UserError) as refusal:
-                toys.sampler(scheduler=scheduler, **plugins)
+                toys.sampler(kind, scheduler=scheduler, **plugins)
             sentence = str(refusal.value)
             assert f"scheduler={named(scheduler)}" in sentence, chosen
             assert any(other in sentence for other in against), chosen
             assert ": use " in sentence and "\n" not in sentence, chosen
             continue
-        sampler = toys.sampler(scheduler=scheduler, **plugins)
+        sampler = toys.sampler(kind, scheduler=scheduler, **plugins)
         *_, last = sampler.stream([toys.PROMPTS[0]], max_new_tokens=TOKENS, seed=3)
         assert last.result is not None
         assert last.result.complete.all(), chosen

@@ -1,0 +1,68 @@
+"""S2D2 for models that edit what they committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.s2d2 import SelfVerified
+
+
+@dataclass(frozen=True)
+class EditingSelfVerified(SelfVerified):
+    """`s2d2` where a draft may also replace committed tokens of the block, as LLaDA2.1 does.
+
+    Source: S2D2 for LLaDA2.1, arXiv 2603.25702. What a draft is sure of replaces committed tokens at once, so that a
+    verification sees it; a verification replaces nothing. A full block is edited on until a draft changes nothing.
+    Written from a description of the published code; no recorded run has this variant.
+
+    Args:
+        threshold, ...: see `SelfVerified`.
+        edit: probability a different token must exceed to replace a committed one.
+        extra: editing rounds after the last mask at most.
+    """
+
+    threshold: float = 0.7
+    edit: float = 0.5
+    extra: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("scheduler.edit", self.edit, "a probability")
+        check_count("scheduler.extra", self.extra, 0)
+
+    @property
+    def traits(self) -> Traits:
+        """It replaces tokens."""
+        return replace(super().traits, asks="window", revises=True)
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B]` editing rounds made since the block was full; a round of `s2d2`."""
+        return torch.zeros_like(canvas.start), super().init(canvas)
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """See `SelfVerified.ask`."""
+        return super().ask(canvas, carry[1])
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, after = super().tell(canvas, query, readout, carry[1])
+        inside, eligible = canvas.inside(query.positions), canvas.eligible(query.positions)
+        token, sure = readout.token[:, 0], readout.confidence[:, 0]
+        edits = (inside ^ eligible) & (token != canvas.ids.gather(1, query.positions)) & (sure > self.edit)
+        edits = edits & ~carry[1].waits[:, None]
+        some_left = eligible.any(1)
+        made = (carry[0] + 1).masked_fill(some_left, 0)
+        again = (some_left | edits.any(1)) & (made < self.extra)
+        # Nothing becomes noise, but stops should know that committed tokens are not final before the block is over.
+        edit = replace(edit, commit=edit.commit | edits, remask=torch.zeros_like(edits), keep_block=again)
+        return edit, (made, after)
+
+    def bound(self, tokens: int) -> int:
+        """Every block may be edited on."""
+        return tokens * (2 + self.extra)
