@@ -11,8 +11,7 @@ from torch import Tensor
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.drafting.routing import Routed, Routing
-from dllm_sampler.drafting.verify import Draft, Verifying, leading
+from dllm_sampler.drafting import routing, verify
 from dllm_sampler.schedulers.rows import choose
 
 
@@ -22,12 +21,12 @@ class Round(NamedTuple):
     length: Tensor  # [B] positions of the block when it was opened
     made: Tensor  # [B] rounds made in this block
     waits: Tensor  # [B] bool: the draft waits for the forward that verifies it
-    draft: Draft
-    routed: Routed
+    draft: verify.Draft
+    routed: routing.Routed
 
 
 @dataclass(frozen=True)
-class SelfVerified(Routing, Verifying):
+class SelfVerified(routing.Routing, verify.Verifying):
     """Draft a block as the model was trained to, and verify the draft by the same model at block size 1.
 
     Source: S2D2, arXiv 2603.25702. A round drafts all masks of the block. Where the policy says so, one more forward
@@ -78,7 +77,7 @@ class SelfVerified(Routing, Verifying):
         now, then = self.drafted(canvas, query, readout), carry.draft.at(query.positions)
         token, sure, score = (torch.where(verifies[:, None], *pair) for pair in zip(then[1:4], now[1:4], strict=True))
         eligible = canvas.eligible(query.positions)
-        span = leading(canvas, query.positions, eligible)
+        span = verify.leading(canvas, query.positions, eligible)
         stands = self.verdict(canvas, query, readout, then, now, span & verifies[:, None])
 
         likely = (eligible & (sure > self.threshold)).sum(1)

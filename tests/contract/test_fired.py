@@ -97,6 +97,15 @@ def more_kinds(one: Result, two: Result) -> bool:
     return sum(kinds[0]) > sum(kinds[1]) and torch.equal(one.nfe, two.nfe)
 
 
+def accepts_and_rejects(one: Result, two: Result) -> bool:
+    """Every round was verified: half of the forwards commit nothing, some commit several tokens, some not all."""
+    steps = [[len(step) for step in one.trace.steps(row)] for row in range(len(toys.PROMPTS))]
+    blocks = torch.tensor([(len(prompt) + TOKENS + 5) // 6 - len(prompt) // 6 for prompt in toys.PROMPTS])
+    rounds = torch.tensor([sum(count > 0 for count in row) for row in steps])
+    halves = torch.equal(2 * rounds, one.nfe) and max(map(max, steps)) > 1
+    return halves and bool((rounds > blocks).all()) and answers_differ(one, two)
+
+
 def fills_at_once(one: Result, two: Result) -> bool:
     """A row's last forward fills several masks where the other one fills one."""
     last = (one.trace.generated == one.nfe[:, None] - 1).sum(1)
@@ -242,6 +251,16 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "stop.end_of_text": ({"stop": {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3}}, {}, cuts_the_context),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
     "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
+    "scheduler.s2d2": (
+        {"kind": "causal", "scheduler": "s2d2"},
+        {"kind": "causal", "scheduler": "dynamic"},
+        accepts_and_rejects,
+    ),
+    "scheduler.s2d2_editing": (
+        {"kind": "causal", "scheduler": {"name": "s2d2_editing", "edit": 0.3}},
+        {"kind": "causal", "scheduler": {"name": "s2d2_editing", "edit": 1.0, "extra": 0}},
+        takes_back,
+    ),
     "cache.block_causal": (
         {"kind": "causal", "cache": "block_causal"},
         {"kind": "causal", "cache": "none"},

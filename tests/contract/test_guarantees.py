@@ -229,11 +229,12 @@ class TestMaskToken:
 
     @pytest.mark.parametrize("scheduler", cases.one_of_each_kind())
     def test_never_by_default(self, scheduler: dict[str, Any]) -> None:
-        sampler = self.sampler(50.0, scheduler=scheduler, temperature=1.0)
+        toy = cases.toy_for(scheduler)
+        sampler = self.sampler(50.0, toy, scheduler=scheduler, temperature=1.0)
         result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
         assert not (result.tokens == toys.MASK).any()
         assert result.complete.all()
-        plain = self.sampler(0.0, scheduler=scheduler, temperature=1.0)
+        plain = self.sampler(0.0, toy, scheduler=scheduler, temperature=1.0)
         assert torch.equal(result.tokens, plain.generate(toys.PROMPTS, max_new_tokens=TOKENS).tokens)
 
     @pytest.mark.parametrize("cache", CACHES, ids=cases.label)
@@ -262,14 +263,18 @@ def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     if "verifier" in scheduler:
         pytest.skip("a second model knows the tokens by their names")
     renamed = torch.randperm(toys.VOCAB, generator=torch.Generator().manual_seed(0))
-    model, other = toys.transformer(), toys.transformer()
+    kind = cases.toy_for(scheduler)
+    model, other = (toys.causal_transformer() if kind == "causal" else toys.transformer() for _ in range(2))
     with torch.no_grad():
         other.embed.weight[renamed] = model.embed.weight
         other.lm_head.weight[renamed] = model.lm_head.weight
     cache = "dual" if {"name": "dual"} in cases.legal_caches(scheduler) else "none"
     plugins = {"scheduler": scheduler, "cache": cache, "blocks": {"name": "fixed", "length": 6}}
-    twin = replace(toys.wrapped(other), mask_id=int(renamed[toys.MASK]), eos_id=int(renamed[toys.EOS]), eot_id=None)
-    sampler = Sampler(toys.wrapped(model), **plugins)
+    made = replace(toys.wrapped(model), attention=toys.denoiser(kind).spec.attention)
+    twin = replace(
+        made, model=other, mask_id=int(renamed[toys.MASK]), eos_id=int(renamed[toys.EOS]), eot_id=None, pad_id=None
+    )
+    sampler = Sampler(made, **plugins)
     if any(guide.draws for guide in sampler.plugins.guides):
         pytest.skip("samples at a temperature of its own")
     one = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)

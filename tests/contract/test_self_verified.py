@@ -1,0 +1,207 @@
+"""S2D2: drafts of a block-causal model, verified by the same model at block size 1."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from tests import toys
+from tests.contract.test_batching import assert_same_row
+from tests.contract.test_block_causal import PROMPTS, assert_same
+
+TOKENS, BLOCK = 14, 6
+CAUSAL = {"name": "block_causal", "token_causal": True}
+
+
+def sampler(**plugins: Any) -> Sampler:
+    return toys.sampler("causal", **{"scheduler": "s2d2", **plugins})
+
+
+def generate(prompts: list[list[int]] = PROMPTS, tokens: int = TOKENS, **plugins: Any) -> Result:
+    return sampler(**plugins).generate(prompts, max_new_tokens=tokens, seed=list(range(len(prompts))))
+
+
+def predicted(ids: list[int], sees: Tensor) -> Tensor:
+    """`[L, V]` probabilities of the plain network under a mask `[L, L]`."""
+    model = toys.denoiser("causal")
+    assert isinstance(model, TransformerDenoiser)
+    with torch.no_grad():
+        logits = model.transformer(torch.tensor([ids]), keys=sees[None])[0]
+    logits[:, toys.MASK] = -torch.inf
+    return logits.softmax(-1)
+
+
+def by_hand(prompt: list[int], causal: bool) -> tuple[list[int], list[int]]:
+    """Greedy, all rounds verified: one forward for each position that is verified, with a mask there and none else."""
+    ids, step_map, step = [*prompt, *[toys.MASK] * TOKENS], [-1] * TOKENS, 1
+    column = torch.arange(len(ids))
+    below = column[None] <= column[:, None]
+    while -1 in step_map:
+        first = len(prompt) + step_map.index(-1)
+        start, stop = first // BLOCK * BLOCK, min((first // BLOCK + 1) * BLOCK, len(ids))
+        own = column // BLOCK
+        blocks = own[None] <= own[:, None]
+        known = column < (first if causal else 0)
+        draft = predicted(ids, torch.where(known[:, None], below, blocks)).argmax(-1)
+        for at in range(first, stop):
+            sees = torch.where((column >= (0 if causal else start))[:, None], below, blocks)[: at + 1, : at + 1]
+            ids[at] = int(predicted([*ids[:at], toys.MASK], sees)[at].argmax())
+            step_map[at - len(prompt)] = step
+            if ids[at] != draft[at]:
+                break
+        step += 2
+    return ids[len(prompt) :], step_map
+
+
+@pytest.mark.parametrize("cache", ["none", "block_causal", CAUSAL], ids=["none", "block", "token"])
+def test_against_the_network_driven_by_hand(cache: Any) -> None:
+    result = generate(cache=cache)
+    for row, prompt in enumerate(PROMPTS):
+        tokens, step_map = by_hand(prompt, cache == CAUSAL)
+        assert result.tokens[row].tolist() == tokens
+        assert result.trace.generated[row].tolist() == step_map
+
+
+def many(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 14, (count,), generator=generator).tolist()
+    return [torch.randint(toys.EOT, (size,), generator=generator).tolist() for size in sizes]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_greedy_it_is_the_model_at_block_size_1(count: int) -> None:
+    """Whatever the drafts, and in fewer forwards than tokens if enough of them stand."""
+    prompts = many(count)
+    alone = generate(prompts, scheduler="fixed", blocks={"name": "fixed", "length": 1})
+    for blocks, store in ((4, "ride"), (6, "separate"), (17, "ride")):
+        cache = CAUSAL | {"store_pass": store}
+        found = generate(prompts, cache=cache, blocks={"name": "fixed", "length": blocks})
+        assert torch.equal(found.tokens, alone.tokens)
+    other = generate(prompts, scheduler="dynamic", blocks={"name": "fixed", "length": 4})
+    assert not torch.equal(other.tokens, alone.tokens)
+
+
+def law(prompt: list[int], tokens: int) -> dict[tuple[int, ...], float]:
+    """The likely answers of the model at block size 1, by enumeration."""
+    found = {(): 1.0}
+    for _ in range(tokens):
+        grown = {}
+        for answer, mass in found.items():
+            ids = [*prompt, *answer, toys.MASK]
+            following = predicted(ids, torch.ones(len(ids), len(ids)).tril().bool())[-1]
+            grown |= {(*answer, token): mass * float(p) for token, p in enumerate(following) if mass * p > 1e-4}
+        found = grown
+    return found
+
+
+def distance(prompt: list[int], tokens: int, count: int, **plugins: Any) -> float:
+    """Pearson's statistic of drawn answers against `law`, per degree of freedom; rare answers are one cell."""
+    made = sampler(temperature=1.0, blocks={"name": "fixed", "length": 4}, **plugins)
+    result = made.generate([prompt] * count, max_new_tokens=tokens, seed=list(range(count)))
+    seen = Counter(map(tuple, result.tokens.tolist()))
+    expected = {answer: count * mass for answer, mass in law(prompt, tokens).items() if count * mass >= 8}
+    cells = [(seen[answer], mean) for answer, mean in expected.items()]
+    cells.append((count - sum(found for found, _ in cells), count - sum(expected.values())))
+    return sum((found - mean) ** 2 / mean for found, mean in cells) / (len(cells) - 1)
+
+
+def test_drawn_answers_are_samples_of_the_model_at_block_size_1() -> None:
+    """Always verified; a round that is not, or keys that saw a whole block, change the law."""
+    prompt = [5, 11, 3, 8]
+    assert distance(prompt, 3, 3000, cache=CAUSAL) < 1.4
+    assert distance(prompt, 3, 3000, cache=CAUSAL, scheduler={"name": "s2d2", "min_span": 3}) > 2
+    assert distance(prompt, 3, 3000, cache=CAUSAL, scheduler={"name": "s2d2", "tempering": 0.2}) > 2
+
+
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("pace", [{"threshold": 0.6}, {"threshold": 1.0, "steps": 2, "score": "margin"}])
+def test_what_is_never_verified_is_dynamic(pace: dict[str, Any], drawn: dict[str, Any]) -> None:
+    never = generate(scheduler={"name": "s2d2", "min_span": BLOCK + 1, **pace}, **drawn)
+    assert_same(never, generate(scheduler={"name": "dynamic", **pace}, **drawn))
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"min_span": 4},
+    {"policy": "score_threshold", "least": 0.5, "cost": 1.0},
+    {"policy": "score_threshold", "least": 0.5, "cost": 0.5, "cost_per_sure": True, "threshold": 0.6},
+    {"policy": "score_threshold", "least": 1.0, "cost": 0.0, "estimator": "hard_margin_threshold", "margin": 0.2},
+    {"policy": "score_hysteresis", "enter": 1.5, "leave": 0.8},
+    {"policy": "contextual_bandit_ucb"},
+]
+
+
+@pytest.mark.parametrize("drawn", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda one: "-".join(map(str, one.values())))
+def test_rows_of_a_batch_verify_by_themselves(policy: dict[str, Any], drawn: dict[str, Any]) -> None:
+    """In one forward some rows draft and others verify, and each is the row alone."""
+    plugins: dict[str, Any] = {"scheduler": {"name": "s2d2", "steps": 4, **policy}, **drawn}
+    spy = toys.Spy(toys.denoiser("causal"))
+    made = Sampler(spy, blocks={"name": "fixed", "length": BLOCK}, stop="none", **plugins)
+    batch = made.generate(PROMPTS, max_new_tokens=TOKENS, seed=list(range(len(PROMPTS))))
+    asked = [query.causal[~canvas.done] for canvas, query, _ in spy.calls if query.causal is not None]
+    assert any(bool(rows.any()) and not bool(rows.all()) for rows in asked)
+    for canvas, query, plan in spy.calls:  # the block, and a shadow of each mask
+        assert query.causal is not None
+        shadows = plan.computed - plan.wanted.computed.sum(1)
+        assert torch.equal(shadows, canvas.noise_left() * (query.causal & ~canvas.done))
+    unverified = sum(len(step) > 0 for row in range(len(PROMPTS)) for step in batch.trace.steps(row))
+    assert sum(int(rows.sum()) for rows in asked) < unverified, "all rounds were verified"
+    for row, prompt in enumerate(PROMPTS):
+        assert_same_row(batch, row, made.generate([prompt], max_new_tokens=TOKENS, seed=[row]))
+
+
+def test_the_draft_is_edited_before_it_is_verified() -> None:
+    """What replaces a token is written by the forward that drafts, while masks wait for the one that verifies."""
+    rule = {"name": "s2d2_editing", "edit": 0.3, "extra": 2}
+    steps = list(sampler(scheduler=rule).stream(PROMPTS, max_new_tokens=TOKENS, seed=0))
+    edited = [
+        ((after.tokens != before.tokens) & ~before.masked & ~after.masked).any(1)
+        & after.masked.any(1)
+        & ~(before.masked & ~after.masked).any(1)
+        for before, after in pairwise(steps)
+    ]
+    assert any(bool(rows.any()) for rows in edited)
+
+
+@pytest.mark.parametrize(("level", "accepts"), [(0.0, True), (0.999999, False)])
+def test_the_published_rule_draws_without_a_temperature(level: float, accepts: bool) -> None:
+    """Uniform numbers of 0 accept whatever the verifier can say at all: then all spans at once."""
+    made = sampler(scheduler=PublishedSelfVerified(), noise=Level(0, "sdar", uniforms=level))
+    result = made.generate([PROMPTS[3]], max_new_tokens=11)
+    assert (int(result.nfe) == 4) == accepts  # 13 + 11 columns: two blocks, each drafted and verified once
+
+
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("llada", {}, r"scheduler=s2d2 verifies drafts by a block-causal model .* this model is none: use scheduler=ssd"),
+    ("dream", {}, r"scheduler=s2d2 .* this model is none"),
+    ("context", {}, r"scheduler=s2d2 .* this model is none"),
+    ("fast", {}, r"scheduler=s2d2 .* has a logit shift"),
+    ("causal", {"cache": "sub_block"}, r"scheduler=s2d2 asks about states .* what cache=sub_block keeps changes"),
+    ("causal", {"cache": "dual"}, r"cache=dual is for models that see the whole canvas"),
+    ("causal", {"stop": "truncate"}, r"scheduler=s2d2 has drafted .* stop=truncate"),
+    ("causal", {"guide": {"name": "regex", "pattern": "[a-j]+"}}, r"scheduler=s2d2 writes other tokens"),
+    ("causal", {"scheduler": {"name": "freedave", "inner": "s2d2"}}, r"cannot speed up s2d2"),
+    ("causal", {"scheduler": {"name": "eoser", "inner": "s2d2"}}, r"s2d2"),
+    (
+        "causal",
+        {"scheduler": {"name": "s2d2", "policy": "mask_span"}},
+        r"scheduler=s2d2: policy should be 'mask_span_length', 'score",
+    ),
+    ("causal", {"scheduler": {"name": "s2d2", "tempering": 0.0}}, r"scheduler.tempering must be a number above 0"),
+    ("causal", {"scheduler": {"name": "s2d2", "cost": float("nan")}}, r"scheduler.cost must be a score"),
+    ("context", {"scheduler": "fixed", "cache": CAUSAL}, r"cache.token_causal=true .* is causal already: leave it out"),
+]
+
+
+@pytest.mark.parametrize(("kind", "plugins", "said"), REFUSALS, ids=range(len(REFUSALS)))
+def test_refusals(kind: str, plugins: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        toys.sampler(kind, **{"scheduler": "s2d2", **plugins})
