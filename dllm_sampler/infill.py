@@ -276,7 +276,7 @@ def _check(task: Task, plugins: Plugins, number: int) -> None:
         return  # a beginning alone
     if not plugins.scheduler.traits.reads_ahead:
         raise UserError(
-            f"scheduler={named(plugins.scheduler)} asks a second model that reads from left to right, and"
+            f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"
             f" prompt {number} has given tokens behind a gap, which it would not see: use another scheduler, threshold"
             " say"
         )

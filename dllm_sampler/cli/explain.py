@@ -31,7 +31,7 @@ SCHEDULER = {
     "drafts": "It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.",
     "opens_ahead": "It may open a block without a forward of its own.",
     "static": "Its steps read the device: no CUDA graphs.",
-    "reads_ahead": "A second model reads from left to right: no given tokens behind a gap.",
+    "reads_ahead": "A verifier reads from left to right: no given tokens behind a gap.",
     "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
     "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",

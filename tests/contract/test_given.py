@@ -31,7 +31,7 @@ FORMS = ("regex", "choices", "json_schema")
 def given(case: Case) -> list[list[int]]:
     """Tokens of each toy prompt's answer, by chance: under a guide those of an answer that it allows.
 
-    A block-causal model, and a second model that reads from left to right, get beginnings only. The first row has none.
+    A block-causal model, and a verifier that reads from left to right, get beginnings only. The first row has none.
     """
     random, before = Random(case.id), None
     if case.guide["name"] in (*FORMS, "grammar"):

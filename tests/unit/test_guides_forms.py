@@ -166,6 +166,8 @@ def test_valid_against_the_models_will(scheduler: str) -> None:
     except UserError as error:
         if scheduler in ("apd", "credit", "entropy_renoise") and "vouches" in str(error):
             return
+        if scheduler.startswith("s2d2") and "block-causal" in str(error):
+            return
         raise
     found = sampler.generate(["shuffle: Eve, Tom, Zoe, Amy", "copy: Max", "sort: Kim, Leo"], max_new_tokens=16)
     assert found.texts is not None and bool(found.complete.all())

@@ -286,7 +286,7 @@ def test_what_a_gap_would_not_see() -> None:
             causal.generate([PROMPT], max_new_tokens=9, pinned=pinned)
     apd = made(scheduler={"name": "apd", "verifier": toys.verifier(), "mixture_weight": 0.5})
     assert apd.generate([PROMPT], max_new_tokens=9, prefix=[1]).complete.all()
-    with pytest.raises(UserError, match="asks a second model that reads from left to right, and prompt 1 has given"):
+    with pytest.raises(UserError, match="asks a verifier that reads from left to right, and prompt 1 has given"):
         apd.generate([PROMPT], max_new_tokens=9, suffix=[1])
     dream = made("dream")
     assert dream.infill("a{gap:3}b").complete.all()
