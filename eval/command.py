@@ -14,7 +14,8 @@ from rich.text import Text
 
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.help import about, choices_of
+from dllm_sampler.cli.help import choices_of
+from dllm_sampler.cli.printing import about
 from dllm_sampler.cli.yours import choices, trusting
 from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.cli import yours
-from dllm_sampler.cli.help import about, row, say, written
+from dllm_sampler.cli.printing import about, row, say, written
 from dllm_sampler.errors import UserError
 
 # What others rely on, in words: of `Traits` the values that are not the default, of other kinds the class attributes.

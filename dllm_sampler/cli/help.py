@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-import textwrap
 from collections.abc import Sequence
 from importlib.resources import files
 
 from rich.console import Console
-from rich.text import Text
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.arguments import Arguments, is_override
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.cli.explain import explain
+from dllm_sampler.cli.printing import about, row, say
+from dllm_sampler.errors import unknown
 
 _DEFAULT = re.compile(r"^  - (\w+): (\S+)$", re.MULTILINE)
 _OPTION = re.compile(r"^(\w+): (.+?) +# (.+(?:\n +# .+)*)$", re.MULTILINE)
-COLUMN, WIDEST = 19, 120
 ANY = "FOLDER ORG/NAME"  # of a model: what has no YAML
 
 USAGE = """\
@@ -91,11 +89,8 @@ def show(arguments: Arguments, console: Console) -> None:
         show_group(console, group)
     for name in named:
         _option(console, *next(one for one in options() if one[0] == name))
-    if chosen:
-        from dllm_sampler.cli.explain import explain  # imports torch for what it prints
-
-        for group, name in chosen:
-            explain(console, group, name)
+    for group, name in chosen:
+        explain(console, group, name)
     if groups or chosen or named:
         return
     if arguments.action == "help":
@@ -172,39 +167,6 @@ def show_group(console: Console, group: str) -> None:
         mark = "*" if name == defaults()[group] else ""
         row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", about(group, name))
     say(console, "")
-
-
-def about(group: str, name: str) -> str:
-    """What the first comment of a choice's YAML says; of a user's own its file, too."""
-    own = yours.own(group).get(name)
-    try:
-        said = yours.entry(group, name).about
-    except UserError as error:
-        return str(error)
-    return said if own is None else f"{said} [yours: {own}]".lstrip()
-
-
-def written(value: object) -> str:
-    """A value as the command line has it."""
-    if value == "???":  # Hydra's word for what must be given
-        return "FOLDER"
-    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
-
-
-def say(console: Console, text: str) -> None:
-    """Print text as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
-    """Print two columns, the right one wrapped to the terminal; a name too long for the left stands above it."""
-    name, width = " " * indent + left, max(min(console.width, WIDEST) - column, 20)
-    lines = textwrap.wrap(right, width, break_long_words=False, break_on_hyphens=False) or [""]
-    if left and right and len(name) >= column:
-        lines.insert(0, "")
-    for place, line in enumerate(lines):
-        text = Text((name if place == 0 else "").ljust(column) if line else name, "bold")
-        console.print(text.append(line and line, f"not bold {style}"), soft_wrap=True, highlight=False)
 
 
 def _option(console: Console, name: str, default: str, comment: str) -> None:

@@ -38,6 +38,11 @@ def _run(words: Sequence[str]) -> int:
         pages.show(arguments, Console())
         return 0
     asked = request(arguments)
-    from dllm_sampler.cli import run  # brings torch and transformers: seconds that pages and mistakes need not wait for
+    # These bring torch and transformers: seconds that pages and mistakes do not wait for.
+    if asked.session is not None:
+        from dllm_sampler.cli import interactive
+
+        return interactive.session(asked.session)
+    from dllm_sampler.cli import run
 
     return run.run(asked)

@@ -42,10 +42,6 @@ def run(asked: Request) -> int:
         KeyboardInterrupt: after printing what was done.
     """
     options = asked.settings.options
-    if asked.session is not None:
-        from dllm_sampler.cli import interactive  # which uses this module
-
-        return interactive.session(asked.session)
     sampler = load(asked.settings)
     deer = None if options.target is None else verified(sampler, options)
     with Records(options.output, options.prompts_file, options.samples) if options.output else nullcontext() as records:

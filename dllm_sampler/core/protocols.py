@@ -115,7 +115,6 @@ class Planner(Protocol):
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """What the next `ask` names and `tell` commits: `[B, L+1] int64` places in the step's order, from 1; 0: not in
         this step. None, from a scheduler around another: that one does not know."""
-        ...
 
 
 @runtime_checkable
@@ -125,7 +124,6 @@ class Paced(Protocol):
     def pace(self, canvas: Canvas, seconds: float) -> int | None:
         """`Canvas.branches` from now on, None: unbounded; it must not change what is committed in the end. Called by
         the host between steps: how long the last one took, of which `canvas` has the sizes."""
-        ...
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.help import about, written
+from dllm_sampler.cli.printing import about, written
 from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.core import files
 from dllm_sampler.core.functions import function

@@ -1,0 +1,48 @@
+"""How pages of a command are printed: names on the left, what they mean on the right."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+
+from rich.console import Console
+from rich.text import Text
+
+from dllm_sampler.cli import yours
+from dllm_sampler.errors import UserError
+
+COLUMN, WIDEST = 19, 120
+
+
+def about(group: str, name: str) -> str:
+    """What the first comment of a choice's YAML says; of a user's own its file, too."""
+    own = yours.own(group).get(name)
+    try:
+        said = yours.entry(group, name).about
+    except UserError as error:
+        return str(error)
+    return said if own is None else f"{said} [yours: {own}]".lstrip()
+
+
+def written(value: object) -> str:
+    """A value as the command line has it."""
+    if value == "???":  # Hydra's word for what must be given
+        return "FOLDER"
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
+    """Print two columns, the right one wrapped to the terminal; a name too long for the left stands above it."""
+    name, width = " " * indent + left, max(min(console.width, WIDEST) - column, 20)
+    lines = textwrap.wrap(right, width, break_long_words=False, break_on_hyphens=False) or [""]
+    if left and right and len(name) >= column:
+        lines.insert(0, "")
+    for place, line in enumerate(lines):
+        text = Text((name if place == 0 else "").ljust(column) if line else name, "bold")
+        console.print(text.append(line and line, f"not bold {style}"), soft_wrap=True, highlight=False)
