@@ -167,6 +167,7 @@ def milliseconds(vocab: int, length: int, rows: int, repeats: int) -> tuple[dict
     prompts = [[2] * 8] * rows
     canvas = layout.canvas(prompts, length, range(rows), spec, FullBlock(), CounterNoise(), cuts=False)
     query = Query.at(canvas, canvas.answer()[:, :32])
+    canvas = replace(canvas, sizes=replace(canvas.sizes, stretch=32))  # as the engine has measured it
     answers, logits = Answers.every(query), torch.randn(query.ids.numel(), vocab)
     noisy = logits + canvas.noise.tokens(canvas, answers, vocab)
     works: dict[str, Callable[[], object]] = {

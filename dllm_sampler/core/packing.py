@@ -21,6 +21,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.masks import visible
 from dllm_sampler.core.shift import predictors
+from dllm_sampler.core.stretch import stretch
 from dllm_sampler.core.values import Canvas, Query, Sizes
 
 if TYPE_CHECKING:
@@ -77,17 +78,21 @@ def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
     return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec))
 
 
-def measure(canvas: Canvas, wanted: Request, bad: Tensor) -> Tensor:
+def measure(canvas: Canvas, wanted: Request, bad: Tensor, joint: bool = False) -> Tensor:
     """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`.
 
-    A ninth follows where the query has a limit: columns that it hides.
+    A ninth follows where the query has a limit: columns that it hides. A tenth is for a `joint` guide: the length of
+    the stretch of the answer that it goes through.
     """
     limit, entries = wanted.query.limit, wanted.entries(canvas)
     end = canvas.end if limit is None else torch.minimum(canvas.end, limit)
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
-    hidden = [] if limit is None else [canvas.end - end]
-    return torch.cat([entries, answers, queried, block, end, canvas.age, canvas.done.long(), bad, *hidden])
+    more = [] if limit is None and not joint else [canvas.end - end]
+    if joint:
+        begin, over = stretch(canvas, wanted.query.positions)
+        more.append(over - begin)
+    return torch.cat([entries, answers, queried, block, end, canvas.age, canvas.done.long(), bad, *more])
 
 
 def sized(canvas: Canvas, wanted: Request) -> Canvas:
@@ -124,7 +129,7 @@ def fetch(numbers: Tensor) -> list[int]:
 
 def read(measured: list[int], batch: int) -> Found:
     """`measure` of a `batch`, on the host."""
-    entries, answers, queries, block, end, age, done, bad, *hidden = (
+    entries, answers, queries, block, end, age, done, bad, *more = (
         measured[at : at + batch] for at in range(0, len(measured), batch)
     )
     live = [row for row, over in enumerate(done) if not over]
@@ -135,9 +140,10 @@ def read(measured: list[int], batch: int) -> Found:
         computed=max(1, sum(entries)),
         answers=max(1, sum(answers)),
         longest=max(1, *entries),
-        whole=all(entries[row] == end[row] and not any(columns[row] for columns in hidden) for row in live),
+        whole=all(entries[row] == end[row] and not any(hidden[row] for hidden in more[:1]) for row in live),
         opens=any(age[row] == 0 for row in live),
         rows=rows,
+        stretch=max([1, *(more[1][row] for row in live)]) if len(more) > 1 else None,
     )
     return Found(sizes, [bool(over) for over in done], {row: step for row, step in enumerate(bad) if step})
 

@@ -31,6 +31,7 @@ class Sizes:
     whole: bool  # every live row computes all columns that it has, and the query hides none
     opens: bool = True  # some live row opens a block
     rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row; None: not fixed
+    stretch: int | None = None  # no live row's is longer (`core/stretch.py`); None: not measured
 
 
 @dataclass(frozen=True)

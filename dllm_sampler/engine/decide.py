@@ -67,7 +67,8 @@ def ask(plugins: Plugins, state: Generation) -> None:
     if state.previous is not None:
         query = replace(query, previous=state.previous)
     state.wanted = Request.of(query, computed, answered)
-    state.measured = packing.measure(canvas, state.wanted, state.bad)
+    joint = any(guide.joint for guide in plugins.guides)
+    state.measured = packing.measure(canvas, state.wanted, state.bad, joint)
 
 
 def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:

@@ -239,6 +239,7 @@ def rounded(canvas: Canvas) -> Sizes:
         longest=most if sizes.whole else min(max(most, sizes.longest), up(sizes.longest)),
         opens=True,
         rows=None,
+        stretch=None if sizes.stretch is None else 1 << (sizes.stretch - 1).bit_length(),
     )
 
 

@@ -7,7 +7,7 @@ strings, one for each row and candidate; L positions of an answer; S states, E e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -24,10 +24,10 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, rows_at_once, total
+from dllm_sampler.guides.forms.window import ROOM, Window
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
-ROOM = 2**21  # numbers of several positions' moves that are worked on at once
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ class Lattice:
     answers: Answers
     strings: Strings
     form: Tensor  # [N]
+    window: Window
+    state: Tensor  # [N] at the window's first position
     unasked: Tensor  # [N, L] bool: a mask that no forward was asked about
     sizes: Tensor  # [C+2] `Edges.sizes`; [N, L+1, C+2] where given tokens say at which positions no answer ends
 
@@ -82,13 +84,18 @@ class Lattice:
         asked = _put(torch.zeros_like(strings.free), place, torch.ones_like(place, dtype=torch.bool))
         form = torch.zeros_like(canvas.first) if canvas.form is None else canvas.form
         form = form.repeat_interleave(len(place) // len(form), 0)
-        unasked = strings.exists & strings.free & ~asked
+        window = Window.of(edges, canvas, answers.query)
+        state = window.entered(edges, form, strings.token)
+        unasked = window.cut(strings.exists & strings.free & ~asked)
         sizes = edges.sizes
         if canvas.given is not None and eos_id is not None:
             inner = pad(canvas.answer() < canvas.given[:, None], (0, 1))[..., None]  # [B, L+1, 1]
             sizes = torch.where(inner, inner_sizes(edges, eos_id), sizes)
             sizes = sizes.repeat_interleave(len(place) // len(sizes), 0)
-        return Lattice(edges, answers, replace(strings, place=place), form, unasked, sizes)
+            sizes = torch.cat([window.cut(sizes), sizes[:, -1:]], 1)
+        exists, token, free = (window.cut(one) for one in (strings.exists, strings.token, strings.free))
+        strings = Strings(exists, token, free, window.places(place))
+        return Lattice(edges, answers, strings, form, window, state, unasked, sizes)
 
     @cached_property
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,7 +145,7 @@ class Lattice:
 
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
-        (source, target, _, _), found = self.lists, [self._ends(values)]
+        (source, target, _, _), found = self.lists, [self.window.left(self.edges, self.form, several)]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
         for begin, end in reversed(self.parts(values.shape[1])):
             for weight in reversed(self.weights(values[:, begin:end], several).unbind(1)):
@@ -150,8 +157,8 @@ class Lattice:
 
         Both passes run side by side, which takes hardly longer than one: the sizes are small.
         """
-        (source, target, _, _), goal = self.lists, self._ends(values)
-        start = torch.full_like(goal, -torch.inf).scatter(1, self.edges.start.index_select(0, self.form)[:, None], 0)
+        (source, target, _, _), goal = self.lists, self.window.left(self.edges, self.form, True)
+        start = torch.where(self.state[:, None] == select.numbers(goal.shape[1], goal.device), 0.0, -torch.inf).double()
         found, back = [torch.cat([start, goal])], values.flip(1)
         least = floor(found[0], goal.shape[1], True)
         source, target = torch.cat([source, target]), torch.cat([target, source])  # [2 N, E]
@@ -161,10 +168,6 @@ class Lattice:
                 found.append(total(weight + found[-1].gather(1, source), target, least))
         before, after = torch.stack(found[:-1], 1).chunk(2)
         return before, after.flip(1)
-
-    def _ends(self, values: Tensor) -> Tensor:
-        """`[N, S]` 0 for the states in which a string may end, -inf for the others."""
-        return torch.zeros_like(values[:, 0, :1]).where(self.edges.accepts.index_select(0, self.form), -torch.inf)
 
     def factors(self, behind: Tensor, ahead: Tensor) -> Tensor:
         """`[N, Q, C+2]` the sum of what leads to, and what follows, a token of each class at the queried positions.
@@ -190,7 +193,7 @@ class Lattice:
             noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
         """
         source, target, _, _ = self.lists
-        state, taken = self.edges.start.index_select(0, self.form)[:, None], []  # [N, 1]
+        state, taken = self.state[:, None], []  # [N, 1]
         for begin, end in self.parts(values.shape[1]):
             weight = self.weights(values[:, begin:end], False)  # [N, T, E]
             follows = goals[:, begin + 1 : end + 1]
@@ -230,12 +233,13 @@ def posterior(
     factor = answers.pick(lattice.factors(*lattice.around(mass)).view(*answers.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
     factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
-    # Where another guide forbids all that fits, tokens of a class are alike.
+    # Where another guide forbids all that fits, tokens of a class are alike: 0 in place of their -inf.
     barred = (tops.classes + factor).amax(1, keepdim=True) == -torch.inf
+    least = torch.zeros_like(barred, dtype=logits.dtype).masked_fill(~barred, -torch.inf)
     factor = factor.to(torch.promote_types(logits.dtype, torch.float32))
     found, rows = factor.index_select(1, edges.classes), rows_at_once(logits)
-    for into, part, none in zip(found.split(rows), logits.split(rows), barred.split(rows), strict=True):
-        into.add_(part.masked_fill(none, 0))
+    for into, part, low in zip(found.split(rows), logits.split(rows), least.split(rows), strict=True):
+        into.add_(torch.maximum(part, low))
     return found
 
 
@@ -274,7 +278,7 @@ def choose(
             assert rest is not None
             chance = _instead(chance, rest)
         mass = lattice.values(chance, lattice.sizes)
-        taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, edges))
+        taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, lattice))
     else:
         taken = lattice.walk(values, lattice.ahead(values, False))
     own = lattice.kinds(lattice.at(values), lattice.at(taken[..., None])[..., 0])  # [N, Q]
@@ -298,7 +302,7 @@ def _relative(values: Tensor, top: Tensor) -> Tensor:
     return found
 
 
-def unasked(canvas: Canvas, query: Query, edges: Edges) -> Tensor:
+def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
     """`[N, L, S]` noise for the states behind positions that no forward was asked about."""
     if not isinstance(canvas.noise, CounterNoise):
         raise UserError(f"a drawn answer of a form needs noise by position, and {type(canvas.noise).__name__} has none")
@@ -306,6 +310,7 @@ def unasked(canvas: Canvas, query: Query, edges: Edges) -> Tensor:
     step = canvas.step[:, None] if query.step is None else query.step
     step = step.expand(-1, candidates).flatten()  # [N]
     seeds, answer = (one.repeat_interleave(candidates, 0) for one in (canvas.row_seed, canvas.answer()))
+    answer = lattice.window.cut(answer)
     begin = canvas.noise.begin
     answer = answer if begin is None else answer + begin.repeat_interleave(candidates, 0)[:, None]
-    return token_noise(hashed(seeds, step, answer, FORMS), edges.accepts.shape[1]).double()
+    return token_noise(hashed(seeds, step, answer, FORMS), lattice.edges.accepts.shape[1]).double()

@@ -8,8 +8,9 @@ that fit somewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class Edges:
     kind: Tensor  # [P, M] the class of each move
     accepts: Tensor  # [P, S] bool
     start: Tensor  # [P] a state
+    after: Tensor  # [P, C+2, S+1] int32: the state behind a token of each class; S: none, the string is lost
     classes: Tensor  # [V] the class of each token
     sizes: Tensor  # [C+2] float64: logarithm of the number of tokens; -inf for the last two
     tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
@@ -42,6 +44,7 @@ class Edges:
     tile_kind: Tensor  # [G] the class of each tile
     main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
+    tails: dict[tuple[bool, int], Tensor] = field(default_factory=dict)  # see `window.py`
 
     @property
     def stays(self) -> int:
@@ -50,8 +53,8 @@ class Edges:
 
     def to(self, device: torch.device) -> Edges:
         """The same elsewhere."""
-        tensors = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **moved, tails={})
 
 
 @lru_cache(maxsize=8)
@@ -75,6 +78,7 @@ def joined(automata: tuple[Automaton, ...]) -> Edges:
         kind=_stacked(kind, count + 1),
         accepts=_stacked([one.accepts[:-1] for one in automata]),
         start=torch.tensor([one.start for one in automata]),
+        after=torch.stack([_after(one[:, fits], max(map(len, moves))) for one in moves]),
         classes=classes,
         sizes=sizes.log(),
         **_tiled(torch.where(classes == main, count, classes), count),
@@ -99,6 +103,15 @@ def _listed(moves: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     source, kind = (to != dead).nonzero().unbind(1)
     found, edge = (source * dead + to[source, kind]).unique(return_inverse=True)
     return found // dead, found % dead, edge, kind
+
+
+def _after(moves: Tensor, size: int) -> Tensor:
+    """`[C+2, size] int32` the state behind a token, of moves `[S+1, C]`; the dead state becomes the last one."""
+    dead = len(moves) - 1
+    to = torch.where(moves == dead, size - 1, moves)[:-1]
+    stay = torch.arange(dead)[:, None]
+    to = torch.cat([to, stay, torch.full_like(stay, size - 1)], 1)
+    return pad(to, (0, 0, 0, size - dead), value=size - 1).int().T.contiguous()
 
 
 def _stacked(values: Sequence[Tensor], filler: int = 0) -> Tensor:

@@ -50,11 +50,11 @@ class Tops:
     tiles: Tensor  # [R, G] of each tile
     classes: Tensor  # [R, C+2]
     weight: Tensor | None  # [R, C+2] float64 logarithm of the sum of each class's exp(logits)
-    main: Tensor | None  # [R] the first token of the class `Edges.main` with its best logit; None: there is none
+    main: Tensor | None  # [R] the first token of the class `Edges.main` with its best logit; None: not looked for
 
     @staticmethod
     def of(edges: Edges, logits: Tensor, weigh: bool = False) -> Tops:
-        """Those of logits `[R, V]`; `weigh`: their sums too."""
+        """Those of logits `[R, V]`; `weigh`: their sums too, in place of the best token of the class `Edges.main`."""
         parts = []
         for rows in logits.split(rows_at_once(logits)):
             main = () if edges.main < 0 else _main(edges.outside, rows, weigh)
@@ -65,11 +65,11 @@ class Tops:
         weight = total(sums, edges.tile_kind, floor(sums, size, True)) if weigh else None
         if not main:
             return Tops(tiles, classes, weight, None)
-        token, top, mass = main
-        classes[:, edges.main] = top
-        if weight is not None:
-            weight[:, edges.main] = mass
-        return Tops(tiles, classes, weight, token)
+        found, classes[:, edges.main] = main
+        if weight is None:
+            return Tops(tiles, classes, None, found)
+        weight[:, edges.main] = found
+        return Tops(tiles, classes, weight, None)
 
     def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
         """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
@@ -98,15 +98,14 @@ def _tiles(edges: Edges, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
     return top, mass.double().log_().add_(least)
 
 
-def _main(outside: Tensor, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`[R]` the first best token of those for which `outside [V]` is 0, its logit, and the logarithm of their sum."""
+def _main(outside: Tensor, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
+    """`[R]` of the tokens for which `outside [V]` is 0 the first best one or the logarithm of their sum; its logit."""
     own = logits + outside.to(logits.dtype)
-    token = argmax(own)
-    top = own.gather(1, token[:, None])[:, 0]
-    token = torch.where(top == -torch.inf, argmax(outside), token)
     if not weigh:
-        return token, top, top
-    precise = torch.promote_types(own.dtype, torch.float32)
+        token = argmax(own)
+        top = own.gather(1, token[:, None])[:, 0]
+        return torch.where(top == -torch.inf, argmax(outside), token), top
+    top, precise = own.amax(1), torch.promote_types(own.dtype, torch.float32)
     share = torch.softmax(own, 1, dtype=precise, out=own if own.dtype == precise else None)
     mass = top.double() - share.amax(1).double().log()  # the best token's share is 1 / sum of exp(logit - top)
-    return token, top, mass.masked_fill(top == -torch.inf, -torch.inf)
+    return mass.masked_fill(top == -torch.inf, -torch.inf), top

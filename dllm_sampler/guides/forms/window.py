@@ -1,0 +1,113 @@
+"""The part of an answer that a choice goes through position by position, and what is known of the rest.
+
+Letters as in `choice.py`: N strings, L positions of an answer, S states, C classes of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.stretch import stretch
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.guides.forms.edges import Edges
+from dllm_sampler.guides.forms.tops import best, floor, total
+
+MOST = 2**23  # numbers of a table that is kept; with more, every position is gone through
+ROOM = 2**21  # numbers of several positions' moves that are worked on at once
+
+
+@dataclass(frozen=True)
+class Window:
+    """Positions that are gone through. Those before are decided, and nothing is asked about those behind."""
+
+    begin: Tensor  # [N]
+    width: int  # W
+    length: int  # L
+    behind: Tensor  # [N] positions behind it that the row has
+
+    @staticmethod
+    def of(edges: Edges, canvas: Canvas, query: Query) -> Window:
+        """The window of each candidate of a query's rows: as wide as the host knows that it must be."""
+        length, wide = canvas.longest, canvas.sizes.stretch
+        fits = edges.accepts.numel() * length <= MOST
+        width = min(wide, length) if wide is not None and fits else length
+        begin = torch.zeros_like(canvas.first)
+        if width < length:
+            begin = stretch(canvas, query.positions)[0].clamp(max=length - width)
+        behind = (canvas.end - canvas.first - begin - width).clamp(min=0)
+        candidates = query.ids.shape[1]
+        return Window(begin.repeat_interleave(candidates, 0), width, length, behind.repeat_interleave(candidates, 0))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all positions are gone through."""
+        return self.width == self.length
+
+    def cut(self, values: Tensor) -> Tensor:
+        """`[N, W, ...]` of values `[N, L, ...]` (or more) by position."""
+        if self.whole:
+            return values[:, : self.length]
+        at = self.begin[:, None] + select.numbers(self.width, values.device)
+        return values.gather(1, at.view(*at.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:]))
+
+    def places(self, place: Tensor) -> Tensor:
+        """Positions `[N, Q]` counted from the window's first; W for those outside."""
+        if self.whole:
+            return place
+        inside = place - self.begin[:, None]
+        return inside.where((inside >= 0) & (inside < self.width), self.width)
+
+    def entered(self, edges: Edges, form: Tensor, token: Tensor) -> Tensor:
+        """`[N]` the state behind the tokens `[N, L]` before the window; S where they have led nowhere."""
+        state = edges.start.index_select(0, form)[:, None]
+        if self.whole:
+            return state[:, 0]
+        size = edges.after.shape[2]
+        before = select.numbers(self.length, token.device) < self.begin[:, None]
+        kind = torch.where(before, edges.classes[token], edges.stays) + form[:, None] * edges.after.shape[1]
+        for part in kind.split(max(1, ROOM // (len(kind) * size)), 1):
+            ways = edges.after.flatten(0, 1).index_select(0, part.flatten()).view(*part.shape, size).long()
+            while ways.shape[1] > 1:  # [N, T, S+1]: two neighbours become one
+                last = ways[:, ways.shape[1] // 2 * 2 :]
+                ways = torch.cat([ways[:, 1::2].gather(2, ways[:, : ways.shape[1] // 2 * 2 : 2]), last], 1)
+            state = ways[:, 0].gather(1, state)
+        return state[:, 0]
+
+    def left(self, edges: Edges, form: Tensor, several: bool) -> Tensor:
+        """`[N, S]` the best, or the sum, of what may follow each state behind the window."""
+        if self.whole:
+            return _ends(edges).index_select(0, form)
+        table = _tails(edges, several, self.length)  # [P, L', S]
+        return table.flatten(0, 1).index_select(0, form * table.shape[1] + self.behind)
+
+
+def _ends(edges: Edges) -> Tensor:
+    """`[P, S]` 0 for the states in which a string may end, -inf for the others."""
+    return torch.zeros_like(edges.accepts, dtype=torch.float64).where(edges.accepts, -torch.inf)
+
+
+def _tails(edges: Edges, several: bool, length: int) -> Tensor:
+    """`[P, L', S]` the best, or the sum, of what may follow each state in 0, 1, ..., at least `length` positions.
+
+    Made once for lengths up to a power of two, and kept as long as the edges: a recorded step reads it where it is.
+    """
+    most = 1 << (length - 1).bit_length()
+    if (several, most) not in edges.tails:
+        with torch.inference_mode(False):
+            found = [_ends(edges)]
+            weight = (edges.sizes if several else edges.sizes.clamp(max=0)).expand(len(edges.kind), -1)
+            weight = moved(edges, weight.gather(1, edges.kind), several)
+            reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
+            for _ in range(most):
+                found.append(reduce(weight + found[-1].gather(1, edges.target), edges.source, least))
+            edges.tails[several, most] = torch.stack(found, 1)
+    return edges.tails[several, most]
+
+
+def moved(edges: Edges, values: Tensor, several: bool) -> Tensor:
+    """`[P, E]` the best, or the sum, of the values `[P, M]` of each edge's moves."""
+    return (total if several else best)(values, edges.edge, floor(values, edges.source.shape[1], several))
