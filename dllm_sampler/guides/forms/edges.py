@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class Edges:
     tile_kind: Tensor  # [G] the class of each tile
     main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
-    tails: dict[tuple[bool, int], Tensor] = field(default_factory=dict)  # see `window.py`
+    tails: dict[tuple[bool, int], Tensor] = field(default_factory=dict, init=False)  # see `window.py`
 
     @property
     def stays(self) -> int:
@@ -53,8 +52,8 @@ class Edges:
 
     def to(self, device: torch.device) -> Edges:
         """The same elsewhere."""
-        moved: dict[str, Any] = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
-        return replace(self, **moved, tails={})
+        tensors = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **tensors)
 
 
 @lru_cache(maxsize=8)
