@@ -117,7 +117,7 @@ class Layer:
             own = tuple(self.normal(self.entries, self.kv_heads, self.head) for _ in range(2))
             hidden = torch.zeros(self.rows, self.slots + 1, dtype=torch.bool, device=self.device)
             hidden[:, self.slots - self.window : self.slots] = True
-            given["overwritten"] = hidden
+            given["unread"] = hidden
         if grid:
             given["grid"] = grid
         return self._work(

@@ -274,9 +274,9 @@ def _check_size(owner: str, key: str, value: object) -> None:
 
 
 def _nested(hint: Any, value: object) -> Any:
-    """A field of a plug-in: where a scheduler belongs, it is named like any other."""
-    scheduler = getattr(hint, "__name__", "") == "Scheduler"  # not imported: its module needs torch
-    return _one("scheduler", value) if scheduler and isinstance(value, str | Mapping) else value
+    """A field of a plug-in: where a scheduler or a cache belongs, it is named like any other."""
+    kind = {"Scheduler": "scheduler", "Cache": "cache"}.get(getattr(hint, "__name__", ""))  # no import: it needs torch
+    return value if kind is None or not isinstance(value, str | Mapping) else _one(kind, value)
 
 
 @cache

@@ -1,6 +1,7 @@
 """dInfer's vicinity refresh: a dual cache whose recomputed window reaches beyond the block on both sides."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class VicinityCache(BaseCache):
         after: columns right of it.
         warmup: whole forwards that a generation begins with; the one that opens a block is whole in any case.
     """
+
+    refreshes: ClassVar[bool] = True
 
     before: int = 16
     after: int = 16

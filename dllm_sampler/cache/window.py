@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ class WindowCache(BaseCache, ABC):
 
     A refresh is due when a block opens, and then only.
     """
+
+    refreshes: ClassVar[bool] = True
 
     @property
     def steady(self) -> bool:

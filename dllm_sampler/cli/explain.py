@@ -46,12 +46,15 @@ OTHERS = {
         "syncs": "It reads the device inside a step: no CUDA graphs.",
         "chooses": "It chooses which masks are predicted: no scheduler that must hear about all of them.",
         "keeps_noise": "It keeps nothing of masks that a step did not compute.",
+        "refreshes": "The first forward of a block computes every column.",
+        "hides": "A block does not see all masks behind it: no stop=prophet.",
         "causal": "It is for block-causal models only.",
         "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     },
     "stop": {
         "cuts": "It may shorten the canvas: no scheduler that drafts.",
         "fills": "It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.",
+        "judges_all": "It waits for a prediction of every mask: no cache that hides some.",
     },
     "guide": {
         "truncates": "It keeps the likeliest tokens only, which changes nothing without a temperature.",

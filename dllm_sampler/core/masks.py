@@ -58,7 +58,7 @@ class Visible:
 
 def visible(canvas: Canvas, query: Query) -> Tensor:
     """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
-    seen = canvas.seen()
+    seen = canvas.seen() if query.hidden is None else canvas.seen() & ~query.hidden
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
 
 
@@ -91,7 +91,8 @@ def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Te
     """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
     if canvas.grid is not None:
         return seen[:, None] & block_causal(positions, canvas.columns(), canvas.grid)
-    return seen if canvas.padded or query.limit is not None else None
+    whole = not canvas.padded and query.limit is None and query.hidden is None
+    return None if whole else seen
 
 
 def mask_of(keys: Tensor | None) -> Tensor | None:

@@ -81,14 +81,15 @@ def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
 def measure(canvas: Canvas, wanted: Request, bad: Tensor, joint: bool = False) -> Tensor:
     """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`.
 
-    A ninth follows where the query has a limit: columns that it hides. A tenth is for a `joint` guide: the length of
-    the stretch of the answer that it goes through.
+    A ninth follows where the query hides columns: how many. A tenth is for a `joint` guide: the length of the stretch
+    of the answer that it goes through.
     """
     limit, entries = wanted.query.limit, wanted.entries(canvas)
     end = canvas.end if limit is None else torch.minimum(canvas.end, limit)
     queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
     block = canvas.stop - canvas.start
-    more = [] if limit is None and not joint else [canvas.end - end]
+    whole = limit is None and wanted.query.hidden is None
+    more = [] if whole and not joint else [canvas.end - visible(canvas, wanted.query).sum(1)]
     if joint:
         begin, over = stretch(canvas, wanted.query.positions)
         more.append(over - begin)
@@ -257,7 +258,7 @@ class Pack:
     answers: Tensor  # [R] the entry that answers
     slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
     chosen: Tensor  # [B, S, L+1] bool: the entries as a set
-    overwritten: Tensor | None  # [B, L+1] bool: stored columns that several segments compute for themselves
+    unread: Tensor | None  # [B, L+1] bool: stored columns that no entry sees; None: there are none
     sizes: Sizes
 
     @staticmethod
@@ -293,6 +294,9 @@ class Pack:
             origin = origin * 2 + known * columns
             hides = torch.full_like(canvas.ids, -1).scatter(1, predict, query.positions)  # [B, L+1]
             unseen = torch.where(line % 2 == 1, hides.flatten()[row * columns + column], -1)
+        unread = query.hidden
+        if segments > 1:  # several segments compute these columns for themselves
+            unread = wanted.computed if unread is None else unread | wanted.computed
         return Pack(
             place,
             row,
@@ -302,7 +306,7 @@ class Pack:
             torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1),
             slots,
             chosen,
-            wanted.computed if segments > 1 else None,
+            unread,
             sizes,
         )
 

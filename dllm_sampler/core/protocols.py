@@ -229,6 +229,7 @@ class Stop(PlugIn):
 
     cuts: ClassVar[bool] = False  # whether it may shorten the canvas (`edit.end`)
     fills: ClassVar[bool] = False  # whether it may commit tokens itself
+    judges_all: ClassVar[bool] = False  # whether it waits for a prediction of every mask: no cache that hides some
 
     def positions(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns to join to every query (a cache may still drop them); default: none."""
@@ -250,6 +251,8 @@ class Cache:
     syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
     chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
     keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
+    refreshes: ClassVar[bool] = False  # a block's first forward computes every column that the row sees
+    hides: ClassVar[bool] = False  # a block does not see all masks behind it: no rule that judges them
     causal: ClassVar[bool] = False  # for block-causal models, and no others
     shared: ClassVar[bool] = False  # keeps numbers that hold for all rows: none can join a batch that runs
 

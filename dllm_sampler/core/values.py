@@ -259,6 +259,7 @@ class Query:
     live: Tensor | None = None  # [B, K] bool: candidates that are computed; None: all K
     step: Tensor | None = None  # [B, K] the step each candidate stands for, which keys its noise; None: canvas.step
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
+    hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides; a cache sets it (`narrow`)
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions

@@ -187,7 +187,7 @@ def check(plugins: Plugins) -> None:
 
 
 def _obstacles(plugins: Plugins) -> Iterator[str]:
-    """What scheduler, blocks, stop and model cannot do together."""
+    """What scheduler, blocks, stop, cache and model cannot do together."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits
     scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
     if traits.leave_one_out and not (spec.cacheable and spec.mask_id is not None):
@@ -199,6 +199,11 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         yield (
             f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
             " use stop=prefix, block or none"
+        )
+    if plugins.stop.judges_all and plugins.cache.hides:
+        yield (
+            f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks behind the"
+            " block: use stop=prefix or block, or another cache"
         )
     forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:

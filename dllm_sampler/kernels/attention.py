@@ -34,7 +34,7 @@ def packed_attention(
     end: Tensor | None = None,
     grid: int | None = None,
     segment: Tensor | None = None,
-    overwritten: Tensor | None = None,
+    unread: Tensor | None = None,
     stored: bool = True,
     longest: int | None = None,
     scale: float | None = None,
@@ -50,7 +50,7 @@ def packed_attention(
     end: integers `[B]`, columns from here on are hidden; default: L
     grid: length of the blocks of block-causal attention; None: no blocks
     segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
-    overwritten: bool `[B, L+1]`, stored columns that fresh keys replace, so that no entry sees them
+    unread: bool `[B, L+1]`, stored columns that no entry sees: fresh keys replace them, or they are hidden
     stored: whether stored keys are seen; false for a forward that computes every column
     longest: a row has no more entries than that; default T
     scale: of the scores; default `Dh ** -0.5`
@@ -77,7 +77,7 @@ def packed_attention(
     if splits > 1:
         peaks, totals = torch.empty(2, splits, entries, heads, dtype=torch.float32, device=q.device)
         parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
-    hidden = _whole(overwritten)
+    hidden = _whole(unread)
     launch: dict[str, Any] = {"G": group, "HKV": kv_heads, "DH": size, **shape}
     launch |= {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     tiles = (entries * group + batch * (shape["BLOCK_M"] - 1)) // shape["BLOCK_M"]  # at most
@@ -106,7 +106,7 @@ def attention_reference(
     end: Tensor | None = None,
     grid: int | None = None,
     segment: Tensor | None = None,
-    overwritten: Tensor | None = None,
+    unread: Tensor | None = None,
     stored: bool = True,
     longest: int | None = None,
     scale: float | None = None,
@@ -133,8 +133,8 @@ def attention_reference(
         keys.append(slots[0].to(q.dtype))
         values.append(slots[1].to(q.dtype))
         visible.append(sees(torch.arange(length, device=q.device).expand(batch, -1)))
-        if overwritten is not None:
-            visible[0] = visible[0] & ~overwritten[:, None]
+        if unread is not None:
+            visible[0] = visible[0] & ~unread[:, None]
     if k is not None and v is not None:
         keys.append(k[at])
         values.append(v[at])
@@ -195,12 +195,12 @@ def _configuration(
     shape, warps, stages = _shape(queries, size, 4 if dtype == "fp32" else 2, "fresh" in given)
     optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored"}
     optional |= {"segment": "segment", "grid": "grid", "peaks": "split", "totals": "split"}
-    types = dict.fromkeys(("bounds", "positions", "segment", "end"), "*i64") | {"overwritten": "*u8"}
+    types = dict.fromkeys(("bounds", "positions", "segment", "end"), "*i64") | {"unread": "*u8"}
     types |= {"peaks": "*fp32", "totals": "*fp32", "scale": "fp32", "out": "*fp32" if "split" in given else f"*{dtype}"}
     types |= dict.fromkeys(("q", "k", "v", "keys", "values"), f"*{dtype}")
     constants: dict[str, Any] = shape | {"G": group, "HKV": kv_heads, "DH": size}
     constants |= {argument: None for argument, what in optional.items() if what not in given}
-    constants |= {} if {"stored", "fresh"} <= {*given} else {"overwritten": None}
+    constants |= {} if {"stored", "fresh"} <= {*given} or "unread" in given else {"unread": None}
     constants |= {"batch": 1} if "one row" in given else {}
     types |= {"entries": "i32:16"} if "2048 entries" in given else {}
     types |= {"batch": "i32:16"} if "64 rows" in given else {}
@@ -210,9 +210,12 @@ def _configuration(
 
 
 _MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4, 8), "LLaDA2-mini": (128, 4, 4)}
-_GIVEN = [  # decoding, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts without a cache
+# Decoding, with hidden columns too, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts
+# without a cache.
+_GIVEN = [
     ("stored",),
     ("stored", "split"),
+    ("stored", "unread", "split"),
     ("stored", "grid", "split"),
     ("fresh",),
     ("fresh", "grid"),

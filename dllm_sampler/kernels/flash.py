@@ -43,7 +43,7 @@ def _place(bounds, batch, entries, tile, G: tl.constexpr, BLOCK_M: tl.constexpr)
 
 @triton.jit
 def attention_kernel(
-    q, k, v, keys, values, bounds, positions, segment, end, overwritten, out, peaks, totals,
+    q, k, v, keys, values, bounds, positions, segment, end, unread, out, peaks, totals,
     entries, batch, columns, grid, scale,
     G: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -101,8 +101,8 @@ def attention_kernel(
         for t in range(first, tl.minimum(last, stored)):
             column = t * BLOCK_N + tl.arange(0, BLOCK_N)
             seen = column < visible
-            if overwritten is not None:
-                seen = seen & (tl.load(overwritten + b * columns + column, mask=seen, other=1) == 0)
+            if unread is not None:
+                seen = seen & (tl.load(unread + b * columns + column, mask=seen, other=1) == 0)
             allowed = seen[None]
             if grid is not None:
                 allowed = allowed & (column[None] < past[:, None])

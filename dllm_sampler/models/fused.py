@@ -127,7 +127,7 @@ class Fused:
             end=sees.end,
             grid=sees.grid,
             segment=pack.segment,
-            overwritten=pack.overwritten,
+            unread=pack.unread,
             stored=slots is not None,
             longest=pack.sizes.longest,
         )

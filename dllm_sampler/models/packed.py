@@ -79,14 +79,14 @@ class PackedAttention:
     def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
         """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
         pack, parts = self.pack, []
-        if pack.segment is None and self.visible.all:
+        if pack.segment is None and self.visible.all and (pack.unread is None or not stored):
             return None
         column = pack.column[own]
         if stored:
             old = torch.arange(end, device=column.device)  # [S]
             sees = self._in_block(column, old, row)
-            if pack.overwritten is not None:
-                sees = sees & ~pack.overwritten[row, :end]
+            if pack.unread is not None:
+                sees = sees & ~pack.unread[row, :end]
             parts.append(sees)
         if pack.segment is not None or not stored:
             parts.append(self._in_block(column, column, row) & _together(pack, own))
@@ -112,8 +112,8 @@ class PackedAttention:
         if stored is not None:
             old = select.numbers(stored[0].shape[1], q.device)  # [L+1]
             sees = old < end  # [B, L+1]
-            if pack.overwritten is not None:
-                sees = sees & ~pack.overwritten
+            if pack.unread is not None:
+                sees = sees & ~pack.unread
             parts.append(sees[:, None] & (old < until))
             keys.append(stored[0].transpose(1, 2).to(q.dtype))
             values.append(stored[1].transpose(1, 2).to(q.dtype))

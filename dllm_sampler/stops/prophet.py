@@ -31,6 +31,7 @@ class Prophet(Stop):
     """
 
     fills: ClassVar[bool] = True
+    judges_all: ClassVar[bool] = True
 
     start: int | None = None
     length: int = 5

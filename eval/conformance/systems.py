@@ -23,6 +23,7 @@ from dllm_sampler.eval.conformance import (
     nemotron,
     s2d2,
     stable_diffcoder,
+    suffix,
     svdd,
     unmasking,
 )
@@ -83,6 +84,8 @@ SYSTEMS: dict[str, Builder] = {
     "rcr": extras.rcr,
     "remdm": extras.remdm,
     "sparse-dllm": extras.sparse,
+    "dpad": suffix.dpad,
+    "streaming": suffix.streaming,
 }
 
 

@@ -208,6 +208,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"scheduler": {"name": "remdm", "revisions": 0}},
         takes_back,
     ),
+    "scheduler.streaming": (
+        {"scheduler": {"name": "streaming", "threshold": 0.7, "alpha": 0.9}},
+        {},
+        fewer_forwards,
+    ),
     "scheduler.slowfast": (
         {"scheduler": {"name": "slowfast", "threshold": 0.7}, "blocks": "full"},
         {"scheduler": {"name": "slowfast", "threshold": 0.7, "slow": 0}, "blocks": "full"},
@@ -215,6 +220,16 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     ),
     "scheduler.wino": ({"scheduler": WINO | {"back": 0.9}}, {"scheduler": WINO | {"back": 0.0}}, takes_back),
     "scheduler.random_order": ({"scheduler": "random_order"}, STEPWISE, other_order),
+    "cache.dpad": (
+        {"cache": {"name": "dpad", "inner": "none", "window": 6}, **STEPWISE},
+        STEPWISE,
+        computes_less,
+    ),
+    "cache.streaming": (
+        {"cache": {"name": "streaming", "window": 2}, **STEPWISE},
+        {"cache": "prefix", **STEPWISE},
+        computes_less,
+    ),
     "cache.dkv": ({"cache": "dkv", **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.dkv_greedy": (
         {"cache": "dkv_greedy", "scheduler": "random_order"},

@@ -39,6 +39,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = (traits.whole and cache.stores) or (isinstance(cache, Foresees) and not traits.plans)
     starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
     starved = starved or (traits.horizon is not None and cache.keeps_noise)
+    starved = starved or (cache.hides and (traits.whole or traits.opens_ahead))
     stops = traits.drafts and (stop.cuts or stop.fills)
     against = {f"cache={named(cache)}": starved, f"blocks={named(blocks)}": wrong_blocks, f"stop={named(stop)}": stops}
     return [name for name, opposes in against.items() if opposes]
@@ -55,7 +56,11 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
         plugins = {group: built(group, kind)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
-        rule, cache = scheduler.bind(context), plugins["cache"].bind(context)
+        rule, cache, stop = scheduler.bind(context), plugins["cache"].bind(context), plugins["stop"]
+        if stop.judges_all and cache.hides:  # whatever the scheduler
+            with pytest.raises(UserError, match=f"stop={named(stop)} .*cache={named(cache)} .*: use "):
+                toys.sampler(stop=stop, cache=cache)
+            continue
         against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
         if plugins["blocks"].several and chosen[1] == "block":  # whatever the scheduler
             with pytest.raises(UserError, match=r"stop=block .* blocks=multi_block .*: use stop=prefix"):

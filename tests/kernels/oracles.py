@@ -20,7 +20,7 @@ def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) ->
     for b, (first, after) in enumerate(pairwise(bounds.tolist())):
         end = 10**6 if (given := options.get("end")) is None else int(given[b])
         end = end if slots is None else min(end, slots[0].shape[1] - 1)
-        hidden = [] if (over := options.get("overwritten")) is None else over[b].nonzero().flatten().tolist()
+        hidden = [] if (over := options.get("unread")) is None else over[b].nonzero().flatten().tolist()
         drafts = None if (own := options.get("segment")) is None else own.tolist()
         for t in range(first, after):
             past = end if grid is None else min(end, (at[t] // grid + 1) * grid)
@@ -68,11 +68,11 @@ def pack(
     q, k, v = (normal(entries, h, size) for h in (heads, kv_heads, kv_heads))
     slots = [normal(batch, length + 1, kv_heads, size) for _ in range(2)]
     end, columns, segment = [], [], []
-    overwritten = torch.zeros(batch, length + 1, dtype=torch.bool)
+    unread = torch.zeros(batch, length + 1, dtype=torch.bool)
     for b, count in enumerate(counts):
         end.append(draw.randrange(max(count, 1), length + 1))
         own = sorted(draw.sample(range(end[b]), count))
-        overwritten[b, own] = True
+        unread[b, own] = True
         columns += own * candidates
         segment += [candidate for candidate in range(candidates) for _ in own]
         for s in slots:
@@ -86,7 +86,7 @@ def pack(
         x[entries - fillers :] = torch.nan
     options: dict[str, Any] = {"end": torch.tensor(end)}
     options |= {"segment": torch.tensor(segment + [0] * fillers)} if candidates > 1 else {}
-    options |= {"overwritten": overwritten} if keys == "both" else {"stored": keys == "stored"}
+    options |= {"unread": unread} if keys == "both" else {"stored": keys == "stored"}
     fresh = (None, None) if keys == "stored" else (k, v)
     given: Any = (q, *fresh, tuple(slots), bounds, torch.tensor(columns + [length] * fillers))
     return given, options | fixed

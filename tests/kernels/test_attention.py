@@ -55,7 +55,7 @@ def test_a_row_of_a_pack_answers_as_it_does_alone(counts):
     together = checks.attention(given, options)
     for b, (first, after) in [*enumerate(pairwise(bounds.tolist()))][-7:]:
         own = slice(first, after)
-        its = {name: options[name][b : b + 1] for name in ("end", "overwritten")}
+        its = {name: options[name][b : b + 1] for name in ("end", "unread")}
         alone = packed_attention(
             q[own], k[own], v[own], (slots[0][b : b + 1], slots[1][b : b + 1]), torch.tensor([0, after - first]),
             columns[own], **options | its,

@@ -39,7 +39,7 @@ def _written(field: Any) -> object:
     """A field's default as YAML says it: a tuple is a list, a plug-in of its own defaults is named."""
     if field.default_factory is not dataclasses.MISSING:
         target = f"{type(inner := field.default_factory()).__module__}.{type(inner).__qualname__}"
-        return next(n for n in config.names("scheduler") if config.entry("scheduler", n).settings["_target_"] == target)
+        return next(name for kind, name in PLUGINS if config.entry(kind, name).settings.get("_target_") == target)
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 

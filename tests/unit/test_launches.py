@@ -113,7 +113,7 @@ def attentions(rows: int) -> None:
             attention.packed_attention(q, None, None, slots, bounds, columns, end=end, splits=splits)
             attention.packed_attention(q, q, q, None, bounds, columns, grid=rows, segment=columns, splits=splits)
             attention.packed_attention(
-                q, q, q, slots, bounds, columns, grid=rows, segment=columns.int(), overwritten=hidden, splits=splits
+                q, q, q, slots, bounds, columns, grid=rows, segment=columns.int(), unread=hidden, splits=splits
             )
 
 

@@ -45,7 +45,7 @@ def test_a_bad_value_is_refused_by_the_whole_name_of_its_field(kind: str, name: 
     """Where the constructor has something to say of it: types are judged before (`config.check`)."""
     given = {key: value for key, value in config.entry(kind, name).settings.items() if key != "_target_"}
     if "inner" in given:
-        given["inner"] = config.build("scheduler", given["inner"])
+        given["inner"] = config.build(kind, given["inner"])
     said = ""
     try:
         target(kind, name)(**{**given, field: -7.5})

@@ -38,6 +38,7 @@ from dllm_sampler.eval.conformance.published.seeded import (
 )
 from dllm_sampler.eval.conformance.published.slowfast import PublishedSlowFast
 from dllm_sampler.eval.conformance.published.stops import AllEnd, EarlyStop, StopAt
+from dllm_sampler.eval.conformance.published.suffix import SuffixDraws
 from dllm_sampler.eval.conformance.published.svdd import AbsorbingKernel
 from dllm_sampler.eval.conformance.published.unrolled import Unrolled
 from dllm_sampler.eval.conformance.published.window import (
@@ -89,5 +90,6 @@ __all__ = [
     "SeededContext",
     "StopAt",
     "StoresApart",
+    "SuffixDraws",
     "Unrolled",
 ]

@@ -1,0 +1,87 @@
+"""DPad: the farther a mask is behind the block, the less likely the block sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from math import exp, floor, pi, sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.suffix import SuffixCache
+from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_choice, check_count, check_number
+from dllm_sampler.core.values import Canvas
+
+Dropout = Literal["gaussian", "even", "uniform"]
+
+
+@dataclass
+class DPadCache(SuffixCache):
+    """Show a block a few masks behind it, chosen by distance when it opens, around another cache.
+
+    Source: DPad, arXiv 2508.14148. At distance d behind the block, x = sigma * d / (window - 1), a mask stays with
+    probability scale / sqrt(2 pi) * exp(-x^2 / 2), and never from `window` on. The paper calls its choice
+    deterministic; its code draws it (`gaussian`), from a generator that all draws share. Here the draw belongs to the
+    row's seed and the block. `even` draws nothing: a mask stays where the sum of the probabilities up to it reaches
+    the next whole number. The code wants a `window` no longer than the answer; here a longer one is as good.
+
+    Args:
+        inner: the cache of what is left; with `none` every forward computes all columns that the block sees.
+        dropout: what chooses: gaussian, even, or uniform.
+        window: columns behind the block, of which some may stay.
+        sigma: how fast the probability falls.
+        scale: what it is multiplied by.
+        number: columns that `uniform` keeps of the first `window`, each as likely as any other; all that there are
+            behind the block if these are no more.
+    """
+
+    dropout: Dropout = "gaussian"
+    window: int = 256
+    sigma: float = 4.0
+    scale: float = 2.0
+    number: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("cache.dropout", self.dropout, Dropout)
+        check_count("cache.window", self.window)
+        check_count("cache.number", self.number, 0)
+        for name in ("sigma", "scale"):
+            check_number(f"cache.{name}", getattr(self, name), finite=True)
+
+    def keeps(self, canvas: Canvas) -> Tensor:
+        """See `SuffixCache.keeps`."""
+        columns = canvas.columns().expand_as(canvas.ids)
+        distance = columns - canvas.stop[:, None]
+        odds = _odds(self.window, self.sigma, self.scale, self.dropout == "even", canvas.ids.device)
+        odds = odds[distance.clamp(0, self.window)]  # [B, L+1]
+        if self.dropout == "even":
+            return odds > 0
+        # A block's draws are those of its number among steps, counted down from -1: no step draws them too.
+        drawn = replace(canvas, step=canvas.first - canvas.start - 1)
+        if self.dropout == "gaussian":
+            return canvas.noise.uniform(drawn, columns) < odds
+        behind = canvas.end - canvas.stop  # [B]
+        every = behind <= self.number
+        count = behind.clamp(max=min(self.number, self.window)).masked_fill(every, 0)
+        near = (distance >= 0) & (distance < self.window) & canvas.seen()
+        order = canvas.noise.order(drawn, columns.masked_fill(~near, canvas.length), count)
+        return select.top(order, near, count) | every[:, None]
+
+
+@cache  # for good: a recorded step (`engine/graphs.py`) reads the tensor where it is
+def _odds(window: int, sigma: float, scale: float, even: bool, device: torch.device) -> Tensor:
+    """`[window + 1] float64` the probability to stay at each distance, 0 from `window` on; `even`: 0 or 1."""
+    rate = sigma / max(window - 1, 1)
+    odds = [scale / sqrt(2 * pi) * exp(-((rate * d) ** 2) / 2) for d in range(window)]
+    if even:
+        sums = [0.0]
+        for one in odds:
+            sums.append(sums[-1] + min(one, 1.0))
+        odds = [float(floor(after) > floor(before)) for before, after in pairwise(sums)]
+    with torch.inference_mode(False):
+        return torch.tensor([*odds, 0.0], dtype=torch.float64, device=device)

@@ -1,0 +1,38 @@
+"""Streaming-dLLM: a block sees the masks next behind it, and where the answer ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dllm_sampler.cache.suffix import SuffixCache
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.values import Canvas
+
+
+@dataclass
+class StreamingCache(SuffixCache):
+    """Show a block the first `window` masks behind it and the last of the canvas, around another cache.
+
+    Source: Streaming-dLLM, arXiv 2601.17917, which has it around `prefix`. Its threshold is `scheduler=streaming`, its
+    early exit `stop=block`.
+
+    Args:
+        inner: the cache of what is left; with `none` every forward computes all columns that the block sees.
+        window: columns right behind the block that stay; 0: none.
+        tail: last columns of the canvas that stay too, from which the model learns how long the answer may be.
+    """
+
+    window: int = 96
+    tail: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("cache.window", self.window, 0)
+        check_count("cache.tail", self.tail, 0)
+
+    def keeps(self, canvas: Canvas) -> Tensor:
+        """See `SuffixCache.keeps`."""
+        column = canvas.columns()
+        return (column < canvas.stop[:, None] + self.window) | (column >= canvas.end[:, None] - self.tail)

@@ -1,0 +1,120 @@
+"""The base of caches that leave masks far behind the block out of forwards, around another cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.prefix import PrefixCache
+from dllm_sampler.core.packing import Request
+from dllm_sampler.core.protocols import Cache, Context, Plan
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+
+# What the engine and others ask of a cache is what the inner one says.
+FACTS = ("stores", "pads", "syncs", "chooses", "keeps_noise", "shared")
+
+
+@dataclass
+class SuffixCache(Cache, ABC):
+    """Leave most of the masks behind the block out of its forwards; the cache inside does all else.
+
+    Which masks stay is chosen when a block opens (`keeps`) and holds until it is over. The others do not exist for the
+    block: they are no queries, and nothing attends to their keys. They keep their places, as all columns do, and come
+    back for later blocks. What is known behind the block (tokens that are given) stays. A block that its first forward
+    shortens (`Blocks.sizes_on_open`) also keeps the columns that this forward had taken for a part of it.
+
+    Args:
+        inner: the cache of what is left.
+    """
+
+    hides: ClassVar[bool] = True
+
+    inner: Cache = field(default_factory=PrefixCache)
+    hidden: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: columns that the block does not see
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Cache):
+            raise UserError(f"cache.inner must be a Cache, PrefixCache() say, not {self.inner!r}")
+        vars(self).update({name: getattr(self.inner, name) for name in FACTS})
+
+    @abstractmethod
+    def keeps(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1] bool` which columns stay, of those behind the block (`stop`); what it says of others is ignored."""
+
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`. What is hidden is chosen when the block opens."""
+        return self.inner.steady
+
+    def bind(self, context: Context) -> Cache:
+        """See `Cache.bind`."""
+        why = next(self._obstacles(context), None)
+        if why is not None:
+            raise UserError(why)
+        try:
+            inner = self.inner.bind(context)
+        except UserError as error:
+            raise UserError(f"cache={named(self)}: {str(error).replace('cache=', 'cache.inner=')}") from None
+        if inner.hides or (inner.keeps_noise and not inner.refreshes):
+            raise UserError(
+                f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
+                " compute all that it is shown when a block opens: use cache.inner=prefix, dual or none"
+            )
+        return replace(self, inner=inner)
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = copy(self)
+        live.inner, live.spec = self.inner.init(canvas, spec), spec
+        live.hidden = torch.zeros_like(canvas.masked)
+        return live
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        behind = canvas.masked & (canvas.columns() >= canvas.stop[:, None])
+        opens = (canvas.age == 0)[:, None]
+        self.hidden = torch.where(opens, behind & ~self.keeps(canvas), self.hidden)
+        chosen = self.inner.computes(canvas)
+        return ~self.hidden if chosen is None else chosen & ~self.hidden
+
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+        """See `Cache.narrow`; the query hides what the block does not see."""
+        return replace(self.inner.narrow(canvas, query, answered), hidden=self.hidden)
+
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+        """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""
+        return self.inner.plan(canvas, wanted)
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        self.inner.observe(canvas, query, edit, readout)
+
+    def _obstacles(self, context: Context) -> Iterator[str]:
+        """Why it cannot serve the model or the scheduler, whatever is inside."""
+        spec, cache = context.spec, f"cache={named(self)}"
+        if spec.attention != "bidirectional":
+            yield f"{cache} hides masks behind the block, and this block-causal model sees none: use cache=block_causal"
+        if not spec.cacheable:
+            yield f"{cache} leaves masks out of the forward, and this model computes whole rows only: use cache=none"
+        if context.scheduler is None:
+            return
+        traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
+        if traits.whole:
+            yield (
+                f"{scheduler} needs every position computed in each forward, and {cache} leaves masks out: use"
+                " cache=none"
+            )
+        if traits.opens_ahead:
+            yield (
+                f"scheduler.eager opens blocks without a forward of their own, and {cache} chooses by the block what"
+                " a forward sees: use scheduler.eager=false, or cache=none"
+            )

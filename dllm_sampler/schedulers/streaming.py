@@ -1,0 +1,59 @@
+"""Streaming-dLLM's threshold, which falls as the block fills."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_share
+from dllm_sampler.core.masks import visible
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.threshold import Threshold
+
+
+@dataclass(frozen=True)
+class StreamingThreshold(Threshold):
+    """Commit by a threshold that is the lower the fewer masks the model sees from the block on.
+
+    Source: Streaming-dLLM, arXiv 2601.17917. The threshold of a step is `threshold * (1 - alpha * (1 - r))`, where r is
+    the share of masks among the columns that the forward sees of the block and behind it. `cache=streaming` keeps few
+    behind it; the more there are, the less the threshold falls.
+
+    Args:
+        threshold: probability where all is noise; above 1 the rule may still fall below 1.
+        alpha: how much of it is given up where nothing is.
+    """
+
+    alpha: float = 0.3
+    behind: bool = field(init=False, default=True)  # the model sees columns behind the block
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("scheduler.alpha", self.alpha)
+
+    @property
+    def traits(self) -> Traits:
+        """It counts masks behind the block."""
+        return replace(super().traits, scope="answer")
+
+    def bind(self, context: Context) -> Self:
+        """Take whether the model sees what is behind the block."""
+        return learned(super().bind(context), behind=context.spec.attention == "bidirectional")
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
+        least = self.falling(canvas, query)[:, None]
+        return Edit(readout.token[:, 0], at_least_one(sure >= least, sure, eligible)), carry
+
+    def falling(self, canvas: Canvas, query: Query) -> Tensor:
+        """`[B] float64` the threshold of this step."""
+        seen = visible(canvas, query) & (canvas.columns() >= canvas.start[:, None])
+        seen = seen if self.behind else canvas.in_block()
+        share = (seen & canvas.masked).sum(1).double() / seen.sum(1).clamp(min=1)
+        return self.threshold * (1 - self.alpha * (1 - share))

@@ -1,0 +1,35 @@
+"""The draws of DPad's code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.core.values import Canvas
+
+
+@dataclass(frozen=True)
+class SuffixDraws(ReplayNoise):
+    """One draw when a block opens: of numbers for all that is behind it, or of an order of the columns asked about.
+
+    Source: DPad, arXiv 2508.14148. One row, and nothing else that draws.
+    """
+
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        """See `Noise.uniform`."""
+        out = torch.ones(1, canvas.length + 1)
+        if int(canvas.age) == 0:
+            stop, end = int(canvas.stop), int(canvas.end)
+            out[:, stop:end] = torch.rand(max(0, end - stop), generator=self.generator)
+        return out.gather(1, positions.cpu()).to(positions.device)
+
+    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
+        """See `Noise.order`. No draw where all or nothing is taken."""
+        out, asked = torch.zeros(positions.shape), (positions < canvas.length).cpu()
+        if int(canvas.age) == 0 and int(count) > 0:
+            drawn = torch.randperm(int(asked.sum()), generator=self.generator)
+            out[asked] = -drawn.argsort().float()
+        return out.to(positions.device)

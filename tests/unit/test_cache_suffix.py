@@ -1,0 +1,317 @@
+"""Caches that hide masks behind the block: DPad (arXiv 2508.14148) and Streaming-dLLM (arXiv 2601.17917)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, pi, sqrt
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import Canvas, Query, Readout, Result, Sampler, UserError, config
+from dllm_sampler.cache.dpad import DPadCache
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.periodic import PeriodicDual
+from dllm_sampler.cache.streaming import StreamingCache
+from dllm_sampler.cache.suffix import SuffixCache
+from dllm_sampler.schedulers.streaming import StreamingThreshold
+from tests import toys
+from tests.contract.test_batching import assert_same_row
+
+TOKENS, BLOCK = 20, 4
+RULE = {"name": "threshold", "threshold": 0.8}
+EVERYTHING: list[dict[str, Any]] = [
+    {"name": "dpad", "window": 10**6, "scale": 100.0, "sigma": 0.0},
+    {"name": "dpad", "dropout": "even", "window": 10**6, "scale": 100.0, "sigma": 0.0},
+    {"name": "dpad", "dropout": "uniform", "window": 1, "number": TOKENS},
+    {"name": "streaming", "window": TOKENS},
+]
+DPAD = {"name": "dpad", "window": 9, "scale": 1.6}
+STREAMING = {"name": "streaming", "window": 3}
+
+
+def spied(kind: str = "llada", **plugins: Any) -> tuple[toys.Spy, Sampler]:
+    spy = toys.Spy(toys.denoiser(kind))
+    given = {"scheduler": RULE, "blocks": {"name": "fixed", "length": BLOCK}, "stop": "none", **plugins}
+    return spy, Sampler(spy, **given)
+
+
+def answer(prompts: Any = toys.PROMPTS, kind: str = "llada", **plugins: Any) -> tuple[toys.Spy, Result]:
+    spy, sampler = spied(kind, **plugins)
+    seeds = toys.SEEDS[: len(prompts)] if isinstance(prompts[0], list) else 3
+    return spy, sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
+
+
+def opened(canvas: Tensor | int = 8, start: int = 2, stop: int = 5, rows: int = 1, **changes: Any) -> Canvas:
+    """Rows whose block [start, stop) opens on a canvas of masks."""
+    made = toys.canvas(torch.ones(rows, int(canvas), dtype=torch.bool), **changes)
+    return replace(made, start=made.start + start, stop=torch.full_like(made.stop, stop))
+
+
+def kept(cache: SuffixCache, canvas: Canvas) -> list[list[int]]:
+    """Columns behind the block that stay, of each row."""
+    live = cache.init(canvas, toys.denoiser().spec)
+    shown = live.computes(canvas) & canvas.seen() & (canvas.columns() >= canvas.stop[:, None])
+    return [row.nonzero()[:, 0].tolist() for row in shown]
+
+
+# Keeping everything is Fast-dLLM
+
+
+@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+@pytest.mark.parametrize("kind", ["dream", "cfg"])
+def test_a_window_over_all_is_the_cache_inside(kind: str, inner: str) -> None:
+    _, plain = answer(kind=kind, cache=inner)
+    for cache in EVERYTHING:
+        _, found = answer(kind=kind, cache={**cache, "inner": inner})
+        for name in ("tokens", "nfe"):
+            assert torch.equal(getattr(found, name), getattr(plain, name)), cache
+        assert torch.equal(found.trace.generated, plain.trace.generated)
+        assert torch.equal(found.trace.rows, plain.trace.rows)
+
+
+@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+def test_the_last_block_sees_all(inner: str) -> None:
+    for cache in (DPAD, STREAMING):
+        spy, _ = answer(cache={**cache, "inner": inner})
+        for canvas, query, _ in spy.calls:
+            assert query.hidden is not None
+            last = (canvas.stop == canvas.end) & ~canvas.done
+            assert not query.hidden[last].any()
+            assert query.hidden[~last & (canvas.stop + 10 < canvas.end)].any(1).all()
+
+
+# What is hidden does not exist
+
+
+@pytest.mark.parametrize("inner", ["none", "prefix", "dual", "sparse"])
+@pytest.mark.parametrize("kind", ["gqa", "dream"])
+def test_what_stands_at_hidden_columns_changes_nothing(kind: str, inner: str) -> None:
+    """Other tokens there in every forward, and keys that are NaN: the same answer."""
+
+    class Garbled(toys.Spy):
+        def __call__(self, canvas: Canvas, query: Query, plan: Any) -> Any:
+            assert query.hidden is not None
+            garbage = (canvas.ids * 7 + canvas.columns()) % (toys.VOCAB - 1)
+            if plan.cache.slots is not None and inner != "sparse":  # which drops slots of its own
+                for buffer in plan.cache.slots.keys + plan.cache.slots.values:
+                    buffer[query.hidden] = 1e30
+            return super().__call__(replace(canvas, ids=torch.where(query.hidden, garbage, canvas.ids)), query, plan)
+
+    for cache in (DPAD, STREAMING):
+        plugins = {"scheduler": RULE, "blocks": {"name": "fixed", "length": BLOCK}, "stop": "none"}
+        plugins |= {"cache": {**cache, "inner": inner}}
+        found = [
+            Sampler(spy(toys.denoiser(kind)), **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
+            for spy in (toys.Spy, Garbled)
+        ]
+        assert torch.equal(found[0].tokens, found[1].tokens)
+        assert torch.equal(found[0].trace.logprob, found[1].trace.logprob)
+
+
+@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+def test_forwards_compute_the_spec_s_rows(inner: str) -> None:
+    """Up to the block's end and what is kept; then block and kept, or the block alone. The set lasts for the block."""
+    for cache in (DPAD, STREAMING):
+        spy, result = answer(cache={**cache, "inner": inner})
+        before: dict[tuple[int, int], set[int]] = {}
+        for canvas, _, plan in spy.calls:
+            for row, columns in enumerate(toys.columns(plan)):
+                if canvas.done[row]:
+                    continue
+                start, stop = int(canvas.start[row]), int(canvas.stop[row])
+                opens, behind = int(canvas.age[row]) == 0, {at for at in columns if at >= stop}
+                first = 0 if opens or inner == "none" else start
+                if inner == "dual" and not opens:
+                    assert behind == set()
+                else:
+                    assert behind == before.setdefault((row, start), behind)
+                assert columns == [*range(first, stop), *sorted(behind)]
+        _, whole = answer(cache=inner)
+        if inner != "dual":
+            assert (result.trace.rows / result.nfe < whole.trace.rows / whole.nfe).all()
+
+
+def test_rows_that_open_blocks_at_different_times_are_as_alone() -> None:
+    for cache in (DPAD | {"inner": "dual"}, DPAD | {"dropout": "uniform", "number": 4}, STREAMING | {"inner": "none"}):
+        _, batch = answer(cache=cache, stop="block")
+        assert len(set(batch.nfe.tolist())) > 1
+        for row in range(len(toys.PROMPTS)):
+            _, sampler = spied(cache=cache, stop="block")
+            alone = sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
+            assert_same_row(batch, row, alone)
+
+
+def test_given_tokens_behind_the_block_are_seen() -> None:
+    canvas = opened(12, 0, 3)
+    masked = canvas.masked.clone()
+    masked[0, 9] = False
+    cache = DPadCache(NoCache(), scale=0.0)
+    assert kept(cache, replace(canvas, masked=masked)) == [[9]]
+
+
+def test_a_block_that_is_shortened_keeps_what_its_first_forward_took_for_it() -> None:
+    blocks = {"name": "adablock", "delimiters": list(range(20)), "threshold": 0.0, "length": 6, "window": 0.3}
+    spy, _ = answer(cache={"name": "streaming", "inner": "dual", "window": 1, "tail": 0}, blocks=blocks)
+    shortened = 0
+    for (before, _, _), (after, query, _) in zip(spy.calls, spy.calls[1:], strict=False):
+        same = (after.start == before.start) & (after.age == 1) & ~after.done
+        taken = (after.columns() >= after.stop[:, None]) & (after.columns() < before.stop[:, None])
+        assert query.hidden is not None
+        assert not (query.hidden & taken)[same].any()
+        shortened += int((taken & same[:, None]).any())
+    assert shortened > 0
+
+
+@pytest.mark.parametrize("inner", ["threshold", "streaming"])
+def test_drafts_see_what_the_inner_scheduler_sees(inner: str) -> None:
+    """FreeDave is lossless under them too."""
+    for cache in (DPAD | {"inner": "dual"}, STREAMING):
+        rule = {"name": inner, "threshold": 0.6}
+        _, plain = answer(cache=cache, scheduler=rule)
+        _, drafted = answer(cache=cache, scheduler={"name": "freedave", "inner": rule})
+        assert torch.equal(plain.tokens, drafted.tokens)
+        assert drafted.nfe.sum() < plain.nfe.sum()
+
+
+# Which columns stay
+
+
+def test_a_window_and_the_last_column() -> None:
+    canvas = opened(12, 2, 5)
+    for window, tail, wanted in ((0, 1, [11]), (3, 1, [5, 6, 7, 11]), (6, 1, [*range(5, 12)]), (2, 0, [5, 6])):
+        assert kept(StreamingCache(NoCache(), window, tail), canvas) == [wanted]
+
+
+def test_gaussian_keeps_a_distance_as_often_as_it_should() -> None:
+    rows, window, sigma, scale = 4000, 12, 3.0, 2.7
+    canvas = opened(20, 2, 4, rows, row_seed=torch.arange(rows))
+    cache = DPadCache(NoCache(), window=window, sigma=sigma, scale=scale)
+    live = cache.init(canvas, toys.denoiser().spec)
+    shares = live.computes(canvas)[:, 4:20].double().mean(0).tolist()
+    for distance, share in enumerate(shares):
+        x = sigma * distance / (window - 1)
+        odds = min(1.0, scale / sqrt(2 * pi) * exp(-x * x / 2)) if distance < window else 0.0
+        assert abs(share - odds) <= 4 * sqrt(odds * (1 - odds) / rows), distance
+
+
+def test_uniform_keeps_a_number_of_the_first_ones() -> None:
+    rows, window, number = 3000, 6, 2
+    canvas = opened(14, 2, 4, rows, row_seed=torch.arange(rows))
+    found = kept(DPadCache(NoCache(), "uniform", window, number=number), canvas)
+    assert all(len(row) == number and max(row) < 4 + window for row in found)
+    counts = torch.bincount(torch.tensor(found).flatten(), minlength=14)[4:10]
+    assert ((counts - rows * number / window).abs() < 5 * sqrt(rows * number / window)).all()
+    assert kept(DPadCache(NoCache(), "uniform", 2, number=10), opened(14, 2, 4)) == [[*range(4, 14)]]
+    assert kept(DPadCache(NoCache(), "uniform", 6, number=0), opened(14, 2, 4)) == [[]]
+
+
+def test_even_spreads_what_gaussian_keeps_on_average() -> None:
+    canvas = opened(300, 2, 4)
+    (columns,) = kept(DPadCache(NoCache(), "even", 256, 4.0, 2.0), canvas)
+    odds = [0.8 * exp(-((4 * d / 255) ** 2) / 2) for d in range(256)]
+    assert abs(len(columns) - sum(odds)) < 1
+    assert (
+        columns == kept(DPadCache(NoCache(), "even", 256, 4.0, 2.0), replace(canvas, row_seed=canvas.row_seed + 1))[0]
+    )
+    assert columns[:7] == [5, 6, 7, 9, 10, 11, 12]  # nearly 0.8 each: the first is missing, and one of five
+    gaps = torch.tensor(columns).diff()
+    assert gaps[:20].max() <= 2 < gaps[-5:].max()
+
+
+def test_draws_belong_to_seed_and_block() -> None:
+    cache, canvas = DPadCache(NoCache(), window=40), opened(60, 2, 5)
+    found = kept(cache, canvas)
+    assert found == kept(cache, replace(canvas, step=canvas.step + 9))
+    assert found != kept(cache, replace(canvas, row_seed=canvas.row_seed + 1))
+    assert found != kept(cache, replace(canvas, start=canvas.start + 1))
+
+
+# Streaming's threshold
+
+
+def test_the_threshold_falls_with_the_masks_that_are_seen() -> None:
+    rule, canvas = StreamingThreshold(0.9, 0.4), opened(12, 0, 4, 3)
+    masked = canvas.masked.clone()
+    masked[1, :2] = masked[2, :4] = False
+    canvas, hidden = replace(canvas, masked=masked), torch.zeros_like(masked)
+    hidden[:, 6:] = True
+    shares = [1, 4 / 6, 2 / 6]
+    query = replace(Query.window(canvas), hidden=hidden)
+    assert rule.falling(canvas, query).tolist() == [0.9 * (1 - 0.4 * (1 - share)) for share in shares]
+    assert rule.falling(canvas, Query.window(canvas)).tolist() == [
+        0.9 * (1 - 0.4 * (1 - share)) for share in (1, 10 / 12, 8 / 12)
+    ]
+
+
+def test_the_threshold_stays_between_its_ends_and_is_plain_at_first() -> None:
+    seen: list[float] = []
+
+    class Noted(StreamingThreshold):
+        def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> Any:
+            least = self.falling(canvas, query)
+            assert (least[(canvas.age == 0) & ~canvas.done] == 0.7).all()
+            seen.extend(least[~canvas.done].tolist())
+            return super().tell(canvas, query, readout, carry)
+
+    _, plain = answer(cache=STREAMING)
+    _, same = answer(cache=STREAMING, scheduler=StreamingThreshold(0.8, 0.0))
+    assert torch.equal(plain.tokens, same.tokens) and torch.equal(plain.trace.generated, same.trace.generated)
+    answer(cache=STREAMING, scheduler=Noted(0.7, 0.5))
+    assert min(seen) >= 0.35 - 1e-12 and max(seen) == 0.7 and min(seen) < 0.6
+
+
+def test_a_block_causal_model_sees_no_masks_behind_the_block() -> None:
+    sampler = toys.sampler("causal", scheduler={"name": "streaming", "threshold": 0.8, "alpha": 0.5})
+    rule, canvas = sampler.plugins.scheduler, opened(12, 0, 4)
+    assert isinstance(rule, StreamingThreshold)
+    masked = canvas.masked.clone()
+    masked[0, :2] = False
+    assert rule.falling(replace(canvas, masked=masked), Query.window(canvas)).tolist() == [0.8 * 0.75]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("plugins", "said"),
+    [
+        ({"scheduler": "wino"}, "scheduler=wino needs every position computed in each forward, and cache=dpad"),
+        ({"scheduler": {"name": "freedave", "eager": True}}, "scheduler.eager opens blocks .* cache=dpad"),
+        ({"stop": "prophet"}, "stop=prophet waits for a prediction of every mask, and cache=dpad hides"),
+        ({"kind": "causal"}, "cache=dpad hides masks behind the block, and this block-causal model sees none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name(plugins: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        toys.sampler(**{"cache": "dpad", **plugins})
+
+
+def test_a_model_of_whole_rows_is_refused() -> None:
+    context = toys.context(replace(toys.denoiser().spec, cacheable=False))
+    with pytest.raises(
+        UserError, match="cache=dpad leaves masks out of the forward, and this model computes whole rows"
+    ):
+        DPadCache().bind(context)
+
+
+@pytest.mark.parametrize("inner", ["dllm", "elastic", "d2", "dkv_greedy", "dpad", "streaming", "block_causal"])
+def test_caches_that_serve_what_a_block_did_not_compute_are_refused_inside(inner: str) -> None:
+    with pytest.raises(UserError, match=f"cache=streaming.* cache.inner={inner} .*: use cache.inner="):
+        toys.sampler(cache={"name": "streaming", "inner": inner}, scheduler="random_order")
+
+
+@pytest.mark.parametrize("inner", ["none", "exact", "prefix", "dual", "periodic_dual", "vicinity", "trailing", "dkv"])
+def test_others_run_inside(inner: str) -> None:
+    _, found = answer(cache={"name": "dpad", "inner": inner, "window": 6}, kind="dream")
+    assert found.complete.all()
+
+
+def test_an_inner_cache_is_one() -> None:
+    with pytest.raises(UserError, match=r"cache\.inner must be a Cache"):
+        DPadCache("dual")  # pyright: ignore[reportArgumentType]
+    made = config.build("cache", {"name": "dpad", "inner": {"name": "periodic_dual", "every": 3}})
+    assert isinstance(made, DPadCache) and made.inner == PeriodicDual(3)
