@@ -210,12 +210,9 @@ def _configuration(
 
 
 _MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4, 8), "LLaDA2-mini": (128, 4, 4)}
-# Decoding, with hidden columns too, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts
-# without a cache.
-_GIVEN = [
+_GIVEN = [  # decoding, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts without a cache
     ("stored",),
     ("stored", "split"),
-    ("stored", "unread", "split"),
     ("stored", "grid", "split"),
     ("fresh",),
     ("fresh", "grid"),
@@ -245,7 +242,10 @@ CONFIGURATIONS = [
         for queries in (16, 128)
         for given in (("stored", "split"), ("fresh",))
     ),
-    _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], 32, "stored", "split", "one row"),  # a step of one block
+    *(  # a step of one block, and one with hidden columns
+        _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], 32, *given, "split", "one row")
+        for given in (("stored",), ("stored", "unread"))
+    ),
     *(  # 64 rows of 32 positions; one row of 2,048, stored first or not at all
         _configuration(name, "bf16", *model, queries * model[1], *given, "2048 entries")
         for name, model in _MODELS.items()

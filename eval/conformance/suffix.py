@@ -89,11 +89,10 @@ def dpad(line: Line, checkpoints: Checkpoints) -> Setup:
 def streaming(line: Line, checkpoints: Checkpoints) -> Setup:
     """Streaming-dLLM: a window and the last mask; it always stops at an end token."""
     args = line.arguments(StreamingArguments)
-    rule = FixedSteps(args.steps)
-    if args.threshold is not None:
-        rule = StreamingThreshold(args.threshold, args.confidence_alpha)
-        if args.cache != "prefix":
-            raise Unsupported(f"the published loop with cache {args.cache} fails under a threshold")
+    if args.cache != "prefix":
+        raise Unsupported(f"the published loop with cache {args.cache} has neither the window nor the threshold")
+    plain = args.threshold is None
+    rule = FixedSteps(args.steps) if plain else StreamingThreshold(args.threshold, args.confidence_alpha)
     return _setup(line, checkpoints, args, rule, lambda inner: StreamingCache(inner, args.window_size), "block")
 
 

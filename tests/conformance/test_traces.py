@@ -25,6 +25,8 @@ SYSTEMS = {
     "dinfer-hierarchy": 16,
     "dinfer-credit": 16,
     "dparallel-entropy": 8,
+    "dpad": 16,
+    "streaming": 14,
     "eb-sampler": 8,
     "eoser": 11,
     "eoser-ass": 8,

@@ -72,13 +72,15 @@ def pack(
     for b, count in enumerate(counts):
         end.append(draw.randrange(max(count, 1), length + 1))
         own = sorted(draw.sample(range(end[b]), count))
-        unread[b, own] = True
+        hidden = draw.sample(range(end[b]), end[b] // 4)
+        unread[b, own if keys == "both" else []] = True
+        unread[b, hidden] = True
         columns += own * candidates
         segment += [candidate for candidate in range(candidates) for _ in own]
         for s in slots:
             s[b, end[b] :] = torch.nan
-            if keys == "both":
-                s[b, own] = torch.nan
+            if keys != "fresh":
+                s[b, unread[b]] = torch.nan
             if keys == "fresh" or not count:
                 s[b] = torch.nan
     bounds = torch.tensor([0, *accumulate(count * candidates for count in counts)])
@@ -86,7 +88,8 @@ def pack(
         x[entries - fillers :] = torch.nan
     options: dict[str, Any] = {"end": torch.tensor(end)}
     options |= {"segment": torch.tensor(segment + [0] * fillers)} if candidates > 1 else {}
-    options |= {"unread": unread} if keys == "both" else {"stored": keys == "stored"}
+    options |= {} if keys == "fresh" else {"unread": unread}
+    options |= {} if keys == "both" else {"stored": keys == "stored"}
     fresh = (None, None) if keys == "stored" else (k, v)
     given: Any = (q, *fresh, tuple(slots), bounds, torch.tensor(columns + [length] * fillers))
     return given, options | fixed

@@ -94,6 +94,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("dream", {"cache": "prefix", "temperature": 0.8}),
     ("qwen3", {"cache": "vicinity"}),
     ("causal", {"cache": "none"}),
+    ("gqa", {"cache": {"name": "streaming", "inner": "dual", "window": 1, "tail": 0}, "tokens": 7}),
     *(
         (kind, {"cache": cache, "tokens": 3, "scheduler": {"name": "freedave", "draft": 2}})
         for kind, cache in (("gqa", "dual"), ("gqa", "none"), ("causal", "block_causal"), ("causal", "none"))
