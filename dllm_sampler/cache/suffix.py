@@ -80,9 +80,9 @@ class SuffixCache(Cache, ABC):
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
-        behind = canvas.masked & (canvas.columns() >= canvas.stop[:, None])
-        opens = (canvas.age == 0)[:, None]
-        self.hidden = torch.where(opens, behind & ~self.keeps(canvas), self.hidden)
+        behind, opens = canvas.columns() >= canvas.stop[:, None], (canvas.age == 0)[:, None]
+        chosen = torch.where(opens, canvas.masked & ~self.keeps(canvas), self.hidden)
+        self.hidden = chosen & behind  # a run of open blocks may have grown (`Blocks.several`)
         chosen = self.inner.computes(canvas)
         return ~self.hidden if chosen is None else chosen & ~self.hidden
 

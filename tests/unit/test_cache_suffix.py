@@ -165,6 +165,21 @@ def test_a_block_that_is_shortened_keeps_what_its_first_forward_took_for_it() ->
     assert shortened > 0
 
 
+@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+def test_open_blocks_are_seen_whole(inner: str) -> None:
+    """Of several open blocks, the ones that open later were behind the others."""
+    blocks = {"name": "multi_block", "length": 4}
+    spy, found = answer(cache={"name": "streaming", "inner": inner, "window": 0, "tail": 0}, blocks=blocks)
+    assert found.complete.all()
+    grew = 0
+    for (before, old, _), (after, query, _) in zip(spy.calls, spy.calls[1:], strict=False):
+        assert query.hidden is not None and old.hidden is not None
+        assert not (query.hidden & after.in_block())[~after.done].any()
+        came = old.hidden & ~query.hidden & (before.start == after.start)[:, None]
+        grew += int((came & after.in_block() & ~before.in_block()).any())
+    assert grew > 0
+
+
 @pytest.mark.parametrize("inner", ["threshold", "streaming"])
 def test_drafts_see_what_the_inner_scheduler_sees(inner: str) -> None:
     """FreeDave is lossless under them too."""
