@@ -297,18 +297,8 @@ class Pack:
         unread = query.hidden
         if segments > 1:  # several segments compute these columns for themselves
             unread = wanted.computed if unread is None else unread | wanted.computed
-        return Pack(
-            place,
-            row,
-            column,
-            segment,
-            unseen,
-            torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1),
-            slots,
-            chosen,
-            unread,
-            sizes,
-        )
+        replies = torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1)
+        return Pack(place, row, column, segment, unseen, replies, slots, chosen, unread, sizes)
 
     @cached_property
     def bounds(self) -> Tensor:

@@ -184,12 +184,8 @@ class Canvas:
         least = self.first if self.given is None else self.given  # what is given stays
         cut = torch.minimum(self.end, edit.end).clamp(min=least)
         end = torch.where(self.done, self.end, cut)
-        return replace(
-            after,
-            end=end,
-            stop=torch.minimum(self.stop, end),
-            masked=after.masked & (self.columns() < end[:, None]),
-        )
+        masked = after.masked & (self.columns() < end[:, None])
+        return replace(after, end=end, stop=torch.minimum(self.stop, end), masked=masked)
 
     def reject_nonfinite(
         self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
