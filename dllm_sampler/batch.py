@@ -100,7 +100,7 @@ def commits(
     rows, new_tokens, given = zip(*tasks, strict=True)
     canvas = layout.canvas(
         rows, new_tokens, seeds, spec, plugins.blocks, sampler.noise, plugins.stop.cuts, engine.multiple, forms=forms,
-        given=None if all(one is None for one in given) else given,
+        given=None if all(one is None for one in given) else given, initial=plugins.scheduler.traits.initial,
     )  # fmt: skip
     bound = sampler.max_steps or plugins.bound(canvas.longest)
     return Reader(spec, sampler.tokenizer, stops, plugins.guides).commits(engine, canvas, bound, every)

@@ -154,7 +154,7 @@ def summarise(
             parts = zip(rows, marks, heads, strict=True)
             gaps = [_gaps(row, own, head, tokenizer, stop_strings) if head else None for row, own, head in parts]
     complete = ends.done & ~ends.stuck
-    closed = known.gather(1, sizes[:, None] - 1)[:, 0].tolist()
+    closed = known.gather(1, (sizes[:, None] - 1).clamp(min=0))[:, 0].tolist()
     reasons: list[FinishReason] = []
     answers = [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     rows = zip(answers, ends.stuck.tolist(), ends.done.tolist(), strict=True)

@@ -266,7 +266,10 @@ class Stream:
             ids, seeds, own = [row.prompt for row in rows], [row.seed for row in rows], [row.new_tokens for row in rows]
             noise, blocks, forms = sampler.noise, plugins.blocks, self._forms(rows)
             given, multiple = [row.given for row in rows] if pins else None, engine.multiple
-            return layout.canvas(ids, own, seeds, spec, blocks, noise, True, multiple, length, lengths, forms, given)
+            return layout.canvas(
+                ids, own, seeds, spec, blocks, noise, True, multiple, length, lengths, forms, given,
+                plugins.scheduler.traits.initial,
+            )  # fmt: skip
 
         watch = partial(self.reader.stop, engine) if self.stops else None
         return Flight(engine, lay_out, self.places, watch)

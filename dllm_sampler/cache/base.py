@@ -157,6 +157,11 @@ class BaseCache(Cache):
                 f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"
                 " cache=none"
             )
+        if traits.initial is not None and self.stores and not self.follows:
+            yield (
+                f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
+                " them: use cache=prefix, which computes all of the answer that can move, or cache=none"
+            )
         if traits.exact and self.chooses:
             yield (
                 f"{scheduler} needs a prediction at every position it asks about, and {cache} chooses which masks to"

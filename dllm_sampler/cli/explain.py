@@ -37,6 +37,7 @@ SCHEDULER = {
     "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",
     "block_length": "It was made for blocks of one length.",
     "scope": "It needs more than the logits of one block: see docs/engines.md.",
+    "initial": "Answers begin with so many columns, and their length changes up to max_new_tokens.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {
@@ -48,6 +49,7 @@ OTHERS = {
         "keeps_noise": "It keeps nothing of masks that a step did not compute.",
         "refreshes": "The first forward of a block computes every column.",
         "hides": "A block does not see all masks behind it: no stop=prophet.",
+        "follows": "It serves answers whose length changes.",
         "causal": "It is for block-causal models only.",
         "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     },

@@ -253,6 +253,7 @@ class Cache:
     keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
     refreshes: ClassVar[bool] = False  # a block's first forward computes every column that the row sees
     hides: ClassVar[bool] = False  # a block does not see all masks behind it: no rule that judges them
+    follows: ClassVar[bool] = False  # serves answers whose length changes
     causal: ClassVar[bool] = False  # for block-causal models, and no others
     shared: ClassVar[bool] = False  # keeps numbers that hold for all rows: none can join a batch that runs
 

@@ -67,6 +67,7 @@ class Traits:
     # What its rule rests on: the logits of one block; counts over the whole answer; or more of the model than logits of
     # a block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
     scope: Literal["block", "answer", "model"] = "block"
+    initial: int | None = None  # columns an answer begins with, whose number then changes; None: all, for good
     horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
 
 

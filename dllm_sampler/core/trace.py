@@ -15,12 +15,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dllm_sampler.core import files, notebook
+from dllm_sampler.core.length import Moved
 from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
 SCHEMA = 2
 FIELDS = ("ids", "step_map", "gone", "logprob", "nfe", "rows", "begin", "end", "seeds", "revised")
+OPTIONAL = ("entropy", "born")  # a trace has them or not
 NUMBERS = ("origin", "mask_id", "pad_id", "grid")
 
 
@@ -36,15 +38,24 @@ class Recorder:
         dtype: of the model; log-probabilities are float32, of a float64 model float64.
         entropy: whether steps measure it.
         revises: whether the scheduler may take back or replace tokens.
+        resizes: whether it changes the length of answers.
     """
 
-    def __init__(self, canvas: Canvas, dtype: torch.dtype = torch.float32, entropy: bool = False, revises: bool = True):
+    def __init__(
+        self,
+        canvas: Canvas,
+        dtype: torch.dtype = torch.float32,
+        entropy: bool = False,
+        revises: bool = True,
+        resizes: bool = False,
+    ):
         self.revises = revises
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1]
         self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1]
         self.logprob = torch.zeros(canvas.ids.shape, dtype=precise, device=canvas.ids.device)  # [B, L+1]
         self.entropy = torch.zeros_like(self.logprob) if entropy else None
+        self.born = torch.zeros_like(canvas.ids) if resizes else None  # [B, L+1]
         self.revised = torch.zeros_like(canvas.done)  # [B]
         self.rejected = torch.zeros_like(canvas.step)  # [B] commits that a guide refused
         self.stuck = torch.zeros_like(canvas.done)  # [B] rows in which a guide refused every commit
@@ -78,6 +89,18 @@ class Recorder:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)
 
+    def move(self, before: Canvas, moved: Moved) -> None:
+        """Follow a change of length, behind `note`: what is known of a column goes where the column goes."""
+        step = before.step[:, None]
+        wrote = moved.added & ~moved.change.masked[:, None]  # tokens that the rule has written at the end
+        self.step_map = torch.where(wrote, step, moved.values(self.step_map, -1))
+        self.logprob = moved.values(self.logprob, 0.0)
+        if self.entropy is not None:
+            self.entropy = moved.values(self.entropy, 0.0)
+        if self.born is not None:
+            self.born = moved.values(self.born, 0).masked_fill(moved.new, 0) + moved.new * (step + 1)
+        self.revised = self.revised | moved.lost
+
 
 def aligned(canvas: Canvas, values: Tensor, fill: float) -> Tensor:
     """`[B, P+N]` values `[B, L+1]` of a canvas, padded with `fill` so that each answer begins at column P."""
@@ -108,6 +131,7 @@ class Trace:
     pad_id: int
     grid: int | None = None  # length of a block-causal model's blocks, counted from the row's first token
     entropy: Tensor | None = None  # [B, L] nats of the model's prediction at the commit; None: not recorded
+    born: Tensor | None = None  # [B, L] the first forward that saw the column; None: all did, no length changed
     tokenizer: Any = field(default=None, repr=False, compare=False)  # what a notebook spells tokens with
 
     @staticmethod
@@ -130,6 +154,8 @@ class Trace:
         }
         if recorder.entropy is not None:
             kept["entropy"] = aligned(canvas, recorder.entropy, 0)
+        if recorder.born is not None:
+            kept["born"] = aligned(canvas, recorder.born, 0)
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}
         about = {"mask_id": mask_id, "pad_id": pad_id, "grid": canvas.grid, "tokenizer": tokenizer}
         return Trace(**tensors, origin=origin, **about)
@@ -171,16 +197,34 @@ class Trace:
     def state(self, step: int | Tensor) -> Tensor:
         """`[B, L]` the canvas that each row's forward number `step` saw; one number, or `[B]`.
 
-        Nothing was stored for it: what was committed at `step` or later is noise. Exact for rows not `revised`.
+        Nothing was stored for it: what was committed at `step` or later is noise. Exact for rows not `revised`. Where
+        the length of answers changed, columns are those of that canvas, not of the final one.
         """
         noise = self.pad_id if self.mask_id is None else self.mask_id
         generated = torch.arange(self.ids.shape[1]) >= self.origin
         hidden = generated & (self.step_map >= torch.as_tensor(step).view(-1, 1))
-        return torch.where(hidden, noise, self.ids)
+        state, there = torch.where(hidden, noise, self.ids), self._there(step)
+        if there is None:
+            return state
+        state = state.gather(1, (~there).long().argsort(dim=1, stable=True))
+        return torch.where(there.sort(1, descending=True).values, state, self.pad_id)
 
     def seen(self, step: int | Tensor) -> Tensor:
-        """`[B, L] bool` the columns that existed for each row's forward number `step`: no padding, not cut off yet."""
+        """`[B, L] bool` the columns of `state` that existed for each row's forward number `step`: no padding, not cut
+        off yet."""
+        there = self._there(step)
+        if there is not None:
+            return there.sort(1, descending=True).values & (torch.arange(self.ids.shape[1]) >= self.begin[:, None])
         return self.real & ((self.gone < 0) | (self.gone >= torch.as_tensor(step).view(-1, 1)))
+
+    def _there(self, step: int | Tensor) -> Tensor | None:
+        """`[B, L] bool` final columns that each row's forward number `step` saw, padding before a prompt among them;
+        None: no length changed."""
+        if self.born is None:
+            return None
+        column = torch.arange(self.ids.shape[1])
+        born = (self.born <= torch.as_tensor(step).view(-1, 1)) & (column < self.end[:, None])
+        return born | (column < self.origin)
 
     def replay(self) -> Iterator[Tensor]:
         """`[B, L]` the canvas before each forward and after the last (see `state`)."""
@@ -190,13 +234,13 @@ class Trace:
     def row(self, *rows: int) -> Trace:
         """The trace of some of the rows, in that order."""
         at = torch.tensor(rows)
-        tensors = {name: value[at] for name in (*FIELDS, "entropy") if (value := getattr(self, name)) is not None}
+        tensors = {name: value[at] for name in (*FIELDS, *OPTIONAL) if (value := getattr(self, name)) is not None}
         return replace(self, **tensors)
 
     def unpadded(self, new_tokens: int) -> Trace:
         """The trace of one row, without padding before its prompt and behind its `new_tokens`."""
         cut, end = int(self.begin), self.origin + new_tokens
-        names = ("ids", "step_map", "gone", "logprob", "entropy")
+        names = ("ids", "step_map", "gone", "logprob", *OPTIONAL)
         kept = {name: value[:, cut:end] for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **kept, begin=self.begin - cut, end=self.end - cut, origin=self.origin - cut)
 
@@ -205,7 +249,7 @@ class Trace:
         """The rows of several traces of one model in one, padded to the longest prompt and the longest answer."""
         first = traces[0]
         origin, width = max(one.origin for one in traces), max(one.generated.shape[1] for one in traces)
-        padding = {"ids": first.pad_id, "step_map": -1, "gone": -1, "logprob": 0, "entropy": 0}
+        padding = {"ids": first.pad_id, "step_map": -1, "gone": -1, "logprob": 0, "entropy": 0, "born": 0}
 
         def rows(name: str) -> Tensor | None:
             found = []
@@ -218,7 +262,7 @@ class Trace:
                 found.append(value + before if name in ("begin", "end") else value)
             return torch.cat(found)
 
-        return replace(first, origin=origin, **{name: rows(name) for name in (*FIELDS, "entropy")})
+        return replace(first, origin=origin, **{name: rows(name) for name in (*FIELDS, *OPTIONAL)})
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file whose metadata holds the rest as JSON; atomically.
@@ -227,7 +271,7 @@ class Trace:
             UserError: it cannot be written there.
         """
         about = {"schema": SCHEMA, **{name: getattr(self, name) for name in NUMBERS}}
-        names = FIELDS if self.entropy is None else (*FIELDS, "entropy")
+        names = (*FIELDS, *(name for name in OPTIONAL if getattr(self, name) is not None))
         data = save({name: getattr(self, name).contiguous() for name in names}, {"trace": json.dumps(about)})
         files.write(path, data)
 
@@ -242,7 +286,7 @@ class Trace:
             with safe_open(path, framework="pt") as file:
                 about = parsed((file.metadata() or {}).get("trace", "{}"))
                 known = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys() and about["schema"] == SCHEMA
-                optional = {"entropy"} & set(file.keys())
+                optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
         except (OSError, SafetensorError, ValueError) as error:
             raise UserError(f"{path} cannot be read as a trace: {error}") from error

@@ -98,6 +98,10 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
         state.canvas = after.advance(after.block_over(edit), canvas.lookahead, edit.finish, spent)
     else:
         state.canvas = after.move(*moved, edit.finish, spent)
+    if edit.resize is not None:
+        resized = edit.resize.on(after, ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish))
+        state.recorder.move(canvas, resized)
+        state.canvas = resized.applied(state.canvas)
     if seen.logits is not None and spec.self_conditioning:
         state.previous = seen.logits[:, 0].to(spec.dtype)
 

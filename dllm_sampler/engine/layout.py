@@ -26,6 +26,7 @@ def canvas(
     lengths: Collection[int] = (),
     forms: Sequence[int] | None = None,
     given: Sequence[Sequence[int] | None] | None = None,
+    initial: int | None = None,
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
@@ -39,6 +40,7 @@ def canvas(
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
         given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
             are; None: no row has one, nor will one that joins.
+        initial: columns that each answer begins with (`Traits.initial`); there is room for the others.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
@@ -59,12 +61,17 @@ def canvas(
     zero = torch.zeros_like(first)
     masked = ids == FREE
     ids = ids.masked_fill(masked, noise_id)
+    frozen = ~masked
+    if initial is not None:
+        end = torch.minimum(end, first + initial)
+        spare = masked & (torch.arange(length + 1, device=spec.device) >= end[:, None])
+        ids, masked = ids.masked_fill(spare, spec.pad_id), masked & ~spare
     sizes = {*decoded, *lengths}
     lookahead = torch.tensor([blocks.lookahead(size) for size in decoded], device=spec.device)
     made = Canvas(
         ids=ids,
         masked=masked,
-        frozen=~masked,
+        frozen=frozen,
         first=first,
         end=end,
         start=first,
@@ -78,7 +85,7 @@ def canvas(
         new_tokens=count,
         shortest=min(sizes),
         longest=max(sizes),
-        padded=cuts or any(end != length for end in ends),
+        padded=cuts or initial is not None or any(end != length for end in ends),
         sizes=Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True),  # read before the first step
         noise=noise,
         lookahead=lookahead,

@@ -83,7 +83,8 @@ class Engine:
         if samples > 1 and isinstance(cache, Prefills):
             computed = cache.prefill(p.cache, canvas, samples, self.denoiser)
             canvas = canvas if computed is None else replace(canvas, computed=canvas.computed + computed)
-        recorder = Recorder(canvas, spec.dtype, self.entropy, p.scheduler.traits.revises)
+        traits = p.scheduler.traits
+        recorder = Recorder(canvas, spec.dtype, self.entropy, traits.revises, traits.initial is not None)
         return Generation(canvas, cache, p.scheduler.init(canvas), torch.zeros_like(canvas.step), recorder)
 
     def advance(self, state: Generation, step: int, last: bool = False) -> None:

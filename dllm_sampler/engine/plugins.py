@@ -205,6 +205,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks behind the"
             " block: use stop=prefix or block, or another cache"
         )
+    if traits.initial is not None:
+        yield from _of_lengths(plugins, scheduler, blocks, stop)
     forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:
         yield f"{' and '.join(forms)} both say what form an answer has: leave one of them out"
@@ -280,6 +282,25 @@ def _of_several(scheduler: str, traits: Traits, blocks: str) -> Iterator[str]:
     for fact, holds in facts.items():
         if holds:
             yield f"{scheduler} {fact}, and {blocks} opens several blocks at once: use scheduler=threshold"
+
+
+def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Iterator[str]:
+    """What a scheduler that changes the length of answers cannot do with the others."""
+    if plugins.context.spec.attention != "bidirectional" or plugins.context.spec.encoder:
+        yield (
+            f"{scheduler} looks for the end of the answer behind the block, which this model does not see: use"
+            " scheduler=threshold with stop=prefix, for which max_new_tokens is a bound too"
+        )
+    if plugins.blocks.sizes_on_open or plugins.blocks.several:
+        yield f"{scheduler} moves the end of a block, and {blocks} says where it is: use blocks=fixed or blocks=full"
+    if plugins.stop.cuts or plugins.stop.fills:
+        yield f"{scheduler} says how long the answer is, and {stop} changes the canvas under it: use stop=prefix"
+    for guide in plugins.guides:
+        if guide.joint or guide.vetoes:
+            yield (
+                f"{scheduler} changes the length of the answer, which guide={named(guide)} must know: use another"
+                " scheduler, threshold say"
+            )
 
 
 def _length(blocks: Blocks, near: int) -> int:

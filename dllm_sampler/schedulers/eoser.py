@@ -52,6 +52,11 @@ class Eoser(Around):
                 f"scheduler=eoser cannot change what {inner} has drafted: put it inside, as in"
                 " scheduler=freedave scheduler.inner=eoser"
             )
+        if self.inner.traits.initial is not None:
+            raise UserError(
+                f"scheduler=eoser lowers the confidence of end tokens, by which {inner} finds the length of an answer:"
+                " use another scheduler inside, fixed say"
+            )
         if not self.inner.traits.ranks_by_confidence:
             raise UserError(
                 f"scheduler=eoser scales confidences, and {inner} with these settings does not look at them: use"

@@ -64,6 +64,11 @@ class Trajectories:
                 "this trace's scheduler took tokens back or replaced them, so its states cannot be rebuilt: use one"
                 " that commits each position once, fixed or threshold say"
             )
+        if trace.born is not None and not self.single:
+            raise UserError(
+                "the answers of this trace changed in length, so its states have other columns than it has: use a"
+                " scheduler that leaves it as it is, fixed or threshold say"
+            )
         if self.parallel and trace.grid is None:
             raise UserError("only states of block-causal models can be scored side by side: use parallel=false")
         column = torch.arange(trace.ids.shape[1])
@@ -199,6 +204,7 @@ def check(sampler: Sampler) -> None:
         "takes tokens back or replaces them": traits.revises,
         "asks about states that may not come true": traits.drafts,
         "hides a part of the canvas": traits.horizon is not None,
+        "changes the length of answers": traits.initial is not None,
         "adds shadow rows to the forward": traits.leave_one_out,
     }
     for reason, holds in why.items():

@@ -24,6 +24,7 @@ from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
 from dllm_sampler.eval.conformance.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
+from dllm_sampler.eval.conformance.published.lengths import AboveThreshold, RenewedGuidance
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
@@ -50,6 +51,7 @@ from dllm_sampler.eval.conformance.published.window import (
 from dllm_sampler.eval.conformance.published.wino import PublishedWino
 
 __all__ = [
+    "AboveThreshold",
     "AbsorbingKernel",
     "AllEnd",
     "AmongTop",
@@ -86,6 +88,7 @@ __all__ = [
     "PublishedSubBlockCache",
     "PublishedWindow",
     "PublishedWino",
+    "RenewedGuidance",
     "SeededBlocks",
     "SeededContext",
     "StopAt",

@@ -1,0 +1,83 @@
+"""DAEDAL: an answer grows until the model sees its end, and where the model is unsure."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_share
+from dllm_sampler.core.length import Resize
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.lengthening import Lengthening, without
+from dllm_sampler.schedulers.rows import choose
+
+
+@dataclass(frozen=True)
+class Daedal(Lengthening):
+    """Lengthen the canvas before anything is committed, then insert masks behind the least sure one.
+
+    Source: DAEDAL, arXiv 2508.00819, the rule of its code. `max_new_tokens` is a bound. Forwards come first that commit
+    nothing: each appends `expand` masks while the signal, the mean probability of the last `eos_tokens` predicted end
+    tokens (missing ones count 0), is below `grow`. Then `eos_tokens // 2` end tokens are appended, for good, and the
+    inner scheduler decodes. A step whose signal is below `insert` inserts `expand - 1` masks behind the block's least
+    sure mask, if that is below `unsure` and was not committed; what exceeds the bound is cut off at the right. Blocks
+    are windows that begin where the one before ended. The published function commits above its threshold, here the
+    inner scheduler says (`threshold`: from it on), and the mask token is never chosen; it ends all rows of a batch
+    together, and fails under guidance, which here masks the prompt.
+
+    Args:
+        inner, initial, expand, eos_tokens: see `Lengthening`.
+        grow: signal to reach before decoding begins; 0: the answer keeps its initial length.
+        insert: signal from which on nothing is inserted; 0: nothing ever is.
+        unsure: probability below which a mask asks for more room.
+    """
+
+    grow: float = 0.5
+    insert: float = 0.9
+    unsure: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("grow", "insert", "unsure"):
+            check_share(f"scheduler.{name}", getattr(self, name), "a probability")
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B] bool` rows that have not begun to decode; inner."""
+        return ~canvas.done, super().init(canvas)
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[1]
+
+    def bound(self, tokens: int) -> int:
+        """See `Scheduler.bound`: forwards that commit nothing, and commits that a cut takes away."""
+        return super().bound(tokens) + 1 + -(-max(0, tokens - self.initial) // self.expand) + self.expand
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        early, before = carry  # [B]
+        edit, inner = self.inner.tell(canvas, query, readout, before)
+        signal, room = self.signal(canvas, query, readout), canvas.end < canvas.first + canvas.new_tokens
+        grows, (behind, count) = early & room & (signal < self.grow), self._gap(canvas, query, readout, edit)
+        count = count * (~early & room & (signal < self.insert))
+        more = torch.where(grows, self.expand, self.eos_tokens // 2)
+        resize = Resize(
+            end=canvas.end + torch.where(early, more, count),
+            ids=torch.where(grows, self.mask, self.eos),
+            masked=grows,
+            behind=behind,
+            count=count,
+            reopen=early,
+        )
+        edit = without(edit, early)
+        over = ~early & ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
+        edit = replace(edit, finish=over if edit.finish is None else edit.finish | over, resize=resize)
+        return edit, (grows, choose(~early, inner, before, canvas.length))
+
+    def _gap(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Tensor, Tensor]:
+        """`[B]` the least sure mask that the block is left with, the first of equals, and `[B]` masks it asks for."""
+        left = canvas.eligible(query.positions) & ~edit.commit
+        sure = readout.confidence[:, 0].masked_fill(~left, torch.inf)
+        least, at = sure.min(1)
+        return query.positions.gather(1, at[:, None])[:, 0], (self.expand - 1) * (least < self.unsure)

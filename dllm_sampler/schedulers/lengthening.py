@@ -1,0 +1,106 @@
+"""The base of schedulers around another one that change the length of answers by how sure the end token is."""
+
+from abc import ABC
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_count, check_inner
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.statistics import argmax, significant
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.threshold import Threshold
+
+
+@dataclass(frozen=True)
+class Lengthening(Around, ABC):
+    """Commit as the inner scheduler does, and ask for all of the answer besides.
+
+    Args:
+        inner: what commits.
+        initial: columns that an answer begins with.
+        expand: columns of one expansion.
+        eos_tokens: how many predicted end tokens the signal looks at.
+    """
+
+    inner: Scheduler = field(default_factory=Threshold)
+    initial: int = 64
+    expand: int = 8
+    eos_tokens: int = 32
+    eos: int = field(init=False, default=-1, repr=False, compare=False)
+    mask: int = field(init=False, default=-1, repr=False, compare=False)
+    draws: bool = field(init=False, default=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "expand", "eos_tokens"):
+            check_count(f"scheduler.{name}", getattr(self, name))
+        traits = check_inner(self.inner).traits
+        reasons = {
+            "asks about states that may not come true": traits.drafts,
+            "takes tokens back": traits.revises,
+            "adds shadow rows to the forward": traits.leave_one_out,
+            "changes it too": traits.initial is not None,
+            "hides a part of it": traits.horizon is not None,
+            "counts over all of it": traits.scope == "answer",
+            "needs more than the logits of one block": traits.scope == "model",
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if why is not None:
+            raise UserError(
+                f"scheduler={named(self)} changes the length of the answer, and {named(self.inner)} {why}: use another"
+                " scheduler inside, threshold say"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """The inner scheduler's, of an answer that is asked for as a whole and may change in length."""
+        return replace(super().traits, initial=self.initial, asks_block=False, plans=False, scope="model")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Where tokens are drawn, what the best one would be."""
+        return super().needs | {"probabilities"} if self.draws else super().needs
+
+    def bind(self, context: Context) -> Self:
+        """Take the end token and the mask token."""
+        spec = context.spec
+        mask = spec.pad_id if spec.mask_id is None else spec.mask_id  # without a mask token it is refused
+        return learned(super().bind(context), eos=spec.eos_id, mask=mask, draws=context.draws)
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The inner scheduler's query and every column of the answer, committed ones too."""
+        answer = canvas.seen() & (canvas.columns() >= canvas.first[:, None])
+        return super().ask(canvas, carry).join(canvas, answer, canvas.longest)
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> None:
+        """See `Planner.ahead`: what is inserted is not known before."""
+
+    def ends(self, canvas: Canvas, query: Query, readout: Readout) -> tuple[Tensor, Tensor]:
+        """`[B, Q]` the queried positions at which the end token is the best one, and how sure it is."""
+        token, sure = readout.token[:, 0], readout.confidence[:, 0]
+        if readout.probabilities is not None:
+            token = argmax(readout.probabilities[:, 0])
+            sure = readout.probabilities[:, 0].gather(-1, token[..., None])[..., 0].double()
+        return (token == self.eos) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
+
+    def signal(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+        """`[B] float64` the probabilities of the last `eos_tokens` predicted end tokens, their sum over that number.
+
+        All of the answer counts, as far as the forward computes it (a cache may leave out what stands before the
+        block). Rounded to the digits that a sum has in any order, so that a row's signal is the same in every batch.
+        """
+        ends, sure = self.ends(canvas, query, readout)
+        last = ends.flip(1).cumsum(1).flip(1) <= self.eos_tokens
+        return significant(torch.where(ends & last, sure, 0).sum(1), torch.float64) / self.eos_tokens
+
+
+def without(edit: Edit, rows: Tensor) -> Edit:
+    """The edit with nothing committed in `rows [B] bool`, and their block as it is."""
+    close, finish = (None if one is None else one & ~rows for one in (edit.close_block, edit.finish))
+    return replace(edit, commit=edit.commit & ~rows[:, None], close_block=close, finish=finish)

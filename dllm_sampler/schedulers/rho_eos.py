@@ -1,0 +1,103 @@
+"""rho-EOS: an answer grows and shrinks while it is decoded, by how much of it the model takes for its end."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_choice, check_count, check_share
+from dllm_sampler.core.length import Resize
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.schedulers.lengthening import Lengthening
+
+Scale = Literal["exp", "linear", "const"]
+Signal = Literal["confidence", "density"]
+SEGMENT, MOST, STEPS = 0.1, 8, 64  # signal per segment, expansions in a step, steps that may change the length
+
+
+@dataclass(frozen=True)
+class RhoEos(Lengthening):
+    """Append masks where few end tokens are predicted, cut the answer's end off where many are, in each step.
+
+    Source: rho-EOS, arXiv 2601.22527. `max_new_tokens` is a bound. The further the signal lies outside of `low` to
+    `high`, the more: `expand` columns times 1, 2, 4, 8 per started 0.1 (`exp`), 1, 2, 3 ... 8 (`linear`), or `expand`
+    (`const`). A cut takes whatever stands there, the whole answer even. A row changes in its first 64 steps, and not
+    after it has been as long as the bound. Blocks are windows that begin where the one before ended.
+
+    Deviations: a finished row stays finished, where the published function goes on to cut and lengthen it as long as
+    others in its batch run; a row ends when nothing is left to decode, and not after `max_new_tokens` steps; guidance
+    masks the prompt alone, in each step; the inner scheduler says what is committed, and never the mask token.
+
+    Args:
+        inner, initial, expand, eos_tokens: see `Lengthening`.
+        low, high: bounds of the signal, inclusive.
+        scale: see above.
+        signal_of: `confidence`, the published code's, as in DAEDAL: the mean probability of the last `eos_tokens`
+            predicted end tokens, missing ones count 0. `density`, the paper's: the share of the masks that are
+            predicted to be end tokens; 0 without masks.
+        min_length: a cut leaves at least so many columns, what stands before the block, and every committed token that
+            is no end token; None: no such guard, as published.
+    """
+
+    low: float = 0.4
+    high: float = 0.6
+    scale: Scale = "exp"
+    signal_of: Signal = "confidence"
+    min_length: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("low", "high"):
+            check_share(f"scheduler.{name}", getattr(self, name))
+        if self.low > self.high:
+            raise UserError(f"scheduler.low={self.low} must not be above scheduler.high={self.high}")
+        check_choice("scheduler.scale", self.scale, Scale)
+        check_choice("scheduler.signal_of", self.signal_of, Signal)
+        check_count("scheduler.min_length", self.min_length, 0, optional=True)
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B] bool` rows whose length is final; inner."""
+        return torch.zeros_like(canvas.done), super().init(canvas)
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[1]
+
+    def bound(self, tokens: int) -> int:
+        """See `Scheduler.bound`: after the last change each step commits, but one that finds a cut block full."""
+        return super().bound(tokens) + STEPS + 1
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, inner = self.inner.tell(canvas, query, readout, carry[1])
+        final = carry[0] | (canvas.end >= canvas.first + canvas.new_tokens)
+        count = self._columns(self._share(canvas, query, readout)).masked_fill(final | (canvas.step >= STEPS), 0)
+        end = canvas.end + count
+        if self.min_length is not None:
+            after, column = canvas.apply(query.positions, edit), canvas.columns()
+            text = (column < canvas.end[:, None]) & ~after.masked & ((after.ids != self.eos) | canvas.frozen)
+            least = torch.where(text, column + 1, 0).amax(1)
+            least = torch.maximum(torch.maximum(least, canvas.start), canvas.first + self.min_length)
+            end = torch.where(count < 0, torch.maximum(end, torch.minimum(least, canvas.end)), end)
+        noise = torch.ones_like(final)
+        resize = Resize(end, torch.full_like(canvas.end, self.mask), noise)
+        return replace(edit, resize=resize), (final, inner)
+
+    def _share(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+        """`[B] float32` the signal."""
+        if self.signal_of == "confidence":
+            return self.signal(canvas, query, readout).float()
+        noise = canvas.masked.gather(1, query.positions)
+        ends = self.ends(canvas, query, readout)[0] & noise
+        return ends.sum(1).float() / noise.sum(1).clamp(min=1)
+
+    def _columns(self, share: Tensor) -> Tensor:
+        """`[B]` columns to append, or, below 0, to cut off. In float32, which counts other segments than float64."""
+        few, many = self.low - share, share - self.high
+        gap = torch.maximum(few, many)
+        segments = torch.ceil(gap / torch.full_like(gap, SEGMENT)).long().clamp(min=1, max=MOST)
+        times = {"exp": 2 ** (segments - 1).clamp(max=3), "linear": segments, "const": torch.ones_like(segments)}
+        return self.expand * times[self.scale] * ((few > 0).long() - (many > 0).long())

@@ -1,0 +1,80 @@
+"""What the published functions of DAEDAL and rho-EOS commit, and rho-EOS's guidance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Carry, Context, Plan, Scheduler
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.spec import learned
+from dllm_sampler.core.statistics import argmax
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.models.cfg import GuidedDenoiser
+
+
+@dataclass(frozen=True)
+class AboveThreshold(Scheduler):
+    """Commit above a threshold, not at it, and never the mask token, although it may be the candidate (`compat`).
+
+    Source: Li-Jinsong/DAEDAL and yjyddq/rho-EOS (arXiv 2508.00819, 2601.22527). Where nothing passes, the surest
+    candidate that is no mask token is committed; where all are, the surest of the tokens behind it, by the law without
+    it.
+
+    Args:
+        threshold: probability.
+    """
+
+    threshold: float = 0.9
+    mask: int = field(init=False, default=-1, repr=False, compare=False)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Laws, of which the mask token is taken."""
+        return frozenset({"probabilities"})
+
+    def bind(self, context: Context) -> AboveThreshold:
+        """Take the mask token."""
+        assert context.spec.mask_id is not None
+        return learned(self, mask=context.spec.mask_id)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert readout.probabilities is not None
+        token, sure, eligible = readout.token[:, 0], readout.confidence[:, 0], canvas.eligible(query.positions)
+        usable = eligible & (token != self.mask)
+        chosen = usable & (sure > self.threshold)
+        chosen = torch.where(chosen.any(1, keepdim=True), chosen, at_least_one(chosen, sure, usable))
+        law = readout.probabilities[:, 0].index_fill(-1, torch.tensor([self.mask], device=token.device), 0)
+        law = law / law.sum(-1, keepdim=True)
+        behind, none = argmax(law), ~usable.any(1, keepdim=True)
+        sure = law.gather(-1, behind[..., None])[..., 0].double()
+        last = at_least_one(torch.zeros_like(eligible), sure, eligible)
+        return Edit(torch.where(none, behind, token), torch.where(none, last, chosen)), carry
+
+
+@dataclass(frozen=True)
+class RenewedGuidance(GuidedDenoiser):
+    """The branch without prompt masks other columns after a change of length: all that held tokens then.
+
+    Source: yjyddq/rho-EOS (arXiv 2601.22527): the set is the prompt at first, and is made again whenever the length of
+    the row changes. For one generation.
+    """
+
+    hidden: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # `[B, L+1]`, and `[B]` ends then
+
+    def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        mask_id = self.denoiser.spec.mask_id
+        assert mask_id is not None
+        if not self.hidden:
+            self.hidden[:] = [canvas.frozen, canvas.end]
+        columns, end = self.hidden
+        now = torch.where((canvas.end != end)[:, None], ~canvas.masked, columns)
+        self.hidden[:] = [now, canvas.end]
+        return self.denoiser(
+            replace(canvas, ids=canvas.ids.masked_fill(now, mask_id)),
+            replace(query, ids=query.ids.masked_fill(now.gather(1, query.positions)[:, None], mask_id)),
+            replace(plan, cache=plan.cache.twin),
+        )
