@@ -157,7 +157,7 @@ class BaseCache(Cache):
                 f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"
                 " cache=none"
             )
-        if traits.initial is not None and self.stores and not self.follows:
+        if traits.initial is not None and self.stores and not (self.follows or self.causal):
             yield (
                 f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
                 " them: use cache=prefix, which computes all of the answer that can move, or cache=none"

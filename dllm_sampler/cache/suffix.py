@@ -113,6 +113,11 @@ class SuffixCache(Cache, ABC):
                 f"{scheduler} needs every position computed in each forward, and {cache} leaves masks out: use"
                 " cache=none"
             )
+        if traits.initial is not None:
+            yield (
+                f"{scheduler} looks for the end of the answer behind the block, where {cache} leaves masks out: use"
+                " cache=prefix or cache=none"
+            )
         if traits.opens_ahead:
             yield (
                 f"scheduler.eager opens blocks without a forward of their own, and {cache} chooses by the block what"

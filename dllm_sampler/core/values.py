@@ -343,7 +343,7 @@ class Edit:
     close_block: Tensor | None = None  # [B] bool: go on to the next block although this one is not full
     finish: Tensor | None = None  # [B] bool: stop the row
     end: Tensor | None = None  # [B] cut the canvas here
-    resize: Resize | None = None  # what becomes of the length of answers, behind all else
+    resize: Resize | None = None  # what becomes of the answer's length, in the end
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     score: Tensor | None = None  # [B, Q] how the scheduler ranks positions, higher first; None: by confidence
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on

@@ -50,6 +50,23 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "scheduler.block_refine": [{"steps": 4}, {"steps": 9, "threshold": 0.6}],
     "scheduler.eoser": [{"low": 0.0}, {"low": 0.3, "progress": "step", "steps": 6}],
+    "scheduler.daedal": [
+        {"initial": 4, "expand": 3, "eos_tokens": 2, "grow": 0.2, "unsure": 0.6},
+        {"inner": {"name": "klass", "threshold": 0.3, "divergence": 1.0}, "initial": 6, "expand": 4, "unsure": 0.5},
+    ],
+    "scheduler.rho_eos": [
+        {"initial": 6, "expand": 2, "eos_tokens": 1, "low": 0.1, "high": 0.4},
+        {
+            "inner": {"name": "credit", "threshold": 0.6},
+            "initial": 9,
+            "expand": 3,
+            "signal_of": "density",
+            "low": 0.01,
+            "high": 0.1,
+            "scale": "linear",
+        },
+        {"initial": 14, "expand": 1, "eos_tokens": 1, "low": 0.1, "high": 0.2, "min_length": 5, "scale": "const"},
+    ],
     "scheduler.freedave": [
         {},
         {"inner": {"name": "threshold", "threshold": 0.6}, "draft": 5},

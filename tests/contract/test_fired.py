@@ -106,6 +106,23 @@ def accepts_and_rejects(one: Result, two: Result) -> bool:
     return halves and bool((rounds > blocks).all()) and answers_differ(one, two)
 
 
+def inserts(one: Result, two: Result) -> bool:
+    """A first forward committed nothing; canvases grew, and columns were inserted between older ones."""
+    assert one.trace.born is not None
+    born = one.trace.born[:, one.trace.origin :]
+    between = (born[:, :-1] > born[:, 1:]) & (
+        torch.arange(TOKENS - 1) < (one.trace.end - one.trace.origin - 1)[:, None]
+    )
+    late = (one.trace.generated != 0).all() and bool((one.trace.end - one.trace.origin > 4).all())
+    return bool(between.any() and late and (two.trace.born is None))
+
+
+def grows_and_shrinks(one: Result, two: Result) -> bool:
+    """From 6 columns some canvas grew, and some had columns cut off, one of them all."""
+    size = one.trace.end - one.trace.origin
+    return bool((size > 6).any() and (size == 0).any() and one.trace.revised.any() and not one.trace.revised.all())
+
+
 def fills_at_once(one: Result, two: Result) -> bool:
     """A row's last forward fills several masks where the other one fills one."""
     last = (one.trace.generated == one.nfe[:, None] - 1).sum(1)
@@ -174,6 +191,16 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         fewer_forwards,
     ),
     "scheduler.eoser": ({"scheduler": {"name": "eoser", "low": 0.0}}, STEPWISE, other_order),
+    "scheduler.daedal": (
+        {"scheduler": {"name": "daedal", "initial": 4, "expand": 3, "eos_tokens": 2, "grow": 0.2, "unsure": 0.6}},
+        {},
+        inserts,
+    ),
+    "scheduler.rho_eos": (
+        {"scheduler": {"name": "rho_eos", "initial": 6, "expand": 2, "eos_tokens": 1, "low": 0.1, "high": 0.4}},
+        {},
+        grows_and_shrinks,
+    ),
     "scheduler.freedave": ({"scheduler": "freedave"}, STEPWISE, same_in_fewer),
     "scheduler.svdd": (
         {"scheduler": SVDD | {"reward": "tests.toys:reward"}},

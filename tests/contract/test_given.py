@@ -22,6 +22,7 @@ from tests.contract.test_recorded import same
 from tests.contract.test_syncs import no_host_reads
 from tests.taped import pair
 
+SERVED = [case for case in CASES if case.scheduling.traits.initial is None]  # others are refused, see test_lengths
 ROWS = len(toys.PROMPTS)
 ENDED = {"end", "length"}
 FORMS = ("regex", "choices", "json_schema")
@@ -63,7 +64,7 @@ def alone(case: Case, row: int) -> Result:
     )
 
 
-@pytest.mark.parametrize("case", thinned(CASES, "cache", "guide"))
+@pytest.mark.parametrize("case", thinned(SERVED, "cache", "guide"))
 def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
     pinned = torch.tensor(given(case))
     known, steps = pinned != FREE, stream(case)
@@ -94,7 +95,7 @@ def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
         assert_same_row(result, 0, case.generate([0]))
 
 
-@pytest.mark.parametrize("case", thinned(JOINS, "stop", "blocks"))
+@pytest.mark.parametrize("case", thinned([case for case in JOINS if case in SERVED], "stop", "blocks"))
 def test_in_flight(case: Case) -> None:
     random = Random(case.id)
     order = [random.randrange(ROWS) for _ in range(4)] + [1]
@@ -118,7 +119,7 @@ def test_in_flight(case: Case) -> None:
 
 
 # An answer that has a form may lose it when its length changes.
-ALONE = [case for case in CASES if case.toy != "causal" and case.guide["name"] not in (*FORMS, "grammar")]
+ALONE = [case for case in SERVED if case.toy != "causal" and case.guide["name"] not in (*FORMS, "grammar")]
 
 
 @pytest.mark.parametrize("case", thinned(ALONE, "cache"))

@@ -18,6 +18,7 @@ DEARER = {
     "ccd_marginal": 81,  # distributions of the last steps
     "certainty": 47,  # the fixed schedule and every position's neighbourhood, in answers of their own lengths
     "credit": 58,  # remembered tokens of every position
+    "daedal": 79,  # a sum over the answer, the least sure mask, and which rows have begun
     "entropy_renoise": 63,  # a sort of entropies, and what it takes back
     "eoser": 39,  # the scheduler inside, and a factor
     "freedave": 341,  # the scheduler inside, once for each of three drafts and the step after them
@@ -26,6 +27,7 @@ DEARER = {
     "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
     "remdm": 47,  # two choices, the second of which looks at the first
+    "rho_eos": 62,  # the same sum
     "slowfast": 77,  # two phases
     "ssd": 341,  # as freedave
 }

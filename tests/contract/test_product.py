@@ -40,7 +40,10 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
     starved = starved or (traits.horizon is not None and cache.keeps_noise)
     starved = starved or (cache.hides and (traits.whole or traits.opens_ahead))
-    stops = traits.drafts and (stop.cuts or stop.fills)
+    moves = traits.initial is not None
+    starved = starved or (moves and (cache.hides or (cache.stores and not cache.follows)))
+    stops = (traits.drafts or moves) and (stop.cuts or stop.fills)
+    wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several))
     against = {f"cache={named(cache)}": starved, f"blocks={named(blocks)}": wrong_blocks, f"stop={named(stop)}": stops}
     return [name for name, opposes in against.items() if opposes]
 

@@ -34,9 +34,12 @@ from dllm_sampler.eval.conformance.published import (
 from dllm_sampler.eval.conformance.unmasking import AmongTop
 from dllm_sampler.guides import Temperature
 from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.freedave import FreeDave
+from dllm_sampler.schedulers.lengthening import Lengthening
 from dllm_sampler.schedulers.random_order import RandomOrder
+from dllm_sampler.schedulers.rho_eos import RhoEos
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.svdd import SoftValueGuided
@@ -46,14 +49,17 @@ from tests.contract.cases import Settings, label, settings
 
 WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     AmongTop: AmongTop,
+    Daedal: Daedal,
     Eoser: Eoser,
     ForcedFirst: ForcedFirst,
     FreeDave: FreeDave,
+    Lengthening: Lengthening,
     PublishedFreeDave: PublishedFreeDave,
     Noted: Noted,
     PublishedEager: lambda inner: PublishedEager(
         inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
     ),
+    RhoEos: RhoEos,
     SelfSpeculative: SelfSpeculative,
     Choosing: lambda inner: SoftValueGuided(inner, reward=toys.reward, value="masked"),
     SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward),
@@ -67,6 +73,12 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
 
 OWN: dict[type[Around], dict[str, object]] = {
     Eoser: {"scope": "answer"},  # a factor by the progress of the answer, unless the scheduler inside needs even more
+    Lengthening: {
+        "initial": 64,  # columns that an answer begins with
+        "asks_block": False,  # it asks about the whole answer
+        "plans": False,  # the forward says what is inserted
+        "scope": "model",  # the end of the answer stands outside of the block
+    },
     ForcedFirst: {"exact": True},  # the block's first position must be predicted
     SeededBlocks: {"exact": True, "asks_block": False, "plans": False},  # a block's first position is a step by itself
     StorePass: {"asks_block": False},  # forwards that only store ask nothing
@@ -88,13 +100,17 @@ OWN: dict[type[Around], dict[str, object]] = {
 }
 
 REFUSED: dict[type[Around], set[str]] = {
-    Eoser: {"drafts", "ranks_by_confidence"},  # it scales confidences, which must count, before anybody drafts by them
+    # It scales confidences, which must count, before anybody drafts by them or measures an answer's length.
+    Eoser: {"drafts", "ranks_by_confidence", "initial"},
+    # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
+    Lengthening: {"drafts", "revises", "leave_one_out", "initial", "horizon", "scope"},
     RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
     Choosing: {"drafts", "static"},  # each step is taken several times
     SoftValueGuided: {"revises", "leave_one_out", "asks_block"},  # candidates fill a block further and further
 }
 
-ALONE = {PublishedEager, RunAhead, Drafting}  # one asks and commits without the inner scheduler, two are no methods
+# One asks and commits without the inner scheduler, three are no methods.
+ALONE = {PublishedEager, RunAhead, Drafting, Lengthening}
 CLOCKS = {FreeDave, Noted, PublishedFreeDave}  # they bound their own drafts
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)

@@ -1,0 +1,313 @@
+"""Answers that change in length: each canvas is the last one and the step's edit, and what cannot work is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
+from dllm_sampler.cache.none import NoCache
+from dllm_sampler.core.length import Resize
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.trace import aligned
+from dllm_sampler.engine import layout
+from dllm_sampler.schedulers.rho_eos import RhoEos
+from tests import toys
+from tests.contract.cases import Settings, label, one_each, settings
+from tests.contract.test_batching import assert_same_row
+from tests.sampling import crossed
+
+TOKENS, WIDTH = 18, 5
+BLOCKS = {"name": "fixed", "length": WIDTH}
+THRESHOLD = {"name": "threshold", "threshold": 0.6}
+DAEDAL = {"name": "daedal", "inner": THRESHOLD, "initial": 4, "expand": 3, "eos_tokens": 2, "grow": 0.2, "unsure": 0.6}
+RHO = {"name": "rho_eos", "inner": THRESHOLD, "initial": 6, "expand": 2, "eos_tokens": 1, "low": 0.1, "high": 0.4}
+METHODS: dict[str, Settings] = {
+    "daedal": DAEDAL,
+    "rho_eos": RHO,
+    "density": RHO | {"signal_of": "density", "low": 0.01},
+}
+
+
+@dataclass
+class Noted(NoCache):
+    """Keeps every canvas that a forward saw, and what the step did."""
+
+    steps: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        self.steps.append((canvas, query, edit, readout))
+
+
+def noted(scheduler: Settings, tokens: int = TOKENS, **plugins: Any) -> tuple[Any, list[Any]]:
+    cache = Noted()
+    sampler = toys.sampler(scheduler=scheduler, cache=cache, **{"blocks": BLOCKS, **plugins})
+    return sampler.generate(toys.PROMPTS, max_new_tokens=tokens, seed=toys.SEEDS), cache.steps
+
+
+def following(canvas: Canvas, query: Query, edit: Edit, row: int, tokens: int) -> list[int]:
+    """The answer of a row after a step, spelled out in lists: -1 for noise."""
+    assert edit.resize is not None
+    first, end = int(canvas.first[row]), int(canvas.end[row])
+    answer = [
+        -1 if noise else token
+        for token, noise in zip(canvas.ids[row].tolist(), canvas.masked[row].tolist(), strict=True)
+    ]
+    for at, token, wrote in zip(
+        query.positions[row].tolist(), edit.ids[row].tolist(), edit.commit[row].tolist(), strict=True
+    ):
+        if wrote:
+            assert answer[at] == -1, "a committed token is not written again"
+            answer[at] = token
+    answer = answer[first:end]
+    if edit.resize.behind is not None and edit.resize.count is not None:
+        at = int(edit.resize.behind[row]) - first + 1
+        answer[at:at] = [-1] * int(edit.resize.count[row])
+    wanted = int(edit.resize.end[row]) - first
+    answer += [-1 if edit.resize.masked[row] else int(edit.resize.ids[row])] * max(0, wanted - len(answer))
+    return answer[: max(0, min(wanted, tokens))]
+
+
+@pytest.mark.parametrize("plugins", [{}, {"blocks": "full"}, {"temperature": 1.0}], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_each_canvas_is_the_one_before_and_the_edit(method: str, plugins: dict[str, Any]) -> None:
+    result, steps = noted(METHODS[method], **plugins)
+    grew = shrank = 0
+    for (canvas, query, edit, _), (after, *_) in pairwise(steps):
+        for row in (~canvas.done).nonzero()[:, 0].tolist():
+            first, end = int(after.first[row]), int(after.end[row])
+            ids, masked = after.ids[row, first:end].tolist(), after.masked[row, first:end].tolist()
+            now = [-1 if noise else token for token, noise in zip(ids, masked, strict=True)]
+            assert now == following(canvas, query, edit, row, TOKENS)
+            assert [token for token, noise in zip(ids, masked, strict=True) if noise] == [toys.MASK] * sum(masked)
+            assert not after.masked[row, end:].any()
+            assert torch.equal(after.ids[row, :first], canvas.ids[row, :first]), "the prompt"
+            grew, shrank = grew + (end > int(canvas.end[row])), shrank + (end < int(canvas.end[row]))
+            if not after.done[row]:
+                width = TOKENS if plugins.get("blocks") == "full" else WIDTH
+                assert int(after.stop[row]) == min(int(after.start[row]) + width, end) > int(after.start[row])
+    assert result.complete.all() and grew and (shrank or method != "rho_eos" or plugins)
+    last = result.trace.end - result.trace.origin
+    assert bool((last <= TOKENS).all()) and ((result.lengths > 0) == (last > 0)).all()
+
+
+@pytest.mark.parametrize("poll_every", [1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trace_has_every_state_in_its_own_columns(method: str, poll_every: int) -> None:
+    """Of rows that lost nothing; the others say so."""
+    result, steps = noted(METHODS[method], poll_every=poll_every)
+    trace, exact = result.trace, 0
+    for canvas, *_ in steps:
+        rows = ~canvas.done & ~trace.revised
+        seen = trace.seen(canvas.step)
+        assert torch.equal(seen[rows], aligned(canvas, canvas.seen(), False)[rows])
+        shown = torch.where(seen, aligned(canvas, canvas.ids, 0), trace.pad_id)
+        assert torch.equal(torch.where(seen, trace.state(canvas.step), trace.pad_id)[rows], shown[rows])
+        exact += int(rows.sum())
+    assert exact > 10
+    lost = torch.zeros_like(trace.revised)
+    for (canvas, _, edit, _), (after, *_) in pairwise(steps):
+        assert edit.resize is not None
+        count = torch.zeros_like(canvas.end) if edit.resize.count is None else edit.resize.count
+        lost |= ~canvas.done & (after.end < canvas.end + count)
+    assert torch.equal(trace.revised, lost)
+
+
+@pytest.mark.parametrize(
+    "plugins",
+    [{}, {"cache": "prefix"}, {"cache": {"name": "periodic_prefix", "every": 2}}, {"stop": "prefix"}],
+    ids=str,
+)
+@pytest.mark.parametrize(("method", "toy"), crossed(list(METHODS), ["llada", "dream", "cfg", "gqa"]))
+def test_rows_of_a_batch_are_rows_alone(method: str, toy: str, plugins: dict[str, Any]) -> None:
+    sampler = toys.sampler(toy, scheduler=METHODS[method], blocks=BLOCKS, **plugins)
+    batch = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
+    assert batch.complete.all()
+    for row, prompt in enumerate(toys.PROMPTS):
+        alone = sampler.generate([prompt], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
+        assert_same_row(batch, row, alone)
+        assert batch.trace.end[row] - batch.trace.origin == alone.trace.end[0] - alone.trace.origin
+
+
+@pytest.mark.parametrize("inner", one_each("scheduler"), ids=label)
+@pytest.mark.parametrize("method", [DAEDAL, RHO], ids=label)
+def test_every_scheduler_inside(method: Settings, inner: Settings) -> None:
+    """It runs, and its rows are independent, or it is refused by name."""
+    try:
+        sampler = toys.sampler(scheduler=method | {"inner": inner}, temperature=0.8)
+    except UserError as error:
+        if inner["name"] in str(error) and "use another scheduler inside" in str(error):
+            return
+        raise
+    batch = sampler.generate(toys.PROMPTS[:3], max_new_tokens=TOKENS, seed=toys.SEEDS[:3])
+    assert batch.complete.all()
+    for row in range(3):
+        assert_same_row(
+            batch, row, sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
+        )
+
+
+def test_a_length_that_cannot_change_is_the_inner_schedulers() -> None:
+    """With bounds that nothing passes, an answer of the initial length, and for DAEDAL one more forward."""
+    plain = toys.sampler(scheduler=THRESHOLD, blocks=BLOCKS).generate(toys.PROMPTS, max_new_tokens=11)
+    still = {"initial": 11, "eos_tokens": 1, "inner": THRESHOLD}
+    for scheduler, more in (
+        ({"name": "daedal", "grow": 0.0, "unsure": 0.0} | still, 1),
+        ({"name": "rho_eos", "low": 0.0, "high": 1.0} | still, 0),
+    ):
+        found = toys.sampler(scheduler=scheduler, blocks=BLOCKS).generate(toys.PROMPTS, max_new_tokens=30)
+        assert torch.equal(found.tokens[:, :11], plain.tokens) and torch.equal(found.nfe, plain.nfe + more)
+        assert torch.equal(found.trace.generated[:, :11], plain.trace.generated + more)
+        assert (found.trace.end - found.trace.origin == 11).all()
+
+
+def test_daedal_commits_nothing_until_it_sees_an_end() -> None:
+    _, steps = noted(DAEDAL | {"insert": 0.0})
+    for row in range(len(toys.PROMPTS)):
+        own = [(canvas, edit) for canvas, _, edit, _ in steps if not canvas.done[row]]
+        early = [bool(edit.resize.reopen[row]) for _, edit in own]  # pyright: ignore[reportOptionalMemberAccess]
+        first = early.index(False)
+        assert 0 < first < len(own) and not any(early[first:])
+        assert not any(edit.commit[row].any() for _, edit in own[:first])
+        canvas = own[first][0]
+        held = canvas.ids[row, canvas.first[row] : canvas.end[row]].tolist()
+        masks = held.count(toys.MASK)
+        assert held == [toys.MASK] * masks + [toys.EOS] * min(1, TOKENS - masks), "masks, then half of eos_tokens"
+        assert int(canvas.age[row]) == 0, "the block opens again"
+        assert all(torch.equal(canvas.end[row], own[first][0].end[row]) for canvas, _ in own[first:]), "no insertion"
+
+
+def test_rho_eos_counts_in_float32_and_settles() -> None:
+    def columns(share: float, **options: Any) -> int:
+        return int(RhoEos(**options)._columns(torch.tensor([share]))[0])
+
+    assert [columns(0.0, low=low) for low in (0.2, 0.3, 0.4)] == [16, 32, 64]  # 2, 3, 4 segments
+    assert [columns(1.0, high=high) for high in (0.6, 0.7, 0.8)] == [-64, -32, -16]
+    assert [columns(0.0, low=low, high=0.9, scale="linear") for low in (0.35, 0.9)] == [32, 64]
+    assert [columns(share, scale="const") for share in (0.4, 0.6, 0.39, 0.61)] == [0, 0, 8, -8]
+    result, steps = noted(
+        RHO | {"initial": 3, "expand": 1, "scale": "const", "low": 1.0, "high": 1.0}, tokens=9, blocks="full"
+    )
+    for canvas, _, edit, _ in steps:
+        assert edit.resize is not None
+        change = edit.resize.end - canvas.end
+        assert bool(((change.abs() <= 1) | canvas.done).all())
+        assert bool((change[canvas.end == canvas.first + 9] == 0).all()), "final at the bound"
+    assert (result.trace.end - result.trace.origin == 9).all()
+
+
+def test_a_guard_keeps_what_is_said() -> None:
+    cut, _ = noted(RHO)
+    kept, steps = noted(RHO | {"min_length": 4})
+    least, guarded = (int((found.trace.end - found.trace.origin).min()) for found in (cut, kept))
+    assert least < 4 <= guarded
+    for (canvas, *_), (after, *_) in pairwise(steps):
+        text = ~canvas.masked & ~canvas.frozen & (canvas.ids != toys.EOS) & canvas.seen() & ~canvas.done[:, None]
+        assert torch.equal(after.ids[text], canvas.ids[text])
+
+
+def test_columns_that_come_back_hold_nothing_of_before() -> None:
+    """Cut to its third column and grown again, in tokens, masks, and what the trace knows."""
+    spec, blocks = toys.denoiser().spec, toys.sampler(blocks=BLOCKS).plugins.blocks
+    canvas = layout.canvas([[3, 4], [5]], 8, [0, 0], spec, blocks, CounterNoise(), False, initial=6)
+    assert canvas.end.tolist() == [8, 7] and canvas.masked.sum(1).tolist() == [6, 6]
+    at = canvas.columns().expand(2, -1)
+    everywhere = canvas.masked.clone()
+    full = canvas.apply(at, Edit(torch.full_like(canvas.ids, 7), everywhere))
+    ids, noise = torch.full_like(canvas.end, toys.MASK), torch.ones_like(canvas.done)
+    live = torch.tensor([True, False])
+    cut = Resize(canvas.first + 2, ids, noise).on(full, live).applied(full)
+    assert cut.end.tolist() == [4, 7] and cut.start.tolist() == [2, 1] and torch.equal(cut.ids[1], full.ids[1])
+    assert cut.ids[0].tolist() == [3, 4, 7, 7] + [toys.EOS] * 7
+    grown = Resize(cut.first + 20, ids, noise).on(cut, live).applied(cut)
+    assert grown.end.tolist() == [10, 7] and grown.ids[0].tolist() == [3, 4, 7, 7] + [toys.MASK] * 6 + [toys.EOS]
+    assert grown.masked[0].tolist() == [False] * 4 + [True] * 6 + [False]
+    gone = Resize(canvas.first - 5, ids, noise).on(full, live).applied(full)
+    assert gone.end.tolist() == [2, 7] and gone.done.tolist() == [True, False]
+
+
+def test_the_signal_counts_end_tokens_from_the_right() -> None:
+    """The last two of three, over two; with a drawn token, what would have been chosen."""
+    sampler = toys.sampler(scheduler=RHO | {"eos_tokens": 2})
+    rule = sampler.plugins.scheduler
+    assert isinstance(rule, RhoEos)
+    canvas = layout.canvas(
+        [[3]], 8, [0], sampler.denoiser.spec, sampler.plugins.blocks, CounterNoise(), False, initial=6
+    )
+    query = rule.ask(canvas, rule.init(canvas))
+    assert query.positions[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and (query.positions[0, 6:] == canvas.length).all()
+    token = torch.full_like(query.ids, toys.EOS)
+    token[0, 0, [1, 3, 4]] = 9
+    sure = torch.tensor([[[0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.3]]]).double()
+    assert float(rule.signal(canvas, query, Readout(token, sure))) == pytest.approx((0.7 + 0.4) / 2)
+    density = toys.sampler(scheduler=RHO | {"signal_of": "density"}).plugins.scheduler
+    assert isinstance(density, RhoEos)
+    density = density._share(canvas, query, Readout(token, sure))
+    assert float(density) == pytest.approx(3 / 6)
+    law = torch.zeros(1, 1, 8, toys.VOCAB)
+    law[0, 0, :, 9], law[0, 0, [0, 5], 9], law[0, 0, [0, 5], toys.EOS] = 0.6, 0.1, 0.8
+    assert float(rule.signal(canvas, query, Readout(token, sure, probabilities=law))) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "reason"),
+    [
+        ({"stop": "truncate"}, r"scheduler=daedal says how long the answer is, and stop=truncate .* use stop=prefix"),
+        ({"stop": "prophet"}, r"and stop=prophet changes the canvas under it"),
+        ({"blocks": "adablock"}, r"scheduler=daedal moves the end of a block, and blocks=adablock says where it is"),
+        ({"cache": "dual"}, r"scheduler=daedal moves columns and adds new ones, and cache=dual .* use cache=prefix"),
+        ({"cache": "dkv"}, r"cache=dkv serves columns as an earlier forward left them"),
+        ({"guide": {"name": "regex", "pattern": "[a-j]+"}}, r"changes the length .* which guide=regex must know"),
+        ({"guide": {"name": "grammar", "grammar": "json"}}, r"changes the length .* which guide=grammar must know"),
+        ({"kind": "causal"}, r"looks for the end of the answer behind the block, which this model does not see"),
+        ({"scheduler": {"name": "daedal", "inner": "rho_eos"}}, r"and rho_eos changes it too: use another"),
+        ({"scheduler": {"name": "eoser", "inner": "daedal"}}, r"scheduler=eoser lowers the confidence of end tokens"),
+        ({"scheduler": {"name": "freedave", "inner": "rho_eos"}}, r"rho_eos"),
+        ({"scheduler": {"name": "rho_eos", "low": 0.7, "high": 0.6}}, r"low=0.7 must not be above scheduler.high=0.6"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(plugins: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        toys.sampler(**{"scheduler": "daedal", **plugins})
+
+
+def test_every_cache_serves_them_or_says_why_not() -> None:
+    served = set()
+    for cache in settings("cache"):
+        try:
+            toys.sampler(scheduler="rho_eos", cache=cache)
+        except UserError as error:
+            if f"cache={cache['name']}" not in str(error):
+                raise
+        else:
+            served.add(cache["name"])
+    assert served == {"none", "exact", "prefix", "periodic_prefix"}
+
+
+def test_given_tokens_are_refused_and_training_too() -> None:
+    sampler: Sampler = toys.sampler(scheduler="daedal")
+    with pytest.raises(UserError, match=r"prompt 1 has given tokens .* scheduler=daedal would move"):
+        sampler.generate(toys.PROMPTS[0], max_new_tokens=8, suffix=[3])
+    with pytest.raises(UserError, match=r"prompt 1 has given tokens"):
+        list(sampler.generate_many(toys.PROMPTS[:1], max_new_tokens=8, prefix=[3]))
+    from dllm_sampler.training.trajectory import check, trajectories
+
+    with pytest.raises(UserError, match="scheduler=daedal changes the length of answers"):
+        check(sampler)
+    with pytest.raises(UserError, match="changed in length"):
+        trajectories(sampler.generate(toys.PROMPTS, max_new_tokens=8).trace, sampler.denoiser.spec)
+
+
+def test_the_prefix_cache_spares_what_stands_before_the_block() -> None:
+    runs = [
+        toys.sampler(scheduler=RHO | {"min_length": 12}, blocks=BLOCKS, cache=cache).generate(
+            toys.PROMPTS, max_new_tokens=TOKENS
+        )
+        for cache in ("none", "prefix")
+    ]
+    each = [found.trace.rows / found.nfe for found in runs]
+    assert bool((each[1] < each[0]).all())
