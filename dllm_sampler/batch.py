@@ -41,8 +41,8 @@ def result(steps: Iterator[Commits], progress: Progress | None) -> Result:
     last: Commits | None = None
     for last in steps:
         if progress is not None:
-            known = 0 if last.given is None else int(last.given.sum())
-            progress(last.step, int((~last.masked).sum()) - known, last.masked.numel() - known)
+            free = last.there if last.given is None else last.there & ~last.given
+            progress(last.step, int((free & ~last.masked).sum()), int(free.sum()))
     assert last is not None and last.result is not None
     return last.result
 
@@ -200,7 +200,8 @@ def _view(state: Generation, step: int, result: Result | None) -> Commits:
     tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
     known = _given(canvas)
     given = None if known is None else cut(known)
-    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result, given)
+    sizes = None if state.recorder.born is None else (canvas.end - canvas.first).cpu()
+    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result, given, sizes)
 
 
 def _given(canvas: Canvas) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -103,6 +103,21 @@ class Commits:
     nfe: Tensor  # [B]
     result: Result | None = None
     given: Tensor | None = None  # [B, max_new_tokens] bool: tokens that were given; None: no row has one
+    sizes: Tensor | None = None  # [B] columns of each canvas, which change; None: `max_new_tokens`, for good
+
+    @property
+    def there(self) -> Tensor:
+        """`[B, max_new_tokens] bool` the columns that each canvas has now."""
+        if self.sizes is None:
+            return torch.ones_like(self.masked)
+        return torch.arange(self.masked.shape[1]) < self.sizes[:, None]
+
+    def rows(self) -> Iterator[tuple[list[int], list[bool], list[int]]]:
+        """Tokens, noise and step map of each canvas, as long as it is now."""
+        sizes = self.there.sum(1).tolist()
+        tables = (self.tokens.tolist(), self.masked.tolist(), self.step_map.tolist())
+        for tokens, masked, steps, size in zip(*tables, sizes, strict=True):
+            yield tokens[:size], masked[:size], steps[:size]
 
     def __repr__(self) -> str:
         left = int(self.masked.sum())

@@ -68,8 +68,7 @@ class Screen:
     def show(self, commits: Commits) -> float:
         """Draw a step; returns the seconds spent on showing it, which are no part of sampling."""
         begun = time.perf_counter()
-        rows = zip(commits.tokens.tolist(), commits.masked.tolist(), commits.step_map.tolist(), strict=True)
-        lines = [render(*row, self.tokenizer) for row in rows]
+        lines = [render(*row, self.tokenizer) for row in commits.rows()]
         if self.console.is_terminal:
             several = len(lines) > 1
             shown = [
@@ -94,8 +93,9 @@ def figures(commits: Commits, eos_id: int) -> str:
     width = commits.tokens.shape[1]
     column = torch.arange(width)
     ended = torch.where((commits.tokens == eos_id) & ~commits.masked, column, width - 1).amin(1, keepdim=True)  # [B, 1]
-    known = torch.zeros_like(commits.masked) if commits.given is None else commits.given
-    done, whole = int((~commits.masked & ~known & (column <= ended)).sum()), int((~known & (column <= ended)).sum())
+    free = commits.there & (column <= ended)
+    free = free if commits.given is None else free & ~commits.given
+    done, whole = int((~commits.masked & free).sum()), int(free.sum())
     return (
         f"step {commits.step} · NFE {_span(commits.nfe)} · {done}/{whole} tokens · "
         f"{done / max(1, int(commits.nfe.sum())):.2f} tokens per forward"

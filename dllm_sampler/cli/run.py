@@ -289,9 +289,8 @@ def _denoise(
 
 def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
     """The canvas of a batch that was cut short, noise shown as blocks; a row that had ended, up to its end token."""
-    rows = zip(commits.tokens.tolist(), commits.masked.tolist(), commits.step_map.tolist(), strict=True)
     eos, missing = sampler.denoiser.spec.eos_id, 0
-    for tokens, masked, steps in rows:
+    for tokens, masked, steps in commits.rows():
         ended = tokens.index(eos) if eos in tokens else len(tokens)
         end = len(tokens) if any(masked[:ended]) else ended
         missing += sum(masked[:end])

@@ -175,10 +175,13 @@ class Flight:
         return left
 
     def masks(self) -> int:
-        """How many masks the rows in flight have left; reads the device."""
+        """How many masks the rows in flight have left, columns that they may still get among them; reads the device."""
         assert self.state is not None
         canvas = self.state.canvas
-        return int((canvas.masked & ~canvas.done[:, None]).sum())
+        left = canvas.masked.sum(1)
+        if self.engine.plugins.scheduler.traits.initial is not None:
+            left = left + canvas.first + canvas.new_tokens - canvas.end
+        return int((left * ~canvas.done).sum())
 
     def close(self) -> None:
         """No row is in flight any more: whatever the engine keeps for later is free."""

@@ -34,6 +34,8 @@ def reason(traits: Traits) -> str | None:
     """What a scheduler wants beyond the logits of a block; None: nothing."""
     if traits.scope != "model":
         return None
+    if traits.initial is not None:
+        return "it changes the length of the answer"
     if traits.leave_one_out:
         return "it adds shadow rows to the forward"
     if traits.drafts:

@@ -99,6 +99,11 @@ class SpeculativeSampler:
             raise UserError(
                 f"guide={forms[0]} says what form an answer has, and a target knows nothing of it: leave one out"
             )
+        if drafter.plugins.scheduler.traits.initial is not None:
+            raise UserError(
+                f"scheduler={named(drafter.plugins.scheduler)} changes the length of answers, and a draft has"
+                " draft_length tokens: draft with another scheduler, threshold say"
+            )
         self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
         self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)
         self.draws = any(guide.draws for guide in self.guides)

@@ -288,6 +288,28 @@ def test_every_cache_serves_them_or_says_why_not() -> None:
     assert served == {"none", "exact", "prefix", "periodic_prefix"}
 
 
+def test_a_stream_shows_canvases_of_their_own_lengths() -> None:
+    """And progress counts the columns that there are."""
+    sampler = toys.sampler(scheduler=RHO, blocks=BLOCKS)
+    told: list[tuple[int, int, int]] = []
+    sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, progress=lambda *numbers: told.append(numbers))
+    seen, sizes = [], set[int]()
+    for commits in sampler.stream(toys.PROMPTS, max_new_tokens=TOKENS):
+        rows = list(commits.rows())
+        assert [len(tokens) for tokens, _, _ in rows] == commits.there.sum(1).tolist()
+        for _, masked, steps in rows:
+            assert masked == [step < 0 for step in steps]
+            sizes.add(len(masked))
+        seen.append((commits.step, sum(m.count(False) for _, m, _ in rows), sum(len(m) for _, m, _ in rows)))
+    assert told == seen and min(sizes) < 6 < max(sizes)
+    many: list[tuple[int, int, int]] = []
+    list(
+        sampler.generate_many(toys.PROMPTS, max_new_tokens=TOKENS, batch_size=2, progress=lambda *one: many.append(one))
+    )
+    assert all(0 <= done <= wanted for _, done, wanted in many) and many[0][1] < TOKENS
+    assert many[-1][1:] == (TOKENS * 5,) * 2
+
+
 def test_given_tokens_are_refused_and_training_too() -> None:
     sampler: Sampler = toys.sampler(scheduler="daedal")
     with pytest.raises(UserError, match=r"prompt 1 has given tokens .* scheduler=daedal would move"):

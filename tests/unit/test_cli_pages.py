@@ -147,7 +147,7 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
     assert "Not with stop=end_of_text, prophet, truncate." in freedave
     assert "no stop that changes the canvas" in freedave and "Models: masked diffusion, block-causal." in freedave
-    assert "Models: block-causal, causal context. Not with scheduler=wino." in flat(
+    assert "Models: block-causal, causal context. Not with scheduler=daedal, rho_eos, wino." in flat(
         page(capsys, "--help", "block_causal")
     )
     assert "is refused: scheduler=svdd needs a reward" in flat(page(capsys, "--help", "svdd"))
@@ -186,7 +186,7 @@ def test_every_field_is_explained(group: str) -> None:
 def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(["--help", "task=mini", "cache=dual"]) == 0
     out = flat(capsys.readouterr().out)
-    assert "task.count=100 how many samples." in out and "Not with scheduler=wino." in out
+    assert "task.count=100 how many samples." in out and "Not with scheduler=daedal, rho_eos, wino." in out
     assert train(["--help", "train=filter"]) == 0
     assert "train.prompts=null\n" in capsys.readouterr().out
     assert evaluate(["--help", "task=minni"]) == train(["--help", "train=minni"]) == 2
