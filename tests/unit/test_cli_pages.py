@@ -147,7 +147,7 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
     assert "Not with stop=end_of_text, prophet, truncate." in freedave
     assert "no stop that changes the canvas" in freedave and "Models: masked diffusion, block-causal." in freedave
-    assert "Models: block-causal, causal context. Not with scheduler=daedal, rho_eos, wino." in flat(
+    assert "Models: block-causal, causal context. Not with scheduler=wino." in flat(
         page(capsys, "--help", "block_causal")
     )
     assert "is refused: scheduler=svdd needs a reward" in flat(page(capsys, "--help", "svdd"))

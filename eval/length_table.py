@@ -1,0 +1,121 @@
+"""Answers that find their length against canvases of one length, on `mini`: writes the table of docs/lengths.md.
+
+`python -m dllm_sampler.eval.length_table [--prompts 40] [--tasks NAME ...] [--seed 0]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from dllm_sampler.core import files
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.exact_match import Tally, held_out_prompts
+from dllm_sampler.naming import described
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.tasks import TASKS
+
+SECTION = "length table"
+HEAD = ("`scheduler=`", "columns", "exact match", "forwards", "positions computed", "last canvas", "tokens of it")
+COMMAND = "python -m dllm_sampler.eval.length_table"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "lengths.md"
+FIXED = (16, 32, 64, 128)
+BOUND, BATCH, BLOCK = 128, 8, 32
+# Answers of `mini` have some 10 tokens: settings that suit canvases of 16 to 32, and the published ones of rho-EOS.
+GROWING: tuple[dict[str, Any], ...] = (
+    {"name": "daedal", "initial": 16, "eos_tokens": 8},
+    {"name": "rho_eos", "initial": 32, "expand": 4, "scale": "const"},
+    {"name": "rho_eos", "min_length": 0},
+    {"name": "rho_eos"},
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sums over the answers of a method."""
+
+    method: str
+    columns: str
+    tally: Tally
+    computed: int
+    canvas: int  # columns in the end
+
+    def cells(self) -> list[str]:
+        """A line of the table: means per answer."""
+        count = self.tally.count
+        means = (self.tally.nfe / count, self.computed / count, self.canvas / count)
+        shares = (f"{self.tally.exact:.1f}", *(f"{mean:.1f}" for mean in means))
+        return [self.method, self.columns, *shares, f"{100 * self.tally.tokens / max(self.canvas, 1):.0f} %"]
+
+
+def measure(base: Sampler, plugins: dict[str, Any], tokens: int, options: argparse.Namespace) -> Row:
+    """All tasks under one setting, `threshold` without any."""
+    sampler, tallies, computed, canvas = base.using(**plugins), [], 0, 0
+    for name in options.tasks:
+        prompts = held_out_prompts(TASKS[name], options.prompts, options.seed)
+        for start in range(0, len(prompts), BATCH):
+            part = prompts[start : start + BATCH]
+            result = sampler.generate(part, max_new_tokens=tokens, seed=options.seed)
+            tallies.append(Tally.of(TASKS[name], part, result))
+            computed += int(result.trace.rows.sum())
+            canvas += int((result.trace.end - result.trace.origin).sum())
+    rule = sampler.plugins.scheduler
+    initial = rule.traits.initial
+    columns = str(tokens) if initial is None else f"{initial}, at most {tokens}"
+    return Row(f"`{described(rule)}`", columns, Tally.total(tallies), computed, canvas)
+
+
+def content(rows: Sequence[Row], options: argparse.Namespace) -> str:
+    """What stands in the document."""
+    wanted = rows[len(FIXED) - 1].tally
+    notes = (
+        f"{options.prompts} held-out prompts for each of {len(options.tasks)} tasks of `mini`, seed {options.seed}; all"
+        f" else at the defaults: `threshold` inside, blocks of {BLOCK}, no cache, no stop. *Columns* that the canvas"
+        f" begins with. The numbers are means per answer, which has {wanted.tokens / wanted.count:.0f} tokens with its"
+        f" end token. *Tokens of it*: their share of the last canvas. Made by `{COMMAND}`."
+    )
+    return "\n\n".join([markdown.table(HEAD, [row.cells() for row in rows]), notes])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    parser = Parser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", type=positive, default=40, help="of each task")
+    parser.add_argument("--tasks", nargs="+", default=[*TASKS], metavar="NAME", help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the document whose section is written")
+    try:
+        options = parser.parse_args(arguments)
+        for name in options.tasks:
+            if name not in TASKS:
+                raise unknown("task", name, TASKS)
+        markdown.read(options.docs, SECTION)  # a mistake shows before the work
+        torch.set_num_threads(1)
+        blocks = {"name": "fixed", "length": BLOCK}
+        base = Sampler.from_pretrained("mini", device="cpu", scheduler="threshold", blocks=blocks, stop="none")
+        runs: list[tuple[dict[str, Any], int]] = [({}, tokens) for tokens in FIXED]
+        runs += [({"scheduler": one}, BOUND) for one in GROWING]
+        console = Console(stderr=True)
+        shown = track(runs, "measuring", console=console, transient=True, disable=not console.is_terminal)
+        section = content([measure(base, *run, options) for run in shown], options)
+        text = markdown.read(options.docs, SECTION)
+        files.write(options.docs, markdown.fill(text, SECTION, section))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(section)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
