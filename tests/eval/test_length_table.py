@@ -21,7 +21,7 @@ def test_it_writes_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert columns["`daedal(initial=16, eos_tokens=8)`"] < 64 and columns["`rho_eos`"] == 0, "cut as published"
     assert length_table.COMMAND in capsys.readouterr().out
     assert length_table.main(["--tasks", "copie", "--docs", str(page)]) == 2
-    assert "did you mean copy" in capsys.readouterr().err
+    assert "did you mean 'copy'" in capsys.readouterr().err
 
 
 def test_the_document_has_the_table() -> None:
