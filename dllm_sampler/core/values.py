@@ -165,8 +165,7 @@ class Canvas:
     def block_over(self, edit: Edit) -> Tensor:
         """`[B] bool` rows that are through with their block after `edit`: no noise is left in it, or `edit` says so."""
         over = self.noise_left() == 0
-        if edit.close_block is not None:
-            over = over | edit.close_block
+        over = over if edit.close_block is None else over | edit.close_block
         return over if edit.keep_block is None else over & ~edit.keep_block
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
@@ -183,8 +182,7 @@ class Canvas:
         if edit.end is None:
             return after
         least = self.first if self.given is None else self.given  # what is given stays
-        cut = torch.minimum(self.end, edit.end).clamp(min=least)
-        end = torch.where(self.done, self.end, cut)
+        end = torch.where(self.done, self.end, torch.minimum(self.end, edit.end).clamp(min=least))
         masked = after.masked & (self.columns() < end[:, None])
         return replace(after, end=end, stop=torch.minimum(self.stop, end), masked=masked)
 
