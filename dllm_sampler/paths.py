@@ -11,7 +11,7 @@ from dllm_sampler.errors import UserError, short
 
 
 def expanded(what: str, given: str | PathLike[str]) -> Path:
-    """A path with the home folder in place of `~`, which the system can look for; it need not exist.
+    """A path with the home folder in place of `~`, which the system can look for, whether or not it exists.
 
     Args:
         what: what an error calls it: the setting, as in `output`.

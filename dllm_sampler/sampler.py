@@ -174,8 +174,8 @@ class Sampler:
 
         Args:
             prompts: strings, token lists, tensors, chat messages or `Infill`s; one or several, of any lengths.
-            max_new_tokens: canvas length after the prompt; need not divide by the block length. Where a model denoises
-                whole blocks only (DiffusionGemma), the last one is decoded whole and the answer is cut.
+            max_new_tokens: canvas length after the prompt; the last block may be shorter than the others. Where a model
+                denoises whole blocks only (DiffusionGemma), it is decoded whole and the answer is cut.
             block_length: shortcut for `blocks.length`.
             seed: row i samples with seed + i, or with its own number of a sequence.
             stop_strings: text at which an answer ends, or several; not part of it.

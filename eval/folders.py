@@ -197,7 +197,7 @@ def _dump(record: Record) -> str:
 @cache
 def environment(device: str) -> dict[str, Any]:
     """What ran it: versions, the commit of the code, the machine."""
-    import torch  # which readers of runs need not wait for
+    import torch  # which readers of runs do not wait for
 
     packages = {}
     for name in ("transformers", "hydra-core", "safetensors", "numpy"):

@@ -80,7 +80,7 @@ class Tuner:
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
-        from dllm_sampler.eval.launch import device  # imports torch and transformers: a mistake need not wait for them
+        from dllm_sampler.eval.launch import device  # imports torch and transformers: a mistake does not wait for them
 
         self.device = device(self.base, 0)
 

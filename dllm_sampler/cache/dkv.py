@@ -91,7 +91,7 @@ class DelayedCache(BaseCache):
         self.kept = self._unneeded(canvas, text) & ~void & (self.kept | visible(canvas, query))
 
     def _unneeded(self, canvas: Canvas, text: Tensor) -> Tensor:
-        """`[B, L+1] bool` rows that need not be computed when `text [B, L+1]` is settled."""
+        """`[B, L+1] bool` rows that are not computed when `text [B, L+1]` is settled."""
         if not self.spec.shift:
             return text
         last = canvas.columns() == canvas.end[:, None] - 1

@@ -1,4 +1,4 @@
-"""What a command line asks for, read and checked before torch is imported: a mistake need not wait for seconds."""
+"""What a command line asks for, read and checked before torch is imported: a mistake does not wait for seconds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_experiments(chosen: Settings, overrides: Sequence[str]) -> None:
     for _, experiment in choices_of(named[-1]) if named else ():
         for group, fields in entry("experiment", experiment).settings.items():
             plugin = chosen.plugins.get(group)
-            # A user's own YAML need not list all fields.
+            # A user's own YAML may leave fields out.
             if not isinstance(plugin, dict) or not isinstance(fields, dict) or plugin["name"] in own(group):
                 continue
             known = entry(group, plugin["name"]).settings

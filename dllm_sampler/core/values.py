@@ -106,10 +106,7 @@ class Canvas:
         return (self.first[:, None] + column).masked_fill(column >= self.new_tokens[:, None], self.length)
 
     def asked(self) -> Tensor:
-        """`[B, N]` columns of the answer, as long as the caller wanted it, padded with L.
-
-        Reads the device where a model decodes more than that (`surplus`).
-        """
+        """`[B, N]` columns of the answer that the caller wanted, padded with L; with `surplus` it reads the device."""
         if self.surplus is None:
             return self.answer()
         wanted = self.new_tokens - self.surplus
@@ -344,6 +341,6 @@ class Edit:
     resize: Resize | None = None  # what becomes of the answer's length, in the end
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     score: Tensor | None = None  # [B, Q] how the scheduler ranks positions, higher first; None: by confidence
-    forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not vouch for, made to get on
+    forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not choose, made to get on
     rejected: Tensor | None = None  # [B] commits that a guide refused
     stuck: Tensor | None = None  # [B] bool: a guide lets the row commit nothing; the row ends

@@ -265,7 +265,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.seeds and (traits.leave_one_out or traits.drafts):
         yield (
-            f"{scheduler} asks about states beside the canvas, and this model computes a finished block again, as"
+            f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
             " context: use another scheduler, threshold say"
         )
 

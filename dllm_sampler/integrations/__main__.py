@@ -98,7 +98,7 @@ def written(words: Sequence[str]) -> str:
     model, plugins = parts(composed)
     options = Options(**config.check("", Options, composed.tree))
     check_experiments(Settings(options, model, plugins), words)
-    from dllm_sampler.integrations.settings import LENGTH  # imports torch: a mistake need not wait for it
+    from dllm_sampler.integrations.settings import LENGTH  # imports torch: a mistake does not wait for it
     from dllm_sampler.integrations.settings import Settings as Served
 
     settings = _settings(plugins, options)

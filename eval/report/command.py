@@ -62,7 +62,7 @@ def check(output: str) -> Path:
         UserError: it does not end in .html, or no picture can be drawn.
     """
     target = _target(output)
-    from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake need not wait for it
+    from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake does not wait for it
 
     available()
     return target
@@ -84,7 +84,7 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     target = _target(output)
     found = load(runs)
     check(output)
-    from dllm_sampler.eval.report.page import page  # imports torch: a mistake need not wait for it
+    from dllm_sampler.eval.report.page import page  # imports torch: a mistake does not wait for it
     from dllm_sampler.eval.report.pictures import pictures
 
     files.make_folder(target.parent)

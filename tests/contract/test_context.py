@@ -102,7 +102,7 @@ def test_positions_far_from_the_start_scale_queries() -> None:
 
 def test_what_is_refused() -> None:
     for scheduler in ("wino", "freedave"):
-        with pytest.raises(UserError, match=rf"scheduler={scheduler} asks about states beside the canvas"):
+        with pytest.raises(UserError, match=rf"scheduler={scheduler} asks about states other than the canvas"):
             toys.sampler("context", scheduler=scheduler, cache="none")
     with pytest.raises(UserError, match=r"cache\.store_pass=separate is for block-causal models"):
         toys.sampler("context", cache={"name": "block_causal", "store_pass": "separate"})

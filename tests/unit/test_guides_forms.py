@@ -1,7 +1,6 @@
 """Answers of a form: against every string there is, and against models that want something else."""
 
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -23,7 +22,6 @@ from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import Choices, JsonSchema, Regex
 from dllm_sampler.guides.forms import automaton, choice, library
-from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
 from tests.contract.cases import kinds, settings
@@ -334,19 +332,3 @@ def test_a_schema_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"type": "boolean"}')
     assert JsonSchema(str(file)) == JsonSchema({"type": "boolean"}) == JsonSchema('{"type": "boolean"}')
-
-
-def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And read from disk by the next process, unless the file is damaged."""
-    first = built("(a|b)+c")
-    automaton._built.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(automaton, "byte_automaton", lambda *_: pytest.fail("built again"))
-        again = built("(a|b)+c")
-    for name in automaton.TENSORS:
-        assert torch.equal(getattr(again, name), getattr(first, name))
-    assert (again.start, again.shortest) == (first.start, first.shortest) and isinstance(Regex("a"), Form)
-    automaton._built.cache_clear()
-    for file in (Path(os.environ["DLLM_SAMPLER_CACHE"]) / "forms").glob("*.safetensors"):
-        file.write_bytes(b"torn")
-    assert built("(a|b)+c").shortest == first.shortest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from dllm_sampler.guides import Regex
 from dllm_sampler.guides.forms import automaton, library
 from dllm_sampler.guides.forms.automaton import byte_automaton
 from dllm_sampler.guides.forms.faults import fault
+from dllm_sampler.guides.forms.regular import Form
 from tests import toys
+from tests.forms import built
 
 pytest.importorskip("outlines_core")
 
@@ -86,3 +89,19 @@ def test_a_form_is_bound_to_a_model_once(monkeypatch: pytest.MonkeyPatch) -> Non
     drawn = toys.sampler(guide=plain, stop="none", temperature=1.0).generate(toys.PROMPTS, max_new_tokens=6, seed=1)
     both = toys.sampler(guide=guide, stop="none", temperature=1.0, tokenizer=sampler.tokenizer)
     assert torch.equal(both.generate(toys.PROMPTS, max_new_tokens=6, seed=1).tokens, drawn.tokens)
+
+
+def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And read from disk by the next process, unless the file is damaged."""
+    first = built("(a|b)+c")
+    automaton._built.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(automaton, "byte_automaton", lambda *_: pytest.fail("built again"))
+        again = built("(a|b)+c")
+    for name in automaton.TENSORS:
+        assert torch.equal(getattr(again, name), getattr(first, name))
+    assert (again.start, again.shortest) == (first.start, first.shortest) and isinstance(Regex("a"), Form)
+    automaton._built.cache_clear()
+    for file in (Path(os.environ["DLLM_SAMPLER_CACHE"]) / "forms").glob("*.safetensors"):
+        file.write_bytes(b"torn")
+    assert built("(a|b)+c").shortest == first.shortest
