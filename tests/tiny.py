@@ -15,6 +15,10 @@ from transformers import PreTrainedTokenizerFast
 DATA = Path(__file__).parent / "conformance" / "data"
 TRANSFORMERS = ("llada", "llada-gqa", "dream", "sdar", "llada-moe", "llada2-moe")
 FAMILIES = ("llada", "dream", "sdar", "llada-moe", "llada2-moe", "bert")  # one of each network
+NEWER = (
+    "llada-gqa", "illada", "sdar-moe", "stable-diffcoder", "llada2.2-moe", "fast-dllm-v2", "nemotron-labs-diffusion",
+)  # fmt: skip
+EVERY = (*FAMILIES, *NEWER)
 CHARACTERS = sorted({*string.ascii_letters, *string.digits, *" .,:;?!'-+=()\n"})
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -32,8 +36,11 @@ def write(name: str, folder: Path) -> Path:
             if (source / file).exists():
                 shutil.copyfile(source / file, folder / file)
         raw = json.loads((folder / "config.json").read_text())
-        mask, eos = raw.get("mask_token_id", 286), raw["eos_token_id"]
-    vocab = {sign: index for index, sign in enumerate(CHARACTERS)} | {"<unk>": 200, "<end>": eos, "<mask>": mask}
+        last = raw["vocab_size"] - 1
+        mask, eos = raw.get("mask_token_id", 286 if last > 286 else last), raw["eos_token_id"]
+    unknown = 200 if mask > 200 else 150
+    free = (index for index in range(mask) if index not in (eos, unknown))
+    vocab = {sign: next(free) for sign in CHARACTERS} | {"<unk>": unknown, "<end>": eos, "<mask>": mask}
     made = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     made.decoder = decoders.Fuse()

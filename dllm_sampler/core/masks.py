@@ -71,7 +71,7 @@ def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
     return keys.div(length, rounding_mode="floor")[:, None] <= own[..., None]
 
 
-def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor) -> Tensor:
+def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool = False) -> Tensor:
     """`[N, 2L, 2L] bool` what a row sees that is a clean copy of a text and, behind it, a noisy one (arXiv 2503.09573).
 
     The clean copy sees the clean blocks up to its own; a noisy block sees the clean ones before it, and itself. So one
@@ -80,9 +80,12 @@ def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor) -> Tensor:
     Args:
         block: `[N, L]` the block of each column.
         clean, noisy: `[N, L] bool` columns that exist in each copy.
+        causal: a token of the clean copy sees those before it and itself, and none behind it in its block.
     """
     own, other = block[:, :, None], block[:, None]
-    above = torch.cat([clean[:, None] & (other <= own), torch.zeros_like(own == other)], 2)
+    column = torch.arange(block.shape[1], device=block.device)
+    before = column[None] <= column[:, None] if causal else other <= own
+    above = torch.cat([clean[:, None] & before, torch.zeros_like(own == other)], 2)
     below = torch.cat([clean[:, None] & (other < own), noisy[:, None] & (other == own)], 2)
     return torch.cat([above, below], 1)
 

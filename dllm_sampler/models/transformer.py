@@ -270,12 +270,15 @@ class Transformer(nn.Module):
     def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:
         """`[N M]` a number for the tokens of each block that choose their experts together; None: no tokens do.
 
-        positions: `[N, M]`; keys: as in `forward`: what no row may see is padding, which belongs to no block
+        positions: `[N, M]`; where they fall, a second copy of the row begins, whose blocks are its own
+        keys: as in `forward`: what no row may see is padding, which belongs to no block
         """
         moe = self.config.moe
         if moe is None or not moe.pool:
             return None
         block = positions // moe.block
+        copy = (positions[:, 1:] < positions[:, :-1]).cumsum(1)
+        block[:, 1:] += copy * (block.max() + 1)
         row = torch.arange(len(block), device=block.device)[:, None] * (block.max() + 1)
         number = block + row
         if keys is not None:

@@ -1,8 +1,9 @@
 """The loss of masked diffusion: which tokens are hidden, what each counts, and the forward that predicts them.
 
 A bidirectional model sees the prompt and a masked answer, with one mask ratio t for the whole answer (LLaDA, arXiv
-2502.09992). A block-causal one has a ratio for each block, which it predicts from the clean blocks before (block
-diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303).
+2502.09992). One that works block by block has a ratio for each block, which it predicts from the clean blocks before
+(block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303). Blocks of a block-causal model are counted from the row's
+first token, those in a causal context from the answer's, as the sampler counts them.
 
 Letters: B rows, L columns, Q tokens asked about in a row.
 """
@@ -65,14 +66,25 @@ class Masks:
     weight: Tensor  # [B, L] float64, 0 where nothing is hidden
 
 
+def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
+    """`[B, L]` the block of each column, -1 for a prompt in a causal context; None for a bidirectional model."""
+    if spec.attention == "bidirectional":
+        return None
+    assert spec.block_length is not None
+    column = torch.arange(rows.ids.shape[1]).expand_as(rows.ids)
+    if spec.attention == "block_causal":
+        return column // spec.block_length
+    return torch.where(column < rows.prompt[:, None], -1, (column - rows.prompt[:, None]) // spec.block_length)
+
+
 def draw(
-    rows: Rows, block_length: int | None, generator: torch.Generator, *, complementary: bool, inverse: bool
+    rows: Rows, block: Tensor | None, generator: torch.Generator, *, complementary: bool, inverse: bool
 ) -> list[Masks]:
     """Hide tokens of the answers, each by itself with probability p = (1 - FLOOR) t + FLOOR, t uniform on [0, 1].
 
     Args:
         rows: what is hidden are tokens of answers.
-        block_length: a ratio t for each block of so many columns; None: one for each row.
+        block: `[B, L]` of each column, each of which has a ratio t; None: each row has one.
         generator: what is drawn is the same however rows are put together to forwards.
         complementary: a second draw that hides the rest of the answer; p then ends at 1 - FLOOR.
         inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1.
@@ -81,9 +93,8 @@ def draw(
         One draw or two. The weights of a token divide by the length of its answer, by the rows, and by the draws.
     """
     count, width = rows.ids.shape
-    column = torch.arange(width)
-    block = torch.zeros_like(column) if block_length is None else column // block_length  # [L]
-    ratio = torch.rand(count, int(block.max()) + 1, generator=generator, dtype=torch.float64)[:, block]  # [B, L]
+    block = torch.zeros_like(rows.ids) if block is None else block.clamp(min=0)  # [B, L]
+    ratio = torch.rand(count, int(block.max()) + 1, generator=generator, dtype=torch.float64).gather(1, block)
     chance = FLOOR + (1 - (1 + complementary) * FLOOR) * ratio
     hidden = torch.rand(count, width, generator=generator, dtype=torch.float64) < chance
     share = 1 / (rows.answer.sum(1, keepdim=True).double() * count * (1 + complementary))  # [B, 1]
@@ -117,10 +128,15 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec, numbers: T
     noisy = rows.ids.masked_fill(hidden, spec.mask_id)
     positions, keys = torch.arange(width).expand_as(noisy), rows.there
     answers = columns - int(spec.shift)  # no answer begins in the first column
-    if spec.attention == "block_causal":
-        assert spec.block_length is not None
-        keys = clean_and_noisy(positions // spec.block_length, keys, keys)
-        noisy, positions, answers = torch.cat([rows.ids, noisy], 1), torch.cat([positions] * 2, 1), answers + width
+    block = blocks(rows, spec)
+    if block is not None:
+        here = block.gather(1, columns)
+        if spec.seeds:  # the row before a block predicts its first token
+            answers = torch.where(block.gather(1, columns - 1) < here, columns - 1, columns)
+        # The row before a block is clean, as it is when the block is decoded.
+        answers = answers + torch.where(block.gather(1, answers) == here, width, 0)
+        keys = clean_and_noisy(block, keys, keys, causal=spec.attention == "causal_context")
+        noisy, positions = torch.cat([rows.ids, noisy], 1), torch.cat([positions] * 2, 1)
     numbers = torch.arange(len(noisy)) if numbers is None else numbers
     return Chunk(numbers, columns, there, rows.ids.gather(1, columns), noisy, positions, keys, answers, spec.mask_id)
 
@@ -129,16 +145,18 @@ def check(spec: ModelSpec, named: str) -> None:
     """Refuse a model for which there is no such loss.
 
     Raises:
-        UserError: it is block-causal and shifted, or says no block length.
+        UserError: it works block by block and says no block length.
     """
-    if spec.attention == "block_causal" and (spec.shift or spec.block_length is None):
-        raise UserError(f"train.model={named} is block-causal without a block length or with a shift: no loss is known")
+    if spec.attention != "bidirectional" and spec.block_length is None:
+        raise UserError(f"train.model={named} works block by block and names no block length: no loss is known")
 
 
 Length = Callable[[int, int], int]  # tokens of a prompt and of its answer -> of the answer with its end tokens
 
 
-def padded(pairs: list[Pair], eos: int, padding: str | int, block_length: int, most: int) -> list[Pair]:
+def padded(
+    pairs: list[Pair], eos: int, padding: str | int, block_length: int, most: int, *, own: bool = False
+) -> list[Pair]:
     """The pairs with end tokens behind their answers, which are learnt like them.
 
     Args:
@@ -146,13 +164,13 @@ def padded(pairs: list[Pair], eos: int, padding: str | int, block_length: int, m
         eos: that token.
         padding: `longest`: all rows become as long as the longest of them (LLaDA); `block`: a row ends with its block;
             `none`; or the number of tokens of an answer.
-        block_length: of `block`, in columns from the row's first.
+        block_length: of `block`, in columns from the row's first; own: from the answer's.
         most: columns of a row.
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     lengths: dict[str, Length] = {
         "longest": lambda prompt, answer: longest - prompt,
-        "block": lambda prompt, answer: -(-(prompt + answer) // block_length) * block_length - prompt,
+        "block": lambda prompt, answer: answer + -(answer if own else prompt + answer) % block_length,
         "none": lambda prompt, answer: answer,
     }
     length: Length = lengths[padding] if isinstance(padding, str) else lambda prompt, answer: max(answer, int(padding))

@@ -39,8 +39,9 @@ class SftTrainer(FineTuner):
         diffusion; `none`: it counts 1
     complementary: each answer twice, the second time with the other tokens hidden (Fast-dLLM v2, arXiv 2509.26328)
     padding: end tokens behind an answer, learnt like it: `longest`: up to the longest row of the step (LLaDA);
-        `block`: up to the end of its block of `block_length` columns, counted from the row's first; `none`: one; or the
-        number of tokens of an answer. None: `block` where the model is block-causal, else `longest`
+        `block`: up to the end of its block of `block_length` columns, counted from the row's first (in a causal
+        context from the answer's); `none`: one; or the number of tokens of an answer. None: `longest` where the model
+        is bidirectional, else `block`
     block_length: of `block`; None: the model's
     random_length: share of the answers that are cut at a random length (LLaDA's pre-training: 0.01)
     max_length: tokens of a prompt with its answer; None: the model's context
@@ -90,9 +91,9 @@ class SftTrainer(FineTuner):
         masking.check(spec, self.trained.named)
         if self.batch < processes:
             raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
-        self._causal = spec.block_length if spec.attention == "block_causal" else None
+        self._whole = spec.attention == "bidirectional"
         self._block = self.block_length or spec.block_length
-        self._padding = self.padding or ("longest" if self._causal is None else "block")
+        self._padding = self.padding or ("longest" if self._whole else "block")
         if self._padding == "block" and self._block is None:
             raise UserError("train.padding=block needs train.block_length: the model was not trained on one length")
         most = min(self.max_length or spec.max_positions, spec.max_positions)
@@ -131,15 +132,16 @@ class SftTrainer(FineTuner):
         generator = torch.Generator().manual_seed(Random(seed).getrandbits(62))
         pairs: list[Pair] = [self._encode(example) for example in examples]
         most, eos = self._encode.most, self.spec.eos_id
-        rows = masking.collate(masking.padded(pairs, eos, self._padding, self._block or 1, most), eos)
+        own = self.spec.attention == "causal_context"
+        rows = masking.collate(masking.padded(pairs, eos, self._padding, self._block or 1, most, own=own), eos)
         rows = masking.cut(rows, self.random_length, generator)
         options: dict[str, Any] = {"complementary": self.complementary, "inverse": self.weight == "inverse"}
-        return rows, masking.draw(rows, self._causal, generator, **options)
+        return rows, masking.draw(rows, masking.blocks(rows, self.spec), generator, **options)
 
     def _parts(self, rows: Rows, draws: list[Masks]) -> Iterator[Callable[[], Tensor]]:
         """This process's share of the loss times the number of processes, in parts of one forward each."""
         processes = self.accelerator.num_processes
-        copies = 1 if self._causal is None else 2
+        copies = 1 if self._whole else 2
 
         def part(some: Tensor, masks: Masks) -> Tensor:
             few = rows.some(some)

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dllm_sampler import Sampler, UserError, config
 from dllm_sampler.training.distill import DistillTrainer, certainty_loss, split
 from dllm_sampler.training.masking import Rows, chunk, collate
-from dllm_sampler.training.rl import PolicyTrainer
+from dllm_sampler.training.rl import Goal, PolicyTrainer
 from dllm_sampler.training.trained import Trained
-from dllm_sampler.training.trajectory import trajectories
+from dllm_sampler.training.trajectory import Trajectories, trajectories
 from tests import tiny
 from tests.sampling import sampled
 from tests.unit.test_training_sft import FACTS, lines
 
+SCORED = tuple(name for name in tiny.EVERY if name != "nemotron-labs-diffusion")
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16]]
 
 
@@ -25,7 +27,7 @@ def trained(name: str, folder: Path) -> Trained:
     return Trained.load(str(tiny.write(name, folder)), torch.device("cpu"), "float64", None, 0)
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", SCORED)
 def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     """The log-probabilities of ragged rows, as they were recorded, with a gradient."""
     it = trained(name, tmp_path / name)
@@ -40,28 +42,115 @@ def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     assert all(weight.grad is not None for weight in it.learning())
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+def by_hand(it: Trained, ids: Tensor, keys: Tensor | None = None) -> Tensor:
+    """Logits `[L, V]` of one row without padding, row i for token i; the mask token is no answer."""
+    spec = it.denoiser.spec
+    logits = it.network(ids[None], keys=keys)[0]
+    logits = logits.roll(1, 0) if spec.shift else logits
+    return logits.masked_fill(torch.arange(logits.shape[-1]) == spec.mask_id, -torch.inf)
+
+
+def sees(it: Trained, length: int) -> Tensor | None:
+    """`[1, L, L]` of a block-causal model."""
+    size = it.denoiser.spec.block_length
+    if it.denoiser.spec.attention == "bidirectional" or size is None:
+        return None
+    block = torch.arange(length) // size
+    return (block[None] <= block[:, None])[None]
+
+
+def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
+    it.network.zero_grad()
+    loss.backward()
+    return {key: weight.grad.clone() for key, weight in it.network.named_parameters() if weight.grad is not None}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys() and any(gradient.any() for gradient in one.values())
+    for key, gradient in one.items():
+        torch.testing.assert_close(gradient, other[key], atol=1e-10, rtol=1e-8, msg=key)
+
+
+@pytest.mark.parametrize("likelihood", ["trajectory", "masked"])
+@pytest.mark.parametrize("name", SCORED)
+def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> None:
+    """Clipped ratios and the divergence of a padded batch with equal states, against each state by itself."""
+    it = trained(name, tmp_path / name)
+    spec, (epsilon, beta) = it.denoiser.spec, (0.2, 0.1)
+    assert spec.mask_id is not None
+    sampler = Sampler(it.denoiser, scheduler={"name": "threshold", "threshold": 0.05}, temperature=1.0, stop="none")
+    trace = sampler.generate(PROMPTS, max_new_tokens=9, samples=2, seed=1).trace
+    single = likelihood == "masked"
+    blank = torch.zeros_like(trace.ids, dtype=torch.bool)
+    if single:
+        blank[2:4, trace.origin - 3] = True  # a token of the second prompt is hidden too
+    view = Trajectories(trace, spec.eos_id, shift=spec.shift, single=single, blank=blank if single else None)
+    generator = torch.Generator().manual_seed(5)
+    noise = [0.3 * torch.randn(trace.ids.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
+    now = view.log_probabilities(it.network)
+    advantage = torch.tensor([1.0, -1, 0.5, -0.5, 2, -2], dtype=torch.float64)
+    goal = Goal(advantage, view.weight / 6, now + noise[0], now + noise[1])
+    total = [goal.loss(chunk, chunk.score(it.network)[0], epsilon, beta)[0] for chunk in view.chunks(64)]
+    found = gradients(it, torch.stack(total).sum())
+
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in range(6):
+        begin, steps = int(trace.begin[row]), trace.step_map[row]
+        counted = [at for at in range(trace.origin, trace.ids.shape[1])]
+        ends = [at for at in counted if trace.ids[row, at] == spec.eos_id]
+        counted = [at for at in counted if not ends or at <= ends[0]]
+        groups = (
+            [counted] if single else [[at for at in counted if steps[at] == s] for s in range(int(steps.max()) + 1)]
+        )
+        groups = [group for group in groups if group]
+        for group in groups:
+            hidden = (steps >= (0 if single else steps[group[0]])) & (torch.arange(len(steps)) >= trace.origin)
+            ids = trace.ids[row].masked_fill(hidden | (blank[row] if single else hidden), spec.mask_id)[begin:]
+            chances = by_hand(it, ids, sees(it, len(ids))).log_softmax(-1)
+            for at in group:
+                log = chances[at - begin, trace.ids[row, at]]
+                ratio = (log - goal.old[row, at]).exp()  # pyright: ignore[reportOptionalSubscript]
+                away = goal.reference[row, at] - log  # pyright: ignore[reportOptionalSubscript]
+                gain = torch.minimum(ratio * advantage[row], ratio.clamp(0.8, 1.2) * advantage[row])
+                loss = loss + (beta * (away.exp() - away - 1) - gain) / (6 * len(groups) * len(group))
+    assert float(torch.stack(total).detach().sum()) == pytest.approx(float(loss.detach()), rel=1e-10)
+    same(found, gradients(it, loss))
+
+
+@pytest.mark.parametrize("name", tiny.EVERY)
 def test_the_loss_of_distillation(name: str, tmp_path: Path) -> None:
-    """Against each row by itself: a clean context, the active block, and masks behind it."""
+    """Loss and gradient against each row by itself: a clean context, the active block, and masks behind it."""
     it = trained(name, tmp_path / name)
     spec = it.denoiser.spec
-    causal, size = spec.attention == "block_causal", spec.block_length or 4
-    rows: Rows = collate([([7, 9, 30], [41, 5, 5, 6, 12, 3, 8, 2, 9]), ([3] * 6, [11, 13])], spec.eos_id)
-    pair = split(rows, size, 0.5, torch.Generator().manual_seed(4), aligned=causal)
+    causal, size = spec.attention != "bidirectional", spec.block_length or 4
+    times = 6 if size > 4 else 1
+    answers = [[41, 5, 5, 6, 12, 3, 8, 2, 9] * times, [11, 13] * times]
+    rows: Rows = collate([([7, 9, 30], answers[0]), ([3] * 6, answers[1])], spec.eos_id)
+    pair = split(rows, size, 0.5, torch.Generator().manual_seed(4), aligned=spec.attention == "block_causal")
     for masked in (pair.one, pair.other):
         one = chunk(rows, masked | pair.future, masked, spec)
         found = certainty_loss(one.logits(it.network), one.tokens, one.there, 0.5, one.mask_id)
+        expected = []
         for row in range(2):
-            end = int(rows.length[row])
+            prompt, end = int(rows.prompt[row]), int(rows.length[row])
             hidden = (masked | pair.future)[row, :end]
-            seen = rows.ids[row, :end].masked_fill(hidden, one.mask_id)[None]
-            block = torch.arange(end) // size
-            keys = (block[None] <= block[:, None])[None] if causal else None
-            logits = it.network(seen, keys=keys)
+            seen = rows.ids[row, :end].masked_fill(hidden, one.mask_id)
+            keys, column = sees(it, end), torch.arange(end)
+            if spec.attention == "causal_context":
+                first = prompt + (int(masked[row].nonzero()[0]) - prompt) // size * size
+                inside = (column >= first) & (column < first + size)
+                keys = ((column[None] <= column[:, None]) | (inside[None] & inside[:, None]))[None]
+            logits = it.network(seen[None], keys=keys if causal else None)
             logits = logits.roll(1, 1) if spec.shift else logits
+            if spec.seeds:
+                logits = torch.where((column == first)[:, None], logits.roll(1, 1), logits)
             right = certainty_loss(logits, rows.ids[row : row + 1, :end], masked[row : row + 1, :end], 0.5, one.mask_id)
             for some, other in zip(found, right, strict=True):
                 torch.testing.assert_close(some[row], other[0], atol=1e-10, rtol=1e-9)
+            expected.append(right[0][0] + 2 * right[1][0])
+        if masked.any():
+            learnt = gradients(it, (found[0] + 2 * found[1]).sum())
+            same(learnt, gradients(it, torch.stack(expected).sum()))
 
 
 def test_active_blocks_of_block_causal_models_are_their_own() -> None:

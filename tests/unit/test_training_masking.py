@@ -30,25 +30,36 @@ def trained(name: str, folder: Path) -> Trained:
 
 def plain(it: Trained, rows: Rows, masks: Masks) -> Tensor:
     """Row by row, without padding, and block by block: the clean ones before it, and the noisy one."""
-    assert it.denoiser.spec.mask_id is not None
     spec, total = it.denoiser.spec, torch.zeros((), dtype=torch.float64)
+    assert spec.mask_id is not None
     for row in range(len(rows.ids)):
         end = int(rows.length[row])
         clean, hidden, weight = rows.ids[row, :end], masks.hidden[row, :end], masks.weight[row, :end]
-        noisy = torch.where(hidden, it.denoiser.spec.mask_id, clean)
-        size = spec.block_length or 0 if spec.attention == "block_causal" else end
-        for first in range(0, end, size):
+        noisy = torch.where(hidden, spec.mask_id, clean)
+        size = end if spec.attention == "bidirectional" else spec.block_length or 0
+        own = spec.attention == "causal_context"  # blocks begin with the answer, and what is before them is causal
+        for first in range(int(rows.prompt[row]) if own else 0, end, size):
             seen = torch.cat([clean[:first], noisy[first : first + size]])
-            if it.denoiser.spec.attention == "block_causal":
-                block = torch.arange(len(seen)) // size
-                logits = it.inner(seen[None], keys=(block[None] <= block[:, None])[None])[0]
-            else:
-                logits = it.inner(seen[None])
-                logits = logits.logits[0] if hasattr(logits, "logits") else logits[0]
+            column = torch.arange(len(seen))
+            keys = {
+                "bidirectional": torch.ones(len(seen), len(seen), dtype=torch.bool),
+                "block_causal": column[None] // size <= column[:, None] // size,
+                "causal_context": (column[None] <= column[:, None]) | (column[:, None] >= first),
+            }[spec.attention]
+            logits = (
+                it.inner(seen[None]) if spec.attention == "bidirectional" else it.inner(seen[None], keys=keys[None])
+            )
+            logits = logits.logits[0] if hasattr(logits, "logits") else logits[0]
             for at in range(first, len(seen)):
                 if hidden[at]:
-                    total = total - weight[at] * logits[at - spec.shift].log_softmax(-1)[clean[at]]
+                    before = spec.shift or (spec.seeds and at == first)
+                    total = total - weight[at] * logits[at - before].log_softmax(-1)[clean[at]]
     return total
+
+
+def grid(rows: Rows, size: int | None) -> Tensor | None:
+    """Blocks of `size` columns."""
+    return None if size is None else torch.arange(rows.ids.shape[1]).expand_as(rows.ids) // size
 
 
 def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
@@ -57,13 +68,13 @@ def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in it.network.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", tiny.FAMILIES)
+@pytest.mark.parametrize("name", tiny.EVERY)
 def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
     """Loss and gradient of a padded batch, cut into two forwards, against rows by themselves."""
     it = trained(name, tmp_path / name)
-    spec, rows = it.denoiser.spec, collate(PAIRS, it.denoiser.spec.eos_id)
-    blocks = spec.block_length if spec.attention == "block_causal" else None
-    for masks in draw(rows, blocks, seeded(3), complementary=True, inverse=True):
+    spec, times = it.denoiser.spec, 6 if (it.denoiser.spec.block_length or 0) > 4 else 1  # of several blocks
+    rows = collate([(prompt, answer * times) for prompt, answer in PAIRS], spec.eos_id)
+    for masks in draw(rows, masking.blocks(rows, spec), seeded(3), complementary=True, inverse=True):
         losses = []
         for some in (torch.tensor([1, 0]), torch.tensor([2])):
             few = rows.some(some)
@@ -86,7 +97,7 @@ def test_what_is_hidden_is_a_bound_of_the_likelihood() -> None:
     for complementary in (False, True):
         for blocks in (None, 4):
             total = torch.zeros(rows.ids.shape, dtype=torch.float64)
-            for masks in draw(rows, blocks, seeded(0), complementary=complementary, inverse=True):
+            for masks in draw(rows, grid(rows, blocks), seeded(0), complementary=complementary, inverse=True):
                 assert not (masks.hidden & ~rows.answer).any() and not masks.weight[~masks.hidden].any()
                 total += masks.weight
             found = total.view(4000, 3, -1).sum(0)
@@ -96,7 +107,9 @@ def test_what_is_hidden_is_a_bound_of_the_likelihood() -> None:
 
 def test_ratios_are_a_rows_or_a_blocks() -> None:
     rows = collate([([1] * 3, [2] * 61)] * 400, 0)
-    whole, blocks = (draw(rows, size, seeded(0), complementary=False, inverse=True)[0] for size in (None, 8))
+    whole, blocks = (
+        draw(rows, grid(rows, size), seeded(0), complementary=False, inverse=True)[0] for size in (None, 8)
+    )
     for masks, alike in ((whole, 64), (blocks, 8)):
         weight = masks.weight.masked_fill(~masks.hidden, torch.nan)
         for row in weight[:50]:
@@ -141,7 +154,7 @@ def test_answers_are_cut_at_random_lengths() -> None:
 
 def test_a_model_without_such_a_loss_is_refused() -> None:
     spec: ModelSpec = toys.denoiser("causal").spec
-    with pytest.raises(UserError, match="block-causal without a block length"):
+    with pytest.raises(UserError, match="works block by block and names no block length"):
         masking.check(spec, "toy")
     masking.check(toys.denoiser("dream").spec, "toy")
 
