@@ -142,6 +142,8 @@ def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
     `train.data=FILE` is short for `train.data.path=FILE`.
     """
     key, _, value = word.partition("=")
+    if key == "train.rewards":  # names of functions have colons, which Hydra takes for those of a mapping
+        return re.sub(r"(?<=\w):(?=[^\W\d])", r"\:", word)
     if value == "null" or value.startswith(("{", "'", '"')):
         return word
     data = defaults.get("data")

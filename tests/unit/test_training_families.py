@@ -96,7 +96,7 @@ def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> 
     loss = torch.zeros((), dtype=torch.float64)
     for row in range(6):
         begin, steps = int(trace.begin[row]), trace.step_map[row]
-        counted = [at for at in range(trace.origin, trace.ids.shape[1])]
+        counted = list(range(trace.origin, trace.ids.shape[1]))
         ends = [at for at in counted if trace.ids[row, at] == spec.eos_id]
         counted = [at for at in counted if not ends or at <= ends[0]]
         groups = (

@@ -309,6 +309,9 @@ def test_settings_in_braces_replace() -> None:
     found = cli.trainer(["train=cjgrpo", *words])
     assert (found.rewards, found.tasks) == ({"items": 2}, {"copy": 1})
     assert found.evaluation["scheduler"] == {"name": "threshold"}
+    for written in ("{items:2,my.module:reward: 0.5}", "{items: 2, my.module:reward: 0.5}"):
+        found = cli.trainer(["train=cjgrpo", f"train.rewards={written}"])
+        assert found.rewards == {"items": 2, "my.module:reward": 0.5}
     pytest.importorskip("peft")
     found = cli.trainer(["train=cjgrpo", "train.lora={r: 8, alpha: 16, dropout: 0}", "train.reference_every=0"])
     assert found.lora == {"r": 8, "alpha": 16, "dropout": 0}
