@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive, check_switch
+from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive
 from dllm_sampler.core.values import Canvas, Readout
 
 Policy = Literal["mask_span_length", "score_threshold", "score_hysteresis", "contextual_bandit_ucb"]
@@ -40,7 +40,8 @@ class Routing:
         min_span: masks.
         least, enter, leave: scores.
         cost: what the score is lessened by.
-        cost_per_sure: the cost is for each mask of the block above the threshold, which needs no verification.
+        cost_above: the cost is for each mask of the block whose probability exceeds this (it could be committed
+            unverified); None: for the round.
         estimator: `soft_entropy_negexp`: exp(-`entropy_weight` H / ln V). `hard_margin_threshold`: 1 where the best
             probability exceeds the second by more than `margin`, else 0.
         beta: weight of the bandit's confidence term.
@@ -52,7 +53,7 @@ class Routing:
     enter: float = 1.0
     leave: float = -5.0
     cost: float = 1.0
-    cost_per_sure: bool = False
+    cost_above: float | None = None
     estimator: Estimator = "soft_entropy_negexp"
     entropy_weight: float = 1.0
     margin: float = 0.05
@@ -63,7 +64,7 @@ class Routing:
         check_choice("scheduler.policy", self.policy, Policy)
         check_choice("scheduler.estimator", self.estimator, Estimator)
         check_count("scheduler.min_span", self.min_span)
-        check_switch("scheduler.cost_per_sure", self.cost_per_sure)
+        check_number("scheduler.cost_above", self.cost_above, "a probability", optional=True)
         for name in ("least", "enter", "leave", "cost"):
             check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
         check_positive("scheduler.entropy_weight", self.entropy_weight)
@@ -84,14 +85,15 @@ class Routing:
         return Routed(torch.zeros_like(canvas.done), torch.zeros_like(canvas.start), none, none)
 
     def route(
-        self, canvas: Canvas, readout: Readout, span: Tensor, sure: Tensor, vocab: int, state: Routed
+        self, canvas: Canvas, readout: Readout, span: Tensor, masks: Tensor, vocab: int, state: Routed
     ) -> tuple[Tensor, Routed]:
         """`[B] bool` rows whose draft is to be verified, and the policy's state.
 
         Args:
             readout: of the draft.
             span: `[B, Q] bool` the positions that would be verified.
-            sure: `[B]` masks of the block above the threshold.
+            masks: `[B, Q] bool` the masks of the block.
+            vocab: tokens that there are.
         """
         length = span.sum(1)
         if self.policy == "mask_span_length":
@@ -105,7 +107,9 @@ class Routing:
             assert readout.margin is not None
             odds = (readout.margin[:, 0] > self.margin).double()
         gain = _total(odds.masked_fill(~span, 1).cumprod(1), span)
-        score = gain - self.cost * (sure if self.cost_per_sure else 1)
+        above = self.cost_above
+        sure = 1 if above is None else (masks & (readout.confidence[:, 0] > above)).sum(1)
+        score = gain - self.cost * sure
         if self.policy == "score_threshold":
             return score >= self.least, state
         on = torch.where(state.on, score >= self.leave, score > self.enter)
@@ -131,6 +135,8 @@ class Routing:
 
     def learnt(self, state: Routed, over: Tensor, gained: Tensor) -> Routed:
         """The state after the rounds that are `over [B] bool`, which `gained [B]` tokens per forward."""
+        if self.policy != "contextual_bandit_ucb":
+            return state
         at = state.arm[:, None]
         tries = state.tries.scatter_add(1, at, over[:, None].double())
         return state._replace(tries=tries, rewards=state.rewards.scatter_add(1, at, (gained * over)[:, None].double()))

@@ -40,7 +40,7 @@ class SelfVerified(routing.Routing, verify.Verifying):
     Args:
         threshold, steps, score: see `DynamicThreshold`; `steps` counts rounds.
         tempering: see `Verifying`.
-        policy, min_span, least, enter, leave, cost, cost_per_sure, estimator, entropy_weight, margin, beta: see
+        policy, min_span, least, enter, leave, cost, cost_above, estimator, entropy_weight, margin, beta: see
             `Routing`.
     """
 
@@ -80,14 +80,14 @@ class SelfVerified(routing.Routing, verify.Verifying):
         span = verify.leading(canvas, query.positions, eligible)
         stands = self.verdict(canvas, query, readout, then, now, span & verifies[:, None])
 
-        likely = (eligible & (sure > self.threshold)).sum(1)
-        wanted, routed = self.route(canvas, readout, span, likely, self.model.vocab_size, carry.routed)
-        routed, waits = choose(verifies, carry.routed, routed, canvas.length), wanted & ~verifies & span.any(1)
+        some, drafts = span.any(1), span.any(1) & ~verifies
+        wanted, routed = self.route(canvas, readout, span, eligible, self.model.vocab_size, carry.routed)
+        routed, waits = choose(drafts, routed, carry.routed, canvas.length), wanted & drafts
 
         share = (self.share(canvas, length) - stands.commit.sum(1)).clamp(min=0)
         rest = self.chosen(sure, score, eligible & ~stands.commit, share) & (share > 0)[:, None]
         commit = (stands.commit | rest) & ~waits[:, None]
-        routed = self.learnt(routed, ~waits, commit.sum(1) / (1 + verifies.long()))
+        routed = self.learnt(routed, some & ~waits, commit.sum(1) / (1 + verifies.long()))
         ids, confidence = (torch.where(stands.commit, *pair) for pair in zip(stands[1:], (token, sure), strict=True))
         return Edit(ids, commit, confidence=confidence), Round(length, canvas.age + ~waits, waits, now, routed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,13 +35,13 @@ class Arguments(BaseModel):
     draft_ver: bool = False
     min_ssd_span_length: Size = 1
     ssd_ratio_tempering_factor: float = 1.0
-    do_verify_policy: Policy = "mask_span_length"
+    do_verify_policy: str = "mask_span_length"
     do_verify_score_threshold: float = 0.0
     hysteresis_threshold_on: float = 1.0
     hysteresis_threshold_off: float = -5.0
     do_verify_score_type: Literal["difference_static", "difference_dynamic"] = "difference_static"
     score_penalty_coef: float = 1.0
-    token_acceptance_estimator: Estimator = "hard_margin_threshold"
+    token_acceptance_estimator: str = "hard_margin_threshold"
     ssd_confidence_margin_threshold: float = 0.05
     ssd_entropy_temperature: float = 1.0
     ucb_beta: float = 1.0
@@ -64,14 +64,14 @@ def generate(line: Line, checkpoints: Checkpoints) -> Setup:
             threshold=args.confidence_threshold if args.remasking_strategy == "low_confidence_dynamic" else NEVER,
             steps=args.denoising_steps,
             score="position" if args.remasking_strategy == "sequential" else "confidence",
-            policy=args.do_verify_policy,
+            policy=_known(args.do_verify_policy, Policy),
             min_span=args.min_ssd_span_length,
             least=args.do_verify_score_threshold,
             enter=args.hysteresis_threshold_on,
             leave=args.hysteresis_threshold_off,
             cost=args.score_penalty_coef,
-            cost_per_sure=args.do_verify_score_type == "difference_dynamic",
-            estimator=args.token_acceptance_estimator,
+            cost_above=args.confidence_threshold if args.do_verify_score_type == "difference_dynamic" else None,
+            estimator=_known(args.token_acceptance_estimator, Estimator),
             entropy_weight=args.ssd_entropy_temperature,
             margin=args.ssd_confidence_margin_threshold,
             beta=args.ucb_beta,
@@ -85,3 +85,10 @@ def generate(line: Line, checkpoints: Checkpoints) -> Setup:
     )
     tokens = to_block_end(line, args.gen_length, args.block_length)
     return Setup(sampler, tokens, only_commits=True, ends=stops, before=True)
+
+
+def _known(name: str, names: Any) -> Any:
+    """One of the `names` that there are plug-ins for."""
+    if name not in get_args(names):
+        raise Unsupported(f"no plug-in has the rule {name}")
+    return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -122,6 +123,31 @@ def test_drawn_answers_are_samples_of_the_model_at_block_size_1() -> None:
         assert distance(prompt, 3, 1000, cache=kept, scheduler={"name": "s2d2", **scheduler}) > 2
 
 
+@pytest.mark.parametrize("store", ["ride", "separate"])
+def test_what_draft_and_verifier_predict_alike_stands_whole(store: str) -> None:
+    """Two forwards for a block, and one to store it."""
+    model = toys.causal_transformer()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name:
+                weight.zero_()  # a token is predicted from itself alone
+    denoiser = replace(toys.wrapped(model), attention="block_causal")
+    cache = {"name": "block_causal", "store_pass": store}
+    options: dict[str, Any] = {"blocks": {"name": "fixed", "length": 4}, "stop": "none", "temperature": 4.0}
+    result = Sampler(denoiser, scheduler="s2d2", cache=cache, **options).generate([[3, 1, 2, 9, 4]], max_new_tokens=11)
+    assert int(result.nfe) == (1 + 3 * 3 if store == "separate" else 2 * 3)
+    assert len(set(result.tokens[0].tolist())) > 3
+
+
+def test_answers_to_a_prompt_that_is_computed_once() -> None:
+    """Its keys are causal by token too."""
+    made = sampler(cache=CAUSAL, temperature=0.8)
+    (prompt,) = PROMPTS[3:4]
+    for answer in made.generate_many([prompt], samples=3, max_new_tokens=9, seed=4):
+        alone = made.generate([prompt], max_new_tokens=9, seed=4 + answer.sample)
+        assert torch.equal(answer.tokens, alone.tokens[0]) and answer.nfe == int(alone.nfe)
+
+
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("pace", [{"threshold": 0.6}, {"threshold": 1.0, "steps": 2, "score": "margin"}])
 def test_what_is_never_verified_is_dynamic(pace: dict[str, Any], drawn: dict[str, Any]) -> None:
@@ -132,7 +158,7 @@ def test_what_is_never_verified_is_dynamic(pace: dict[str, Any], drawn: dict[str
 POLICIES: list[dict[str, Any]] = [
     {"min_span": 4},
     {"policy": "score_threshold", "least": 0.5, "cost": 1.0},
-    {"policy": "score_threshold", "least": 0.5, "cost": 0.5, "cost_per_sure": True, "threshold": 0.6},
+    {"policy": "score_threshold", "least": 0.5, "cost": 0.5, "cost_above": 0.6},
     {"policy": "score_threshold", "least": 1.0, "cost": 0.0, "estimator": "hard_margin_threshold", "margin": 0.2},
     {"policy": "score_hysteresis", "enter": 1.5, "leave": 0.8},
     {"policy": "contextual_bandit_ucb"},

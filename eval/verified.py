@@ -1,0 +1,113 @@
+"""Checks that S2D2 decodes as the model at block size 1 does where it verifies all; writes figures of docs/drafting.md.
+
+`python -m dllm_sampler.eval.verified` takes some minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from random import Random
+
+import torch
+
+from dllm_sampler.core import files
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval import markdown
+from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.drafting import PAGE, TINY
+from dllm_sampler.sampler import Sampler
+
+SECTION = "verified"
+COMMAND = "python -m dllm_sampler.eval.verified"
+CANVAS, BATCH = 32, 50
+Settings = Mapping[str, object]
+CHECKPOINT = "tiny-sdar"
+LENGTHS = (4, 16)
+STORES = ("ride", "separate")
+ALWAYS = "all"
+POLICIES: dict[str, Settings] = {
+    ALWAYS: {},
+    "`score_threshold`": {"policy": "score_threshold"},
+    "`contextual_bandit_ucb`": {"policy": "contextual_bandit_ucb"},
+}
+
+
+class Subject:
+    """A tiny checkpoint in float64 and random prompts; what it answers at block size 1."""
+
+    def __init__(self, count: int):
+        self.denoiser = Sampler.from_pretrained(str(TINY / CHECKPOINT), dtype="float64").denoiser
+        random, spec = Random(count), self.denoiser.spec
+        plain = [token for token in range(spec.vocab_size) if token not in (spec.mask_id, spec.eos_id, spec.pad_id)]
+        self.prompts = [random.choices(plain, k=random.randint(1, 40)) for _ in range(count)]
+        self.alone, _ = self.decode("fixed", 1, "block_causal")
+
+    def decode(self, scheduler: object, length: int, *caches: object) -> tuple[torch.Tensor, float]:
+        """Answers `[N, CANVAS]` of blocks of `length`, greedy, batches by turns under the caches; forwards of each."""
+        found, forwards = [], 0
+        for turn, start in enumerate(range(0, len(self.prompts), BATCH)):
+            cache, blocks = caches[turn % len(caches)], {"name": "fixed", "length": length}
+            sampler = Sampler(self.denoiser, scheduler=scheduler, cache=cache, blocks=blocks, stop="none")
+            result = sampler.generate(self.prompts[start : start + BATCH], max_new_tokens=CANVAS)
+            found.append(result.tokens)
+            forwards += int(result.nfe.sum())
+        return torch.cat(found), forwards / len(self.prompts)
+
+    def rows(self) -> Iterator[tuple[bool, list[str]]]:
+        """Of the table: whether each policy at each block length must be, and is, the model at block size 1."""
+        for length in LENGTHS:
+            for name, policy in POLICIES.items():
+                caches = [{"name": "block_causal", "token_causal": True, "store_pass": store} for store in STORES]
+                tokens, forwards = self.decode({"name": "s2d2", **policy}, length, *caches)
+                differ = int((tokens != self.alone).any(1).sum())
+                wrong = name == ALWAYS and differ > 0
+                yield wrong, [str(length), name, str(len(tokens)), str(differ), f"{forwards:.1f}"]
+
+
+def parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(
+        prog=COMMAND,
+        description="Compare S2D2 with the model at block size 1 and write docs/drafting.md.",
+        epilog="Exit status: 0; 1: some row differs though all rounds were verified; 2: a mistake in the arguments",
+    )
+    add = parser.add_argument
+    add("--prompts", type=positive, default=500, metavar="N", help="random prompts (500)")
+    add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
+    add("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    try:
+        options = parse(words)
+        markdown.read(options.docs, SECTION)  # a mistake shows before the work
+        torch.set_num_threads(options.threads)
+        work = list(Subject(options.prompts).rows())
+        text = content(options.prompts, [cells for _, cells in work])
+        files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return int(any(wrong for wrong, _ in work))
+
+
+def content(count: int, rows: Sequence[Sequence[str]]) -> str:
+    """What stands in the document."""
+    head = ("blocks of", "rounds that are verified", "rows compared", "differ", "forwards")
+    about = (
+        "Greedy answers of `scheduler=s2d2 cache.token_causal=true` against those of blocks of one token,"
+        f" {CHECKPOINT}, {count} random prompts of 1 to 40 tokens, ragged batches of {BATCH} that take both store"
+        f" passes by turns, {CANVAS} tokens, float64. At block size 1 an answer takes {CANVAS} forwards. The weights"
+        " are random, so the number of forwards says nothing of a trained model."
+    )
+    return f"{about}\n\n{markdown.table(head, rows)}\n\nMade by `{COMMAND}`."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
