@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.eval import verified
 from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified
+from dllm_sampler.eval.markdown import tables
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract.test_batching import assert_same_row
@@ -232,3 +235,21 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 def test_refusals(kind: str, plugins: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         toys.sampler(kind, **{"scheduler": "s2d2", **plugins})
+
+
+def test_the_table_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where all rounds are verified no row differs, and where some are not some do."""
+    monkeypatch.setattr(verified, "CANVAS", 12)
+    monkeypatch.setattr(verified, "LENGTHS", (8,))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- verified -->\n<!-- /verified -->\n")
+    threads = torch.get_num_threads()
+    assert verified.main(["--prompts", "12", "--docs", str(page)]) == 0
+    torch.set_num_threads(threads)
+    ((_, *rows),) = tables(page.read_text())
+    found = {name: (int(count), int(differ)) for _, name, count, differ, _ in rows}
+    assert found["all"] == (12, 0) and max(differ for _, differ in found.values()) > 0
+    assert verified.main(["--docs", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
