@@ -135,7 +135,7 @@ def test_the_loss_of_distillation(name: str, tmp_path: Path) -> None:
             prompt, end = int(rows.prompt[row]), int(rows.length[row])
             hidden = (masked | pair.future)[row, :end]
             seen = rows.ids[row, :end].masked_fill(hidden, one.mask_id)
-            keys, column = sees(it, end), torch.arange(end)
+            keys, column, first = sees(it, end), torch.arange(end), 0
             if spec.attention == "causal_context":
                 first = prompt + (int(masked[row].nonzero()[0]) - prompt) // size * size
                 inside = (column >= first) & (column < first + size)
