@@ -43,12 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, metavar="S", help="of the cases (0)")
     add("--first", type=int, default=0, metavar="NUMBER", help="number of the first case (0)")
     add("--output", type=Path, default=Path("outputs/fuzz"), metavar="FOLDER", help="of failures (outputs/fuzz)")
+    add("--slow", type=positive, default=1, metavar="N", help="all may take N times as long: on a busy machine (1)")
     add("--case", type=Path, metavar="FILE", help="try this saved case only")
 
     def run() -> int:
         options = parser.parse_args(arguments)
         if options.first < 0:
             raise UserError(f"--first should be at least 0, not {options.first}")
+        harness.SLOW[0] = options.slow
         if options.case is not None:
             name, outcome = harness.replayed(options.case)
             print(f"{name}: {outcome.kind}{outcome.about and f', {outcome.about}'}")

@@ -34,6 +34,7 @@ Case = dict[str, Any]  # as JSON has it
 Kind = Literal["passed", "refused", "traceback", "hang", "wrong", "loss"]
 FAILURES: tuple[Kind, ...] = ("traceback", "hang", "wrong", "loss")
 MEMORY = 12 * 2**30  # bytes of address space that a case may take
+SLOW = [1.0]  # how much longer everything may take: on a machine that does other things, too
 SMALLER = 60  # cases that are tried to make a failure smaller
 PATIENCE = 40.0  # seconds for that
 
@@ -82,6 +83,11 @@ class Fuzz(Protocol):
         ...
 
 
+def patient(seconds: float) -> float:
+    """A time limit on this machine."""
+    return seconds * SLOW[0]
+
+
 def named(name: str) -> Fuzz:
     """The class of cases `batches`, `inputs` or `kills`."""
     return import_module(f"dllm_sampler.eval.fuzz.{name}").FUZZ
@@ -128,7 +134,7 @@ class Worker:
     """A process that tries one case after another; one that takes too long is ended, and the next gets a new one."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.limit = name, named(name).limit
+        self.name, self.limit = name, patient(named(name).limit)
         self.process: SpawnProcess | None = None
         self.line: Connection | None = None
         self.place = TemporaryDirectory(prefix="dllm-fuzz-", ignore_cleanup_errors=True)  # of all that cases write
@@ -160,16 +166,17 @@ class Worker:
         if self.process is None or self.line is None or not self.process.is_alive():
             processes = multiprocessing.get_context("spawn")
             self.line, other = processes.Pipe()
-            self.process = processes.Process(target=serve, args=(self.name, other, self.place.name))
+            self.process = processes.Process(target=serve, args=(self.name, other, self.place.name, SLOW[0]))
             self.process.start()
             other.close()
             self.line.recv()  # it has imported all it needs: from here on the time counts
         return self.process, self.line
 
 
-def serve(name: str, line: Connection, place: str) -> None:
+def serve(name: str, line: Connection, place: str, factor: float) -> None:
     """What a worker does: a case comes, its outcome goes; temporary files lie in `place`."""
     os.setsid()
+    SLOW[0] = factor
     os.environ["TMPDIR"] = tempfile.tempdir = place
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -192,7 +199,7 @@ def shrunk(fuzz: Fuzz, attempt: Callable[[Case], Outcome], case: Case, outcome: 
     while smaller:
         smaller = False
         for one in fuzz.simpler(case):
-            if tried >= SMALLER or time.monotonic() - begun > PATIENCE:
+            if tried >= SMALLER or time.monotonic() - begun > patient(PATIENCE):
                 return case, outcome
             tried += 1
             found = attempt(one)

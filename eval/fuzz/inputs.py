@@ -12,7 +12,7 @@ from random import Random
 from typing import ClassVar
 
 from dllm_sampler.eval.fuzz import calls, folders, mutations, scene
-from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome
+from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome, patient
 
 CONFORMANCE, ENGINE = "python -m dllm_sampler.eval.conformance", "python -m dllm_sampler.integrations"
 LINES = 12  # of a refusal, warnings included
@@ -155,12 +155,11 @@ class Inputs:
 
     def _judged(self, case: Case) -> Outcome:
         """What the command's end means."""
-        command, words = case["command"], case["words"]
+        command, words, late = case["command"], case["words"], patient(self.limit - 5)
         try:
-            late = self.limit - 5
             ended = scene.started(command, words, late) if case["process"] else scene.called(command, words)
         except subprocess.TimeoutExpired:
-            return Outcome("hang", f"no end after {self.limit - 5:.0f} s", "hang")
+            return Outcome("hang", f"no end after {late:.0f} s", "hang")
         if "Traceback (most recent call last)" in ended.err:
             last = ended.err.strip().splitlines()[-1][:300]
             return Outcome("traceback", last, last.partition(":")[0])

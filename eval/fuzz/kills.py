@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, ClassVar
 
 from dllm_sampler.eval.fuzz import left, scene
-from dllm_sampler.eval.fuzz.harness import Case, Outcome
+from dllm_sampler.eval.fuzz.harness import Case, Outcome, patient
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 MAIN = {  # words of each kind of run; a small one is over in about a second
@@ -64,14 +64,14 @@ class Running:
         other.close()
         return Running(process, line)
 
-    def end(self, seconds: float = SECONDS) -> scene.Ended | None:
+    def end(self) -> scene.Ended | None:
         """How it ended, by itself or by a signal; None: not yet."""
         said = None
         with suppress(EOFError, OSError):
-            if not self.line.poll(seconds):
+            if not self.line.poll(patient(SECONDS)):
                 return None
             said = scene.Ended(*self.line.recv())
-        self.process.join(REST)
+        self.process.join(patient(REST))
         if self.process.is_alive():  # it waits for workers that are gone
             self.process.kill()
             self.process.join()
@@ -217,7 +217,7 @@ def undisturbed(what: str) -> tuple[Any, int]:
 
 def wait(running: Running, folder: Path, size: float) -> None:
     """Wait until the run has written `size` bytes, has ended, or `SECONDS` are over."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + patient(SECONDS)
     while running.process.is_alive() and sum(left.sizes(folder)) < size and time.monotonic() < deadline:
         time.sleep(0.001)
 

@@ -200,6 +200,8 @@ def test_what_hangs_or_dies_is_told_and_the_next_case_is_tried(monkeypatch: pyte
 
     monkeypatch.setattr(harness, "named", lambda name: Planted())
     monkeypatch.setattr(harness.multiprocessing, "get_context", lambda kind: get_context("fork"))
+    monkeypatch.setattr(harness, "SLOW", [0.5])
+    assert harness.patient(Planted.limit) == 0.5
     worker = harness.Worker("planted")
     kinds = [worker({"items": items}).kind for items in (["sleep"], ["die"], ["refuse"], [1], [2])]
     worker.close()
