@@ -26,7 +26,7 @@ class SparsePlan(PaddedPlan):
 
     due: Tensor  # [B] bool: rows that compute and see every column
     sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep; None: certainly none
-    seen: Tensor  # [B, L+1] bool: columns that exist
+    seen: Tensor  # [B, L+1] bool: columns of which stored keys count: they exist, and this forward has no fresh ones
     fresh: Tensor  # [B, M] bool: computed positions that exist
     block: Tensor  # [B, M] bool: those that are computed in every forward
 
@@ -88,16 +88,17 @@ class SparseCache(DualCache):
         plan, sizes = super().plan(canvas, wanted), canvas.sizes
         assert isinstance(plan, PaddedPlan)
         back = self.back
-        # A row that sorts computes its prompt, or what else stands before the block, too: a forward as narrow as the
-        # widest block holds no such row. Without a prompt (`Canvas.given`) that is so for blocks shorter than answers.
-        widest = sizes.block + back + (canvas.given is not None)
+        # A row that sorts computes all its columns: a forward as narrow as the widest block holds no such row, where
+        # no block is as wide as an answer (without a prompt, `Canvas.given`, even one column more) and none is hidden.
+        widest = canvas.width + back + (canvas.given is not None)
         narrow = not plan.contiguous and sizes.longest <= sizes.block + back and widest <= canvas.shortest
+        narrow = narrow and wanted.query.hidden is None
         seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(
             **vars(plan),
             due=self.due(canvas),
             sorts=None if narrow else canvas.age == self.delay,
-            seen=seen,
+            seen=seen & ~wanted.computed,  # a run of open blocks may have grown over what is kept
             # A finished row computes nothing, but a softmax needs something to see.
             fresh=seen.gather(1, at) | canvas.done[:, None],
             block=(at >= canvas.start[:, None] - back) & (at < canvas.stop[:, None]),
