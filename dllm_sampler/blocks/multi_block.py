@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import given
-from dllm_sampler.core.checks import check_count, check_positive, check_share
+from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.protocols import Blocks, Context
-from dllm_sampler.core.select import rank
+from dllm_sampler.core.select import numbers, rank
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
@@ -21,18 +21,18 @@ class MultiBlock(Blocks):
 
     Source: entropy-based multi-block decoding of d3LLM, arXiv 2601.07568 (`scheduler=entropy`); any rule that judges
     positions one by one, a threshold say, goes with it. The active block runs from the first block with masks to the
-    end of the last one that was opened. Each forward opens at most one, by the shares that the forward before left. In
-    the first block with masks each forward commits at least one position: the scheduler's best there, if it chose none.
-    A block is *full*, which means that this holds for it too, once `full_threshold` of the block before is committed.
+    end of the last one that was opened. Each forward opens at most one, by the shares that the forward before left, and
+    commits at least one position of the first block with masks: the scheduler's best there, if it chose none.
 
-    In d3LLM's code only the first full block with masks must get on, which is the first block with masks whatever its
-    `decoded_token_threshold`: that argument changes nothing there, and `full_threshold=1` is its rule.
+    d3LLM's `decoded_token_threshold` is no argument: what must get on there is the first full block with masks, which
+    is the first block with masks whatever the threshold.
 
     Args:
         length: positions per block, counted from the answer's first one; the last block may be shorter.
         add_threshold: share of the last open block that must be committed before the next one opens, above 0; 1: one
             block at a time. The published evaluation has 0.1, its function's default is 0.5.
-        full_threshold: share of a block that must be committed before the next one is full.
+        full_threshold: share of a block from which on each forward must commit a position of the next block too, as in
+            D2F, arXiv 2508.09192; None: only the first block with masks must get on.
 
     Raises:
         UserError: in `bind`, for models whose attention knows blocks.
@@ -42,12 +42,12 @@ class MultiBlock(Blocks):
 
     length: int = 32
     add_threshold: float = 0.1
-    full_threshold: float = 1.0
+    full_threshold: float | None = None
 
     def __post_init__(self) -> None:
         check_count("blocks.length", self.length)
         check_positive("blocks.add_threshold", self.add_threshold, "a share", most=1)
-        check_share("blocks.full_threshold", self.full_threshold)
+        check_number("blocks.full_threshold", self.full_threshold, "a share", most=1, optional=True)
 
     def bind(self, context: Context) -> Self:
         """See `PlugIn.bind`."""
@@ -84,6 +84,8 @@ class MultiBlock(Blocks):
     def full(self, canvas: Canvas) -> Tensor:
         """`[B, N] bool` which blocks must get on, of all that an answer can have."""
         number, count = self.number(canvas, canvas.columns()), -(-canvas.longest // self.length)
+        if self.full_threshold is None:
+            return numbers(count, number.device) == self.number(canvas, canvas.frontier()[:, None])
         free = ~canvas.frozen & (canvas.columns() < canvas.end[:, None])
         zero = canvas.ids.new_zeros(len(canvas.ids), count)
         left, size = (zero.scatter_add(1, number, among.long()) for among in (canvas.masked, free))

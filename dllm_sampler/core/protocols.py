@@ -230,6 +230,7 @@ class Stop(PlugIn):
     cuts: ClassVar[bool] = False  # whether it may shorten the canvas (`edit.end`)
     fills: ClassVar[bool] = False  # whether it may commit tokens itself
     judges_all: ClassVar[bool] = False  # whether it waits for a prediction of every mask: no cache that hides some
+    predicts: ClassVar[bool] = True  # whether it wants predictions at its `positions`, or only to write there
 
     def positions(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns to join to every query (a cache may still drop them); default: none."""

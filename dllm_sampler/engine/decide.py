@@ -62,8 +62,12 @@ def ask(plugins: Plugins, state: Generation) -> None:
     if chosen is not None or spec.encoder:
         query = cache.narrow(canvas, query, answered)
     watched = plugins.stop.positions(canvas)
-    if watched is not None:
+    if watched is not None and plugins.stop.predicts:
         query = query.join(canvas, watched & answered, canvas.length)
+    elif watched is not None:
+        answered = answered & torch.zeros_like(answered).scatter(1, query.positions, True)
+        # A mask that the scheduler does not hear about is not shown to it without a prediction either.
+        query = query.join(canvas, watched & ~(canvas.masked & canvas.in_block()), canvas.length)
     if state.previous is not None:
         query = replace(query, previous=state.previous)
     state.wanted = Request.of(query, computed, answered)

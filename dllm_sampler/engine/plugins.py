@@ -225,14 +225,14 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
                 f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse: use another cache,"
                 " dual say"
             )
+    if plugins.blocks.several:
+        yield from _of_several(scheduler, traits, blocks)
     if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
         yield (
             f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"
             f" blocks=fixed with blocks.length={traits.block_length} (in SGLang and diffusers"
             f" block_length={traits.block_length}), or train for other blocks"
         )
-    if plugins.blocks.several:
-        yield from _of_several(scheduler, traits, blocks)
     if spec.mask_id is None and not traits.uniform:
         yield (
             f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion): use"

@@ -14,7 +14,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 
 
-def _first(chosen: Tensor) -> Tensor:
+def first_of(chosen: Tensor) -> Tensor:
     """`[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
     size = chosen.shape[1]
     return torch.where(chosen, select.numbers(size, chosen.device), size).amin(1)
@@ -90,7 +90,7 @@ class TruncateStop(_EosStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        end = _first(self.ends(after)) + 1
+        end = first_of(self.ends(after)) + 1
         if edit.remask is not None:
             end = torch.where(after.block_over(edit), end, canvas.end)
         return replace(edit, end=end if edit.end is None else torch.minimum(end, edit.end))

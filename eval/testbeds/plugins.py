@@ -115,6 +115,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],
     "blocks.ascending": [{"count": 3}],
     "blocks.multi_block": [{"length": 4, "add_threshold": 0.25}, {"length": 6, "full_threshold": 0.3}],
+    "cache.delayed_prefix": [{"delay": 0}, {"delay": 2, "refresh_every": 3}],
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],
     "stop.prophet": [{"early": 2.0, "mid": 1.5, "late": 1.0}, {"start": 5, "early": 2.0, "mid": 1.5, "late": 1.0}],
     "cache.block_causal": [{}, {"store_pass": "separate"}, {"token_causal": True}],

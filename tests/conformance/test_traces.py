@@ -24,6 +24,8 @@ SYSTEMS = {
     "dinfer-threshold": 16,
     "dinfer-hierarchy": 16,
     "dinfer-credit": 16,
+    "d3llm": 6,
+    "d3llm-cache": 17,
     "dparallel-entropy": 8,
     "dpad": 16,
     "streaming": 14,
@@ -140,6 +142,8 @@ BATCH = {"prompt_ids_batch": [[5], [6]], "output_ids_batch": [[7], [8]], "params
         ("rho_eos", {"rows_alone_same": [True, False]}, "finished rows are cut and lengthened"),
         ("stable-diffcoder", {"params": {"shift": True}}, "is a slip of the published loop"),
         ("llada2.2-block-routing", {"params": {"temperature": 0.5}}, "no order of draws is published"),
+        ("d3llm", {"first_row_unshifted": True}, "the position is predicted by the row of its successor"),
+        ("d3llm", {"params": {"max_new_tokens": 9}}, "blocks that do not divide the answer"),
     ],
 )
 def test_what_is_unsupported_is_named(tmp_path: Path, file: str, change: dict[str, Any], reason: str):

@@ -56,6 +56,13 @@ def cuts_the_context(one: Result, two: Result) -> bool:
     return bool((one.trace.end < two.trace.end).any() and (one.trace.rows < two.trace.rows).any() and changed.any())
 
 
+def fills_the_end(one: Result, two: Result) -> bool:
+    """Some row has more end tokens in fewer forwards, as many columns as before, and other predictions."""
+    more = (one.tokens == toys.EOS).sum(1) > (two.tokens == toys.EOS).sum(1)
+    apart = (one.trace.logprob - two.trace.logprob).abs().amax() > 0.01
+    return bool((more & (one.nfe < two.nfe)).any() and apart) and torch.equal(one.trace.end, two.trace.end)
+
+
 def other_order(one: Result, two: Result) -> bool:
     """The same number of forwards, other positions in them."""
     return torch.equal(one.nfe, two.nfe) and not torch.equal(one.trace.generated, two.trace.generated)
@@ -269,6 +276,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "cache.trailing": ({"cache": {"name": "trailing", "window": 2}, **LEFTMOST}, LEFTMOST, serves_and_changes),
     "cache.elastic": ({"cache": {"name": "elastic", "window": 4}, **STEPWISE}, STEPWISE, serves_and_changes),
     "cache.d2": ({"cache": {"name": "d2", "masks": 3}, **STEPWISE}, STEPWISE, serves_and_changes),
+    "cache.delayed_prefix": (
+        {"cache": {"name": "delayed_prefix", "delay": 2, "refresh_every": 3}, **STEPWISE},
+        STEPWISE,
+        serves_and_changes,
+    ),
     "cache.periodic_prefix": (
         {"cache": {"name": "periodic_prefix", "every": 2}, **STEPWISE},
         {"cache": "prefix", **STEPWISE},
@@ -314,6 +326,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "blocks.fixed": ({"blocks": {"name": "fixed", "length": 5}}, {"blocks": "full"}, answers_differ),
     "blocks.full": ({"blocks": "full"}, {"blocks": {"name": "fixed", "length": 5}}, answers_differ),
     "stop.prefix": ({"stop": "prefix"}, {}, saves_forwards),
+    "stop.fill": ({"stop": "fill", **ANYWHERE}, ANYWHERE, fills_the_end),
     "stop.block": ({"stop": "block"}, {}, saves_forwards),
     "stop.truncate": ({"stop": "truncate", **ANYWHERE}, ANYWHERE, cuts_the_context),
     "guide.temperature": ({"guide": DRAWN}, {}, answers_differ),

@@ -26,6 +26,14 @@ from dllm_sampler.eval.conformance.published.klass import MostUncertain, Publish
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.lengths import AboveThreshold, RenewedGuidance
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
+from dllm_sampler.eval.conformance.published.multi_block import (
+    HeldProgress,
+    OneAfterAnother,
+    PublishedDelayedPrefix,
+    PublishedFill,
+    StaleMasks,
+    StrictEntropy,
+)
 from dllm_sampler.eval.conformance.published.origin import PublishedOrigin
 from dllm_sampler.eval.conformance.published.rcr import PublishedRunningConfidence
 from dllm_sampler.eval.conformance.published.s2d2 import Level, PublishedSelfVerified
@@ -61,17 +69,21 @@ __all__ = [
     "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
+    "HeldProgress",
     "Level",
     "MostUncertain",
+    "OneAfterAnother",
     "PartDraws",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDelayedCache",
+    "PublishedDelayedPrefix",
     "PublishedDualCache",
     "PublishedEditing",
     "PublishedElasticCache",
     "PublishedEndOfText",
     "PublishedFactor",
+    "PublishedFill",
     "PublishedFixedSteps",
     "PublishedFreeDave",
     "PublishedGrammar",
@@ -91,8 +103,10 @@ __all__ = [
     "RenewedGuidance",
     "SeededBlocks",
     "SeededContext",
+    "StaleMasks",
     "StopAt",
     "StoresApart",
+    "StrictEntropy",
     "SuffixDraws",
     "Unrolled",
 ]

@@ -1,0 +1,81 @@
+"""d3LLM's cache: what is finished is stored some forwards later, and refreshed now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+
+
+@dataclass
+class DelayedPrefix(BaseCache):
+    """Store what stands before the active block once it has been finished for `delay` forwards; compute all the rest.
+
+    Source: d3LLM, arXiv 2601.07568. A forward computes the columns that are not stored, masks behind the active block
+    included. The forward in which columns are due stores them; from the next one on they are served. While finished
+    columns wait, and in every `refresh_every`-th forward, the whole row is computed instead, and what is stored is
+    renewed; columns that are due come first. Refreshes commit like any other forward, so they cost no extra ones. The
+    prompt counts as finished before the first forward.
+
+    On models with a logit shift (Dream) the row before is computed too, which predicts the first position; the
+    published code goes without, so that this position reads the row that predicts its successor.
+
+    Args:
+        delay: forwards between the one that finds columns finished and the one that stores them; 0 and 1 store the
+            prompt in the first forward. The published evaluation has 1 (Dream) and 2 (LLaDA).
+        refresh_every: forwards from one refresh to the next; None: only while columns wait. Published: 3 (LLaDA).
+    """
+
+    keeps_noise: ClassVar[bool] = False
+
+    delay: int = 1
+    refresh_every: int | None = None
+    since: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] forward that found it finished; -1: none
+    edge: Tensor = field(init=False, repr=False, compare=False)  # [B] what stands before it is stored
+
+    def __post_init__(self) -> None:
+        check_count("cache.delay", self.delay, 0)
+        check_count("cache.refresh_every", self.refresh_every, optional=True)
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        prompt = canvas.columns() < canvas.first[:, None]
+        live.since, live.edge = torch.where(prompt, 0, -1), torch.zeros_like(canvas.start)
+        return live
+
+    @property
+    def back(self) -> int:
+        """How many columns before those that are not stored are computed too."""
+        return int(self.spec.shift)
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        due, number = self._due(canvas, self.found(canvas)), canvas.step + 1
+        whole = canvas.start > due
+        if self.refresh_every is not None:
+            whole = whole | (number % self.refresh_every == 0)
+        whole = whole & (due == self.edge)
+        return (canvas.columns() >= (self.edge - self.back)[:, None]) | whole[:, None]
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        self.since = self.found(canvas)
+        self.edge = self._due(canvas, self.since)
+
+    def found(self, canvas: Canvas) -> Tensor:
+        """`[B, L+1]` which forward found each column finished, the next one included."""
+        fresh = (self.since < 0) & (canvas.columns() < canvas.start[:, None])
+        return torch.where(fresh, canvas.step[:, None] + 1, self.since)
+
+    def _due(self, canvas: Canvas, since: Tensor) -> Tensor:
+        """`[B]` end of the columns that are stored by the next forward; they were found from left to right."""
+        waited = canvas.step[:, None] + 1 - since
+        return ((since >= 0) & (waited >= self.delay)).sum(1)

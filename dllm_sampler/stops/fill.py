@@ -1,0 +1,45 @@
+"""d3LLM's early stop: an end token fills what stands behind it."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.stops.end_tokens import PrefixStop, first_of
+
+
+@dataclass(frozen=True)
+class FillStop(PrefixStop):
+    """Write the end token everywhere behind a committed one; stop once no mask remains before it.
+
+    Source: the early stop of d3LLM, arXiv 2601.07568. The model sees end tokens where masks were (with `stop=truncate`
+    it sees nothing there). An end token that is committed farther left fills again. In the published code masks behind
+    an end token may still be committed by one forward. With a scheduler that takes tokens back (`edit.remask`), once
+    the block is over.
+    """
+
+    fills: ClassVar[bool] = True
+    predicts: ClassVar[bool] = False
+
+    def positions(self, canvas: Canvas) -> Tensor:
+        """See `Stop.positions`: an end token may be committed from the first mask on."""
+        return (canvas.columns() > canvas.frontier()[:, None]) & canvas.seen() & ~canvas.frozen
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        stopped = super().__call__(canvas, after, query, readout, edit)
+        at, ended = query.positions, first_of(self.ends(after))  # [B, Q], [B]
+        other = (after.ids.gather(1, at) != self.eos) | after.masked.gather(1, at)
+        fill = other & (at > ended[:, None]) & (at < canvas.length) & ~canvas.frozen.gather(1, at)
+        if edit.remask is not None:
+            fill = fill & after.block_over(edit)[:, None]
+        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
+        return replace(
+            stopped,
+            ids=edit.ids.masked_fill(fill, self.eos),
+            commit=edit.commit | fill,
+            remask=torch.zeros_like(fill) if edit.remask is None else edit.remask & ~fill,
+            confidence=sure.masked_fill(fill, 1),
+        )

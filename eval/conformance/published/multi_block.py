@@ -1,0 +1,142 @@
+"""What d3LLM's loops add to their rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.blocks.multi_block import MultiBlock
+from dllm_sampler.cache.delayed_prefix import DelayedPrefix
+from dllm_sampler.core.protocols import Blocks, Carry, Context
+from dllm_sampler.core.spec import learned
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.entropy import EntropyThreshold
+from dllm_sampler.stops.fill import FillStop
+
+
+@dataclass(frozen=True)
+class StrictEntropy(EntropyThreshold):
+    """Commit what is below the bound, and nothing in any case: that a step gets on is for the blocks.
+
+    Source: d3LLM's Dream loop, arXiv 2601.07568.
+    """
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert readout.entropy is not None
+        unsure = readout.entropy[:, 0]  # [B, Q]
+        commit = canvas.eligible(query.positions) & (unsure < self.entropy)
+        return Edit(readout.token[:, 0], commit, score=-unsure), carry
+
+
+@dataclass(frozen=True)
+class StaleMasks(Around):
+    """Masks that an end token has just filled may be committed for one forward more, wherever they are.
+
+    Source: d3LLM's early stop, arXiv 2601.07568, whose loop looks for masks before it fills them. Needs
+    `PublishedFill` and `HeldProgress`: what must get on is chosen among these masks too.
+
+    Args:
+        inner: the scheduler, which takes them for masks.
+    """
+
+    blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
+    eos: int = field(init=False, default=-1, repr=False, compare=False)
+
+    def bind(self, context: Context) -> Self:
+        """See `PlugIn.bind`."""
+        return learned(super().bind(context), blocks=context.blocks, eos=context.spec.eos_id)
+
+    def init(self, canvas: Canvas) -> Carry:
+        """The inner carry, and `[B, L+1] bool` what was masked before the last fill."""
+        return super().init(canvas), canvas.masked
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[0]
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """See `Scheduler.ask`."""
+        return super().ask(self._before(canvas, carry[1]), carry)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert isinstance(self.blocks, HeldProgress)
+        seen = self._before(canvas, carry[1])
+        edit, inner = self.inner.tell(seen, query, readout, carry[0])
+        edit = self.blocks.makes_progress(seen, query, readout, edit)
+        left = canvas.masked.scatter(1, query.positions, canvas.masked.gather(1, query.positions) & ~edit.commit)
+        return edit, (inner, left)
+
+    def _before(self, canvas: Canvas, masked: Tensor) -> Canvas:
+        """The canvas with the masks that the last fill took; once there is an end token all blocks are open."""
+        ended = ((canvas.ids == self.eos) & ~canvas.masked & ~canvas.frozen & canvas.seen()).any(1)
+        stop = torch.where(ended, canvas.end, canvas.stop)
+        return replace(canvas, masked=masked, stop=stop)
+
+
+@dataclass(frozen=True)
+class HeldProgress(MultiBlock):
+    """`MultiBlock` that leaves it to `StaleMasks` to ask for progress."""
+
+    def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Blocks.progress`."""
+        return edit
+
+    def makes_progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `MultiBlock.progress`."""
+        return super().progress(canvas, query, readout, edit)
+
+
+@dataclass(frozen=True)
+class PublishedFill(FillStop):
+    """`FillStop` that fills nothing once no mask is left on the canvas.
+
+    Source: d3LLM's early stop, arXiv 2601.07568. With `StaleMasks` other tokens may then stand behind the end token.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        filled = super().__call__(canvas, after, query, readout, edit)
+        assert filled.confidence is not None
+        some = after.masked.any(1, keepdim=True)  # [B, 1]
+        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
+        return replace(
+            filled,
+            ids=torch.where(some, filled.ids, edit.ids),
+            commit=torch.where(some, filled.commit, edit.commit),
+            confidence=torch.where(some, filled.confidence, sure),
+        )
+
+
+@dataclass
+class PublishedDelayedPrefix(DelayedPrefix):
+    """Nothing before the columns that are not stored is computed, on a model with a logit shift either.
+
+    Source: d3LLM's Dream loop, arXiv 2601.07568. There the first of these columns reads its own row, which predicts its
+    successor; here nothing predicts it. No difference once it is committed.
+    """
+
+    @property
+    def back(self) -> int:
+        """See `DelayedPrefix.back`."""
+        return 0
+
+
+@dataclass
+class OneAfterAnother(DelayedPrefix):
+    """A finished block waits only once those before it are stored, so that their delays add up.
+
+    Source: d3LLM's LLaDA loop, arXiv 2601.07568.
+    """
+
+    def found(self, canvas: Canvas) -> Tensor:
+        """See `DelayedPrefix.found`."""
+        known, due = (self.since >= 0).sum(1), self._due(canvas, self.since)  # [B]
+        limit = torch.where(due == known, torch.minimum(known + canvas.lookahead, canvas.start), known)
+        limit = canvas.start if not self.delay else limit
+        return torch.where(canvas.columns() < limit[:, None], super().found(canvas), self.since)
