@@ -86,6 +86,7 @@ def methods(setup: Setup) -> dict[str, Plugins]:
     found |= {f"{name} steps={steps}": {"scheduler": {"name": name, "steps": steps}} for name in ONE_PER_STEP}
     inner = {"_target_": config.entry("scheduler", "fixed").settings["_target_"], "steps": steps}
     ada = {"name": "adablock", "length": setup.block_length, "delimiters": [vocabulary()[", "]]}
+    short = max(1, setup.block_length // 4)
     found |= {
         f"eoser inner.steps={steps}": {"scheduler": {"name": "eoser", "inner": inner}},
         "fixed steps=1": {"scheduler": {"name": "fixed", "steps": 1}},
@@ -93,6 +94,14 @@ def methods(setup: Setup) -> dict[str, Plugins]:
         "ascending blocks=ascending": {"scheduler": "ascending", "blocks": "ascending"},
         "fixed stop=prophet": {"scheduler": "fixed", "stop": "prophet"},
         "fixed stop=end_of_text": {"scheduler": "fixed", "stop": "end_of_text"},
+        **{
+            f"{rule} blocks={name} blocks.length={short}": {
+                "scheduler": rule,
+                "blocks": {"name": name, "length": short},
+            }
+            for rule in ("threshold", "entropy")
+            for name in ("fixed", "multi_block")
+        },
         ORACLE: {"scheduler": ORACLE},
     }
     return {name: {"blocks": blocks, **plugins} for name, plugins in found.items()}

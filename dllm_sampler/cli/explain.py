@@ -55,6 +55,7 @@ OTHERS = {
     },
     "stop": {
         "cuts": "It may shorten the canvas: no scheduler that drafts.",
+        "predicts": "It writes without a prediction.",
         "fills": "It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.",
         "judges_all": "It waits for a prediction of every mask: no cache that hides some.",
     },
