@@ -145,7 +145,7 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Paper: https://arxiv.org/abs/2511.05664" in klass
     freedave = flat(page(capsys, "--info", "scheduler=freedave"))
     assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
-    assert "Not with stop=end_of_text, prophet, truncate." in freedave
+    assert "Not with stop=end_of_text, fill, prophet, truncate." in freedave
     assert "no stop that changes the canvas" in freedave and "Models: masked diffusion, block-causal." in freedave
     assert "Models: block-causal, causal context. Not with scheduler=wino." in flat(
         page(capsys, "--help", "block_causal")
