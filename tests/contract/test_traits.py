@@ -29,6 +29,7 @@ from dllm_sampler.eval.conformance.published import (
     PublishedFreeDave,
     SeededBlocks,
     SeededContext,
+    StaleMasks,
     Unrolled,
 )
 from dllm_sampler.eval.conformance.unmasking import AmongTop
@@ -65,6 +66,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward),
     SeededBlocks: SeededBlocks,
     SeededContext: SeededContext,
+    StaleMasks: StaleMasks,
     StorePass: StorePass,
     Unrolled: Unrolled,
     Drafting: Drafting,
