@@ -150,6 +150,7 @@ def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
 # What a sample that did not come to its own end is said to lack.
 SHORT = {
     "length": "cut at max_new_tokens",
+    "unended": "no end token on the canvas that the scheduler has made",
     "max_steps": "stopped at max_steps",
     "constraint": "nothing that the guide allows was left to commit",
     "stopped": "cut at a stop string before it had the guide's form",
@@ -184,6 +185,8 @@ class Totals:
                 valid = None if result.valid is None else bool(result.valid[row])
                 unfit = {"end": "invalid", "length": "invalid", "stop_string": "stopped"}
                 why = unfit.get(reason, reason) if valid is False else reason
+                if why == "length" and int(result.trace.end[row]) < result.trace.ids.shape[1]:
+                    why = "unended"
                 whole = self.all_fill or (self.fills and result.gaps is not None and result.gaps[row] is not None)
                 if why in SHORT and not valid and not (whole and why == "length"):
                     self.short.setdefault(why, []).append(first + row + 1)

@@ -9,7 +9,7 @@ from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.length import Resize
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.lengthening import Lengthening, without
+from dllm_sampler.schedulers.lengthening import Lengthening
 from dllm_sampler.schedulers.rows import choose
 
 
@@ -70,9 +70,10 @@ class Daedal(Lengthening):
             count=count,
             reopen=early,
         )
-        edit = without(edit, early)
-        over = ~early & ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
-        edit = replace(edit, finish=over if edit.finish is None else edit.finish | over, resize=resize)
+        close = None if edit.close_block is None else edit.close_block & ~early
+        edit = replace(edit, commit=edit.commit & ~early[:, None], close_block=close, resize=resize)
+        over = ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
+        edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ~early)
         return edit, (grows, choose(~early, inner, before, canvas.length))
 
     def _gap(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.statistics import argmax, significant
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.schedulers.around import Around
@@ -44,11 +44,9 @@ class Lengthening(Around, ABC):
         reasons = {
             "asks about states that may not come true": traits.drafts,
             "takes tokens back": traits.revises,
-            "adds shadow rows to the forward": traits.leave_one_out,
             "changes it too": traits.initial is not None,
             "hides a part of it": traits.horizon is not None,
-            "counts over all of it": traits.scope == "answer",
-            "needs more than the logits of one block": traits.scope == "model",
+            "goes by more than the logits of one block": traits.scope != "block",
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
@@ -98,9 +96,3 @@ class Lengthening(Around, ABC):
         ends, sure = self.ends(canvas, query, readout)
         last = ends.flip(1).cumsum(1).flip(1) <= self.eos_tokens
         return significant(torch.where(ends & last, sure, 0).sum(1), torch.float64) / self.eos_tokens
-
-
-def without(edit: Edit, rows: Tensor) -> Edit:
-    """The edit with nothing committed in `rows [B] bool`, and their block as it is."""
-    close, finish = (None if one is None else one & ~rows for one in (edit.close_block, edit.finish))
-    return replace(edit, commit=edit.commit & ~rows[:, None], close_block=close, finish=finish)

@@ -25,11 +25,11 @@ class RhoEos(Lengthening):
     Source: rho-EOS, arXiv 2601.22527. `max_new_tokens` is a bound. The further the signal lies outside of `low` to
     `high`, the more: `expand` columns times 1, 2, 4, 8 per started 0.1 (`exp`), 1, 2, 3 ... 8 (`linear`), or `expand`
     (`const`). A cut takes whatever stands there, the whole answer even. A row changes in its first 64 steps, and not
-    after it has been as long as the bound. Blocks are windows that begin where the one before ended.
+    after it was as long as the bound. A block begins where the one before ended.
 
-    Deviations: a finished row stays finished, where the published function goes on to cut and lengthen it as long as
-    others in its batch run; a row ends when nothing is left to decode, and not after `max_new_tokens` steps; guidance
-    masks the prompt alone, in each step; the inner scheduler says what is committed, and never the mask token.
+    Deviations: a finished row rests, where the published function cuts and lengthens it as long as others in its batch
+    run; a row ends when nothing is left to decode, not after `max_new_tokens` steps; guidance masks the prompt alone;
+    the inner scheduler says what is committed, and never the mask token.
 
     Args:
         inner, initial, expand, eos_tokens: see `Lengthening`.
@@ -54,8 +54,8 @@ class RhoEos(Lengthening):
             check_share(f"scheduler.{name}", getattr(self, name))
         if self.low > self.high:
             raise UserError(f"scheduler.low={self.low} must not be above scheduler.high={self.high}")
-        check_choice("scheduler.scale", self.scale, Scale)
-        check_choice("scheduler.signal_of", self.signal_of, Signal)
+        for name, choices in (("scale", Scale), ("signal_of", Signal)):
+            check_choice(f"scheduler.{name}", getattr(self, name), choices)
         check_count("scheduler.min_length", self.min_length, 0, optional=True)
 
     def init(self, canvas: Canvas) -> Carry:
@@ -79,11 +79,11 @@ class RhoEos(Lengthening):
         if self.min_length is not None:
             after, column = canvas.apply(query.positions, edit), canvas.columns()
             text = (column < canvas.end[:, None]) & ~after.masked & ((after.ids != self.eos) | canvas.frozen)
-            least = torch.where(text, column + 1, 0).amax(1)
-            least = torch.maximum(torch.maximum(least, canvas.start), canvas.first + self.min_length)
+            least = (
+                torch.where(text, column + 1, 0).amax(1).maximum(canvas.start).maximum(canvas.first + self.min_length)
+            )
             end = torch.where(count < 0, torch.maximum(end, torch.minimum(least, canvas.end)), end)
-        noise = torch.ones_like(final)
-        resize = Resize(end, torch.full_like(canvas.end, self.mask), noise)
+        resize = Resize(end, torch.full_like(end, self.mask), torch.ones_like(final))
         return replace(edit, resize=resize), (final, inner)
 
     def _share(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
@@ -97,7 +97,6 @@ class RhoEos(Lengthening):
     def _columns(self, share: Tensor) -> Tensor:
         """`[B]` columns to append, or, below 0, to cut off. In float32, which counts other segments than float64."""
         few, many = self.low - share, share - self.high
-        gap = torch.maximum(few, many)
-        segments = torch.ceil(gap / torch.full_like(gap, SEGMENT)).long().clamp(min=1, max=MOST)
+        segments = torch.ceil(torch.maximum(few, many) / torch.full_like(few, SEGMENT)).long().clamp(min=1, max=MOST)
         times = {"exp": 2 ** (segments - 1).clamp(max=3), "linear": segments, "const": torch.ones_like(segments)}
         return self.expand * times[self.scale] * ((few > 0).long() - (many > 0).long())
