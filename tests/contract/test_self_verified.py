@@ -18,6 +18,7 @@ from dllm_sampler.eval import verified
 from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified
 from dllm_sampler.eval.markdown import tables
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.packed import PackedAttention
 from tests import toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
@@ -73,6 +74,16 @@ def test_against_the_network_driven_by_hand(kept: Any) -> None:
         tokens, step_map = by_hand(prompt, kept == CAUSAL)
         assert result.tokens[row].tolist() == tokens
         assert result.trace.generated[row].tolist() == step_map
+
+
+@pytest.mark.parametrize("kept", ["none", "block_causal", CAUSAL], ids=["none", "block", "token"])
+def test_the_padded_form_of_attention(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a device other than the CPU computes, and what the host knows no sizes of."""
+    by_row = generate(cache=kept)
+    if kept == "none":
+        assert_same(generate(cache=kept, poll_every=3), by_row)
+    monkeypatch.setattr(PackedAttention, "_by_row", PackedAttention._padded)  # pyright: ignore[reportPrivateUsage]
+    assert_same(generate(cache=kept), by_row)
 
 
 def many(count: int) -> list[list[int]]:
