@@ -55,17 +55,17 @@ def test_why_a_form_was_not_built(crash: str, said: str, monkeypatch: pytest.Mon
 def test_several_patterns_by_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A task has a form for each prompt: what is equal is built once, and all in one process."""
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path))
-    automaton._built.cache_clear()
+    automaton.lifted.cache_clear()
     run, calls = library.run, []
     monkeypatch.setattr(library, "run", lambda *given: calls.append(given) or run(*given))
     tokens, patterns = [b"", b"", b"a", b"b", b"ab"], ["a+", "(ab)*", "a+", "b{3}"]
     together = automaton.build_all(patterns, tokens, 5, 0, 1)
     assert len(calls) == 1 and together[0] is together[2]
-    automaton._built.cache_clear()
+    automaton.lifted.cache_clear()
     again = automaton.build_all(patterns, tokens, 5, 0, 1)
     assert len(calls) == 1, "from disk"
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path / "other"))
-    automaton._built.cache_clear()
+    automaton.lifted.cache_clear()
     for one, other, pattern in zip(together, again, patterns, strict=True):
         alone = automaton.build(pattern, tokens, 5, 0, 1)
         for found in (one, other):
@@ -94,14 +94,14 @@ def test_a_form_is_bound_to_a_model_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And read from disk by the next process, unless the file is damaged."""
     first = built("(a|b)+c")
-    automaton._built.cache_clear()
+    automaton.lifted.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(automaton, "byte_automaton", lambda *_: pytest.fail("built again"))
         again = built("(a|b)+c")
     for name in automaton.TENSORS:
         assert torch.equal(getattr(again, name), getattr(first, name))
     assert (again.start, again.shortest) == (first.start, first.shortest) and isinstance(Regex("a"), Form)
-    automaton._built.cache_clear()
+    automaton.lifted.cache_clear()
     for file in (Path(os.environ["DLLM_SAMPLER_CACHE"]) / "forms").glob("*.safetensors"):
         file.write_bytes(b"torn")
     assert built("(a|b)+c").shortest == first.shortest

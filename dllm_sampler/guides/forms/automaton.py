@@ -74,7 +74,7 @@ def build_all(
         UserError: no expression, one without a text, or one too large to build.
     """
     made: dict[str, ByteAutomaton] = {}
-    keys: dict[str, _Key] = {}
+    recipes: dict[str, Recipe] = {}
     for pattern in patterns:
         size = len(pattern.encode(errors="replace"))
         if size > BYTES:
@@ -82,46 +82,25 @@ def build_all(
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
             raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
         about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
-        keys[pattern] = _key(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
-    new = [pattern for pattern, key in keys.items() if not key.path.exists()]
+        recipes[pattern] = Recipe.of(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+    new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
     for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
         part = new[first : first + TOGETHER]
         try:
             made |= zip(part, _byte_automata(part), strict=True)
         except UserError:
             break  # each by itself, which says which one it was
-    return tuple(_built(keys[pattern]) for pattern in patterns)
+    return tuple(lifted(recipes[pattern]) for pattern in patterns)
 
 
 def _made(known: Mapping[str, ByteAutomaton], pattern: str) -> ByteAutomaton:
     return known[pattern] if pattern in known else byte_automaton(pattern)
 
 
-def lifted(
-    name: str,
-    about: str,
-    make: Callable[[], ByteAutomaton],
-    tokens: Sequence[bytes],
-    vocab: int,
-    eos_id: int,
-    mask_id: int,
-) -> Automaton:
-    """An automaton over bytes as one over tokens, from disk where it was built before.
-
-    Args:
-        name: what errors call it.
-        about: what it is made from: equal texts are the same automaton.
-        make: builds the automaton over bytes.
-        tokens, vocab, mask_id: as in `build`.
-
-    Raises:
-        UserError: it is too large.
-    """
-    return _built(_key(name, about, make, tokens, vocab, eos_id, mask_id))
-
-
 @dataclass(frozen=True)
-class _Key:
+class Recipe:
+    """What an automaton over tokens is made from."""
+
     digest: str
     name: str
     make: Callable[[], ByteAutomaton]
@@ -129,6 +108,28 @@ class _Key:
     vocab: int
     eos_id: int
     mask_id: int
+
+    @staticmethod
+    def of(
+        name: str,
+        about: str,
+        make: Callable[[], ByteAutomaton],
+        tokens: Sequence[bytes],
+        vocab: int,
+        eos_id: int,
+        mask_id: int,
+    ) -> Recipe:
+        """The recipe of an automaton over bytes.
+
+        Args:
+            name: what errors call it.
+            about: what it is made from: equal texts are the same automaton.
+            make: builds the automaton over bytes.
+            tokens, vocab, mask_id: as in `build_all`.
+        """
+        known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
+        digest = hashlib.sha256(known + _joined(tuple(tokens))).hexdigest()
+        return Recipe(digest, name, make, tuple(tokens), vocab, eos_id, mask_id)
 
     @property
     def path(self) -> Path:
@@ -141,21 +142,7 @@ class _Key:
         return hash(self.digest)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.digest == other.digest
-
-
-def _key(
-    name: str,
-    about: str,
-    make: Callable[[], ByteAutomaton],
-    tokens: Sequence[bytes],
-    vocab: int,
-    eos_id: int,
-    mask_id: int,
-) -> _Key:
-    known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
-    digest = hashlib.sha256(known + _joined(tuple(tokens))).hexdigest()
-    return _Key(digest, name, make, tuple(tokens), vocab, eos_id, mask_id)
+        return isinstance(other, Recipe) and self.digest == other.digest
 
 
 @lru_cache(maxsize=2)
@@ -164,15 +151,20 @@ def _joined(tokens: tuple[bytes, ...]) -> bytes:
 
 
 @lru_cache(maxsize=KEPT)
-def _built(key: _Key) -> Automaton:
-    path = key.path
+def lifted(recipe: Recipe) -> Automaton:
+    """An automaton over bytes as one over tokens, from disk where it was built before.
+
+    Raises:
+        UserError: it is too large.
+    """
+    path = recipe.path
     try:
         stored = load_file(path)
         start, shortest = stored["numbers"].tolist()
         return Automaton(stored["moves"], stored["accepts"], stored["classes"], start, shortest)
     except (OSError, SafetensorError, KeyError):
         pass
-    found = _over_tokens(key, *key.make())
+    found = _over_tokens(recipe, *recipe.make())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         numbers = torch.tensor([found.start, found.shortest])
@@ -234,7 +226,7 @@ def _short(pattern: str) -> str:
     return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")
 
 
-def _over_tokens(key: _Key, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
+def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
     """The same over tokens."""
     names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
     size = len(names)
@@ -249,15 +241,15 @@ def _over_tokens(key: _Key, start: int, finals: list[int], moves: dict[int, dict
             step[names[state], byte] = to
     accepts = torch.zeros(size + 2, dtype=torch.bool)
     accepts[[names[state] for state in finals if state in names] + [end]] = True
-    kinds, classes = _kinds(step, key)
-    kinds[:, classes[key.eos_id]] = torch.where(accepts, end, dead)
+    kinds, classes = _kinds(step, recipe)
+    kinds[:, classes[recipe.eos_id]] = torch.where(accepts, end, dead)
     used, classes = classes.unique(return_inverse=True)
     kinds = kinds[:, used]  # a kind without a token would be a way that nothing can go
     moved, accepts, first = _minimal(kinds, accepts, names[start])
     columns, again = moved.T.unique(dim=0, return_inverse=True)
     if len(moved) * len(columns) > ENTRIES:
         raise UserError(
-            f"the form {key.name} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
+            f"the form {recipe.name} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
             f" is at most {ENTRIES}"
         )
     return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))
@@ -274,13 +266,13 @@ def _shortest(moves: Tensor, accepts: Tensor, start: int) -> int:
     return -1
 
 
-def _kinds(step: Tensor, key: _Key) -> tuple[Tensor, Tensor]:
+def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """`[S, C]` where each kind of token leads, and `[V]` the kind of each; end token and mask have their own.
 
     The end token's column is the last one, and empty.
     """
     dead = len(step) - 1
-    texts = sorted({*key.tokens, b""})
+    texts = sorted({*recipe.tokens, b""})
     number = {text: at for at, text in enumerate(texts)}
     table: list[Tensor] = []
     seen: dict[bytes, int] = {}
@@ -299,10 +291,10 @@ def _kinds(step: Tensor, key: _Key) -> tuple[Tensor, Tensor]:
             seen[name] = len(table)
             table.append(column)
         of_text.append(seen[name])
-    classes = torch.full((key.vocab,), of_text[number[b""]])  # ids without a token, too, add nothing
-    for token, text in enumerate(key.tokens[: key.vocab]):
+    classes = torch.full((recipe.vocab,), of_text[number[b""]])  # ids without a token, too, add nothing
+    for token, text in enumerate(recipe.tokens[: recipe.vocab]):
         classes[token] = of_text[number[text]]
-    classes[key.mask_id], classes[key.eos_id] = len(table), len(table) + 1
+    classes[recipe.mask_id], classes[recipe.eos_id] = len(table), len(table) + 1
     never = torch.full((len(step),), dead)
     return torch.stack([*table, never, never], 1), classes
 

@@ -16,7 +16,7 @@ from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms.automaton import Automaton, lifted
+from dllm_sampler.guides.forms.automaton import Automaton, Recipe, lifted
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
 from dllm_sampler.guides.grammar.filling import Filling
@@ -223,7 +223,7 @@ class BoundedGrammar(Form):
         about = f"grammar {json.dumps(made)}"
         assert spec.mask_id is not None
         numbers = spec.vocab_size, spec.eos_id, spec.mask_id
-        return (lifted(self.language.name, about, lambda: made, tokens, *numbers),)
+        return (lifted(Recipe.of(self.language.name, about, lambda: made, tokens, *numbers)),)
 
 
 @dataclass
