@@ -103,12 +103,11 @@ def _about(setup: CacheSetup) -> str:
     if setup.tasks == (RANDOM_WORDS,):
         length = setup.prompt_length + setup.max_new_tokens
         return (
-            f"**{setup.model}, {length} tokens.** Random weights, float32: times are real, answers mean nothing. Its"
-            " attention is nearly even, so a changed token hardly moves other predictions: agreement here says little"
-            f" of a trained model. A prompt of {setup.prompt_length} random words, a {common}; `{scheduler}`"
-            f" (`{foreseen}` for `dkv_greedy`), as many tokens per step as a trained model may commit, and the first"
-            f" {setup.max_steps} steps of it, which open {_openings(setup)} blocks. One step in {setup.every} is"
-            " repeated without a cache."
+            f"**{setup.model}, {length} tokens.** Random weights, float32: times are real, answers mean nothing, and"
+            f" agreement says little of a trained model. A prompt of {setup.prompt_length} random words, a {common};"
+            f" `{scheduler}` (`{foreseen}` for `dkv_greedy`), as many tokens per step as a trained model may commit,"
+            f" and the first {setup.max_steps} steps of it, which open {_openings(setup)} blocks. One step in"
+            f" {setup.every} is repeated without a cache."
         )
     return (
         f"**{setup.model}.** {setup.prompts} held-out prompts for each of {len(setup.tasks)} tasks, a {common};"
