@@ -27,6 +27,17 @@ def test_answers_and_figures(words: list[str], capsys: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == [], "nothing is littered"
 
 
+def test_an_answer_on_a_canvas_that_the_scheduler_has_made(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one column, or none if an end token is predicted there."""
+    settings = ["scheduler=rho_eos", "scheduler.initial=1", "scheduler.low=0", "scheduler.high=0", "stop=none"]
+    assert main([*words, "copy: Ada", *settings]) == 0
+    short, figures = capsys.readouterr().err.splitlines()
+    assert short == "the answer: no end token on the canvas that the scheduler has made"
+    assert figures.startswith("1 sample, ")
+
+
 def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot run is replaced and said, or refused."""
     pytest.importorskip("triton")
