@@ -125,6 +125,16 @@ def test_an_end_token_fills_what_stands_behind_it(cache: Any) -> None:
     assert fired
 
 
+def test_rows_in_flight_come_out_as_alone() -> None:
+    """Two places for five prompts: a place that is taken again keeps nothing of the row before."""
+    blocks = {"name": "multi_block", "length": LENGTH, "add_threshold": 0.25}
+    cache = {"name": "delayed_prefix", "delay": 2, "refresh_every": 3}
+    sampler = toys.sampler("dream", scheduler=ENTROPY, blocks=blocks, cache=cache, stop="fill")
+    for answer in sampler.generate_many(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS, batch_size=2):
+        alone = sampler.generate([toys.PROMPTS[answer.index]], max_new_tokens=TOKENS, seed=toys.SEEDS[answer.index])
+        assert torch.equal(answer.tokens, alone.tokens[0]) and int(answer.nfe) == int(alone.nfe)
+
+
 REFUSED = {
     "scheduler=fixed goes by the block's length, or by the forwards made in it": {"scheduler": "fixed"},
     "scheduler=freedave drafts what comes next": {"scheduler": "freedave"},
