@@ -43,6 +43,7 @@ class BaseCache(Cache):
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
     twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
+    forked: Plan | None = field(init=False, default=None, repr=False, compare=False)  # of a forward of `forks`
 
     def bind(self, context: Context) -> Cache:
         """The cache to use with this model and scheduler; default: this one.
@@ -76,7 +77,10 @@ class BaseCache(Cache):
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
-        return Plan(self, wanted, answers, sees, computed, Pack.of(canvas, wanted, answers, self.spec))
+        plan = Plan(self, wanted, answers, sees, computed, Pack.of(canvas, wanted, answers, self.spec))
+        if wanted.query.forks and self.slots is not None:
+            plan = self.forked = replace(plan, pairs=[])
+        return plan
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on the pack `hidden [1, T, D]`: store keys and values, attend, feed forward.
@@ -85,12 +89,32 @@ class BaseCache(Cache):
         """
         assert plan.pack is not None and plan.attention is not None
         q, k, v = parts.qkv(hidden, rope)
+        if plan.pairs is not None:
+            plan.pairs.append((k[0].transpose(0, 1), v[0].transpose(0, 1)))
         stored = None
         if self.slots is not None:
             self.slots.store(index, k, v, plan.pack.slots)
             stored = self.slots.keys[index], self.slots.values[index]
         hidden = hidden + parts.output(plan.attention(q, k, v, stored))
         return hidden + parts.mlp(hidden)
+
+    def adopt(self, candidate: Tensor) -> None:
+        """See `Cache.adopt`. The forward itself stored the keys and values of candidate 0."""
+        plan, self.forked = self.forked, None
+        if plan is None:
+            return
+        pack, layers = plan.pack, self.spec.num_layers
+        assert pack is not None and plan.pairs is not None
+        if pack.segment is None:
+            return
+        for part, cache in enumerate([self, self.twin] if self.twin is not None else [self]):
+            slots = cache.slots
+            assert slots is not None
+            nowhere = len(candidate) * slots.columns - 1
+            won = pack.segment == candidate[pack.row]
+            places = torch.where(won, pack.row * slots.columns + pack.column, nowhere)
+            for index, (k, v) in enumerate(plan.pairs[part * layers : (part + 1) * layers]):
+                slots.store(index, k.transpose(0, 1)[None], v.transpose(0, 1)[None], places)
 
     # For subclasses.
 
@@ -148,6 +172,11 @@ class BaseCache(Cache):
             yield (
                 f"{cache} is for models that see the whole canvas, and this one is block-causal: use"
                 " cache=block_causal, which is exact, or cache=none"
+            )
+        if context.blocks.hides and self.keeps_noise:
+            yield (
+                f"blocks={named(context.blocks)} hides the masks of blocks that are not open, and {cache} serves noise"
+                " as an earlier forward saw it: use cache=d2f, cache=prefix or cache=none"
             )
         if context.scheduler is None:
             return

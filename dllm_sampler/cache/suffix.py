@@ -94,6 +94,18 @@ class SuffixCache(Cache, ABC):
         """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""
         return self.inner.plan(canvas, wanted)
 
+    def recalled(self, canvas: Canvas) -> Tensor | None:
+        """See `Cache.recalled`."""
+        return self.inner.recalled(canvas)
+
+    def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """See `Cache.restore`."""
+        return self.inner.restore(hidden, plan)
+
+    def adopt(self, candidate: Tensor) -> None:
+        """See `Cache.adopt`."""
+        self.inner.adopt(candidate)
+
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         self.inner.observe(canvas, query, edit, readout)

@@ -20,6 +20,7 @@ class Visible:
     grid: int | None  # block-causal: the length of a block in columns; None: each position sees all
     block: tuple[Tensor, Tensor] | None = None  # [B] each: where the active block begins and ends, in a causal context
     causal: tuple[Tensor, Tensor] | None = None  # [B] each: columns from the first to the second see none behind them
+    origin: Tensor | None = None  # [B] the grid's first line: what is before it is one block; None: column 0
 
     @staticmethod
     def of(canvas: Canvas, query: Query, attention: Attention) -> Visible:
@@ -46,7 +47,8 @@ class Visible:
 
         until = of(self.end)
         if self.grid is not None:
-            until = (column // self.grid + 1) * self.grid
+            origin = 0 if self.origin is None else of(self.origin)
+            until = ((column - origin) // self.grid + 1).clamp(min=0) * self.grid + origin
         if self.block is not None:
             start, stop = map(of, self.block)
             until = torch.where((column >= start) & (column < stop), stop, column + 1)

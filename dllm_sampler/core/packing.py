@@ -40,7 +40,18 @@ class Request(NamedTuple):
         """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
         asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
         asked = asked.expand(query.ids.shape) if query.live is None else asked & query.live[..., None]
+        if query.stops is not None:
+            asked = asked & (query.positions[:, None] < query.stops[..., None])
         return Request(query, computed, asked)
+
+    def segments(self, canvas: Canvas) -> Tensor:
+        """`[B, K, L+1] bool` columns that each candidate computes."""
+        query, chosen = self.query, self.computed[:, None].expand(-1, self.query.ids.shape[1], -1)
+        chosen = chosen if query.live is None else chosen & query.live[..., None]
+        if query.stops is None or query.limit is None:
+            return chosen
+        hidden = canvas.columns() >= query.stops[..., None]
+        return chosen & ~(hidden if canvas.given is None else hidden & ~canvas.frozen[:, None])
 
     def shadows(self, canvas: Canvas) -> Tensor:
         """`[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
@@ -49,6 +60,8 @@ class Request(NamedTuple):
 
     def entries(self, canvas: Canvas) -> Tensor:
         """`[B]` entries of each row."""
+        if self.query.stops is not None:
+            return self.segments(canvas).sum((1, 2))
         count = self.computed.sum(1)
         if self.query.live is not None:
             count = count * self.query.live.sum(1)
@@ -223,22 +236,10 @@ class Answers:
 
     def under(self, candidate: Tensor) -> Answers:
         """The answers about one hypothesis per row, `candidate [B]`: those of a query with K = 1."""
-
-        def pick(values: Tensor) -> Tensor:  # [B, K, ...] to [B, 1, ...]
-            index = candidate.view(-1, *[1] * (values.dim() - 1))
-            return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
-
-        query, shape = self.query, self.query.ids.shape[:2]
-        query = replace(
-            query,
-            ids=pick(query.ids),
-            live=None,
-            step=None if query.step is None else pick(query.step.expand(shape)),
-            soft=None if query.soft is None else pick(query.soft),
-        )
-        there = pick(self.spread(torch.ones_like(self.place))).flatten() > 0  # [B*Q]
+        there = self.spread(torch.ones_like(self.place))  # [B, K, Q]
+        there = there.gather(1, candidate[:, None, None].expand(-1, 1, there.shape[2])).flatten() > 0  # [B*Q]
         place = torch.nonzero_static(there, size=len(there), fill_value=len(there))[:, 0]
-        return Answers(place, query, False)
+        return Answers(place, self.query.of(candidate), False)
 
 
 @dataclass(frozen=True)
@@ -273,8 +274,7 @@ class Pack:
             shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)
             chosen, segments = torch.stack([wanted.computed, shadow], 1), 2
         elif segments > 1:
-            chosen = chosen.expand(-1, segments, -1)
-            chosen = chosen if query.live is None else chosen & query.live[..., None]
+            chosen = wanted.segments(canvas)
         size = batch * segments * columns
         # A filler stands at the last place of all, the empty slot of the last row.
         place = torch.nonzero_static(chosen.reshape(-1), size=sizes.computed, fill_value=size - 1)[:, 0]

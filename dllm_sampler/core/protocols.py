@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 from torch import Tensor
 
 from dllm_sampler.core.layers import LayerParts
-from dllm_sampler.core.masks import Visible
-from dllm_sampler.core.packing import Answers, Pack, Request
+from dllm_sampler.core.packing import Answers, Request
+from dllm_sampler.core.plan import Plan
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 
@@ -24,19 +24,6 @@ if TYPE_CHECKING:
 
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
 Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a guide takes tokens away; None: none does
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How one forward computes a request, and what each position sees. Made by a cache."""
-
-    cache: Cache
-    wanted: Request
-    answers: Answers  # which queried places the forward answers
-    visible: Visible
-    computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
-    pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
-    attention: Any = None  # of the pack; None: the denoiser's (`models.packed.PackedAttention`)
 
 
 class Denoiser(Protocol):
@@ -140,6 +127,7 @@ class Blocks(PlugIn):
 
     sizes_on_open: ClassVar[bool] = False  # `open` shortens blocks, by the forward that opens them
     several: ClassVar[bool] = False  # the active block is a run of blocks that are open at once
+    hides: ClassVar[bool] = False  # what is behind the active block is not seen
     part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are
 
     @property
@@ -298,6 +286,16 @@ class Cache:
     def cost(self, plan: Plan) -> Tensor:
         """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
         return plan.computed
+
+    def recalled(self, canvas: Canvas) -> Tensor | None:
+        """`[B, L+1] bool` positions that the next forward predicts by rows of an earlier one; default: None, none."""
+
+    def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """The hidden states `[R, D]` that a forward returned, with those of an earlier one in their places."""
+        return hidden
+
+    def adopt(self, candidate: Tensor) -> None:
+        """Of the forward just made, keep what `candidate [B]` has: the step goes on from there. Default: nothing."""
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""

@@ -8,59 +8,17 @@ with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core import given, select
+from dllm_sampler.core.sizes import Noise, Sizes, Spent
 
 if TYPE_CHECKING:
     from dllm_sampler.core.draw import Draw
     from dllm_sampler.core.length import Resize
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the host reads between two steps: the static sizes of the next one. See `packing.measure`."""
-
-    queries: int  # no row asks about more positions
-    block: int  # no live row's block is wider
-    computed: int  # T: entries of the pack, over all rows
-    answers: int  # R: rows of the head, over all rows
-    longest: int  # no row has more entries
-    whole: bool  # every live row computes all columns that it has, and the query hides none
-    opens: bool = True  # some live row opens a block
-    rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row; None: not fixed
-    stretch: int | None = None  # no live row's is longer (`core/stretch.py`); None: not measured
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a forward cost each row, nothing for finished ones; the loop adds it up."""
-
-    nfe: Tensor  # [B] passes
-    computed: Tensor  # [B] positions computed, candidates and guidance branches included
-
-
-class Noise(Protocol):
-    """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
-
-    def tokens(self, canvas: Canvas, answers: Any, vocab: int) -> Tensor:
-        """`[R, V]` standard Gumbel noise for `answers` (`packing.Answers`): argmax(logits + noise) samples softmax."""
-        ...
-
-    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """`[B, Q]` Gumbel noise for ranking positions: a top-k of score + noise samples without replacement."""
-        ...
-
-    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` uniform in (0, 1)."""
-        ...
-
-    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """`[B, Q] int64` token ids, each as likely as any other: the noise of uniform diffusion."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -252,6 +210,8 @@ class Query:
     step: Tensor | None = None  # [B, K] the step each candidate stands for, which keys its noise; None: canvas.step
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
     hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides; a cache sets it (`narrow`)
+    stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit; None: the row's
+    forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions
@@ -285,10 +245,32 @@ class Query:
         at = positions[:, None].expand(-1, self.ids.shape[1], -1)
         return replace(self, positions=positions, ids=rows.gather(2, at))
 
+    def before(self, canvas: Canvas, column: Tensor) -> Query:
+        """This query where all from `column [B]` on is hidden, but for given tokens."""
+        shown = given.shown(canvas, column)
+        return replace(self, limit=shown if self.limit is None else torch.minimum(self.limit, shown))
+
     def drop(self, canvas: Canvas, kept: Tensor) -> Query:
         """This query without the columns outside `kept [B, L+1] bool`, of the same width."""
         positions, order = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1)
         return replace(self, positions=positions, ids=self.ids.gather(2, order[:, None].expand_as(self.ids)))
+
+    def of(self, candidate: Tensor) -> Query:
+        """This query about one hypothesis per row, `candidate [B]`: the same with K = 1."""
+
+        def pick(values: Tensor) -> Tensor:  # [B, K, ...] to [B, 1, ...]
+            index = candidate.view(-1, *[1] * (values.dim() - 1))
+            return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
+
+        return replace(
+            self,
+            ids=pick(self.ids),
+            live=None,
+            stops=None,
+            step=None if self.step is None else pick(self.step.expand(self.ids.shape[:2])),
+            soft=None if self.soft is None else pick(self.soft),
+            forks=False,
+        )
 
     def trim(self, width: int) -> Query:
         """This query without its last columns, which no row has a position in."""
@@ -340,6 +322,7 @@ class Edit:
     end: Tensor | None = None  # [B] cut the canvas here
     resize: Resize | None = None  # what becomes of the answer's length, in the end
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
+    candidate: Tensor | None = None  # [B] of a query with `forks`, the one that the step goes on from
     score: Tensor | None = None  # [B, Q] how the scheduler ranks positions, higher first; None: by confidence
     forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not choose, made to get on
     rejected: Tensor | None = None  # [B] commits that a guide refused

@@ -52,6 +52,8 @@ def ask(plugins: Plugins, state: Generation) -> None:
         state.canvas = state.canvas.renoised(spec.vocab_size)
     canvas = state.canvas
     query = scheduler.ask(canvas, state.carry)
+    if plugins.blocks.hides:
+        query = query.before(canvas, canvas.stop if query.stops is None else query.stops.amax(1))
     if plugins.foresees:
         ahead = cast(Planner, scheduler).ahead(canvas, state.carry)  # the cache refuses other schedulers
         assert ahead is not None
@@ -59,6 +61,9 @@ def ask(plugins: Plugins, state: Generation) -> None:
     chosen = cache.computes(canvas)
     computed = packing.computable(canvas, query, chosen)
     answered = packing.answerable(canvas, computed, spec)
+    recalled = cache.recalled(canvas)
+    if recalled is not None:
+        answered = answered | recalled
     if chosen is not None or spec.encoder:
         query = cache.narrow(canvas, query, answered)
     watched = plugins.stop.positions(canvas)
@@ -88,6 +93,11 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
             f" call gets, not {type(told).__name__}"
         )
     edit, state.carry = told
+    if edit.candidate is not None:
+        state.cache.adopt(edit.candidate)
+        if query.stops is not None:
+            canvas = replace(canvas, stop=query.stops.gather(1, edit.candidate[:, None])[:, 0])
+        query, seen = query.of(edit.candidate), seen.of(edit.candidate)
     edit = blocks.progress(canvas, query, seen, edit)
     forbidden = spec.mask_id if plugins.compat else None  # a "committed" mask token is still noise
     state.bad, edit = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)

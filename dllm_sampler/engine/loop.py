@@ -101,6 +101,7 @@ class Engine:
         wanted = packing.trimmed(state.wanted, canvas.sizes)
         plan = state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
+        hidden = state.cache.restore(hidden, plan)
         rule = readout.Rule(state.cache.spec, p.guides, self.needs, p.compat)
         seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, rule, self.kernels)
         self._part(decide.tell)(p, state, wanted.query, seen, spent)

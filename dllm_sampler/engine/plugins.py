@@ -273,7 +273,6 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
 def _of_several(scheduler: str, traits: Traits, blocks: str) -> Iterator[str]:
     """Why a scheduler cannot run where several blocks are open."""
     facts = {
-        "drafts what comes next, block by block": traits.drafts,
         "takes back or replaces tokens, which a finished block cannot have": traits.revises,
         "plans what a forward commits": traits.plans,
         "goes by the block's length, or by the forwards made in it": traits.scheduled,

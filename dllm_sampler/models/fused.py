@@ -39,7 +39,8 @@ def drive(
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
     yarn = model.config.yarn
     sees = plan.visible
-    if sees.block is not None or sees.causal is not None or (yarn is not None and yarn.queries):  # kernels know none
+    known = sees.block is None and sees.causal is None and sees.origin is None
+    if not known or (yarn is not None and yarn.queries):  # the kernels know none of these
         return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
@@ -117,6 +118,8 @@ class Fused:
             places=None if slots is None else self.places,
             fresh=slots is None or pack.segment is not None,  # else they are read where they are stored
         )
+        if self.plan.pairs is not None and k is not None and v is not None:
+            self.plan.pairs.append((k, v))
         return self.kernels.attention(
             q,
             k,
