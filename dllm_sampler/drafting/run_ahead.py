@@ -65,7 +65,7 @@ class RunAhead(Around):
     def traits(self) -> Traits:
         """It drafts, and may commit more than the inner scheduler plans."""
         own = replace(super().traits, asks_block=False, plans=False, drafts=True, opens_ahead=self.eager)
-        return replace(own, scope="model")
+        return replace(own, scheduled=True, scope="model")  # it counts the inner scheduler's steps in a block
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`."""

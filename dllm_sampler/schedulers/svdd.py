@@ -70,7 +70,7 @@ class SoftValueGuided(Choosing):
         if self.candidates == 1:
             return super().traits
         own = replace(super().traits, static=False, asks_block=False, uniform=False, scope="model")
-        return replace(own, drafts=True, plans=False) if self.looks_ahead else own
+        return replace(own, drafts=True, plans=False, scheduled=True) if self.looks_ahead else own
 
     def bind(self, context: Context) -> Self:
         """Take the reward, the mask token, and whether tokens are drawn."""

@@ -99,6 +99,17 @@ SETTINGS: dict[str, list[Settings]] = {
         {"policy": "contextual_bandit_ucb", "tempering": 0.5, "score": "margin"},
     ],
     "scheduler.s2d2_editing": [{"edit": 0.3, "extra": 3}, {"edit": 0.2, "extra": 1, "min_span": 3, "threshold": 0.5}],
+    "scheduler.d2f": [{"threshold": 0.6}],
+    "scheduler.lopa": [
+        {"inner": {"name": "d2f", "threshold": 0.6}},
+        {
+            "inner": {"name": "threshold", "threshold": 0.7},
+            "forks": 3,
+            "score": "margin",
+            "share": 0.5,
+            "alpha": 0.3,
+        },
+    ],
     "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],
     "scheduler.klass": [{"threshold": 0.3, "divergence": 1.0}, {"steps": 8, "history": 1, "take": "steadiest"}],
@@ -116,6 +127,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "blocks.ascending": [{"count": 3}],
     "blocks.multi_block": [{"length": 4, "add_threshold": 0.25}, {"length": 6, "full_threshold": 0.3}],
     "cache.delayed_prefix": [{"delay": 0}, {"delay": 2, "refresh_every": 3}],
+    "blocks.pipeline": [{"length": 4, "add_threshold": 0.25, "full_threshold": 0.5}],
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],
     "stop.prophet": [{"early": 2.0, "mid": 1.5, "late": 1.0}, {"start": 5, "early": 2.0, "mid": 1.5, "late": 1.0}],
     "cache.block_causal": [{}, {"store_pass": "separate"}, {"token_causal": True}],
@@ -139,6 +151,7 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "cache.streaming": [{"window": 2}, {"inner": "sparse", "window": 3, "tail": 0}],
     "cache.trailing": [{"window": 3}, {"window": 0}],
+    "cache.d2f": [{}, {"attention": "block_causal"}],
     "cache.elastic": [{"window": 4}, {"window": 3, "track": 2, "gamma": 0.99, "full_every": 5}],
     "cache.d2": [{"masks": 4}, {"masks": 2, "rollout": 0.4, "gap": 0}],
     "blocks.fixed": [

@@ -48,6 +48,8 @@ SYSTEMS = {
     "freedave-sdar/freedave-threshold": 5,
     "freedave-sdar/freedave-eager-threshold": 5,
     "klass": 11,
+    "lopa": 19,
+    "d2f": 3,
     "learn2pd": 7,
     "learn2pd-eot": 2,
     "localleap": 8,

@@ -77,6 +77,12 @@ def same_in_fewer(one: Result, two: Result) -> bool:
     return torch.equal(one.tokens, two.tokens) and bool(one.nfe.sum() < two.nfe.sum())
 
 
+def fewer_but_other(one: Result, two: Result) -> bool:
+    """Fewer forwards, of more positions, and other tokens."""
+    wider = (one.trace.rows / one.nfe > two.trace.rows / two.nfe).all()
+    return fewer_forwards(one, two) and bool(wider) and answers_differ(one, two)
+
+
 def takes_back(one: Result, two: Result) -> bool:
     """Positions were filled again: more forwards than where nothing is taken back, and other tokens."""
     return bool((one.nfe > two.nfe).any()) and answers_differ(one, two)
@@ -146,6 +152,8 @@ def decodes_ahead(one: Result, two: Result) -> bool:
 
 STEPWISE = {"scheduler": "fixed"}
 MULTI: dict[str, Any] = {"name": "multi_block", "length": 4, "add_threshold": 1.0}
+PIPELINE: dict[str, Any] = {"name": "pipeline", "length": 4, "add_threshold": 0.25, "full_threshold": 0.5}
+LOPA: dict[str, Any] = {"name": "lopa", "inner": {"name": "d2f", "threshold": 0.9}}
 FIXED6 = {"name": "fixed", "length": 6}
 FILTER = {"name": "learn2pd", "filter": toys.FILTER}
 KLASS = {"name": "klass", "threshold": 0.3, "history": 1}
@@ -218,6 +226,12 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"scheduler": {"name": "ssd", "length": 4, "width": 3}},
         {"scheduler": {"name": "ssd", "length": 4}},
         same_in_fewer,
+    ),
+    "scheduler.d2f": ({"scheduler": {"name": "d2f", "threshold": 0.7}}, STEPWISE, parallel),
+    "scheduler.lopa": (
+        {"scheduler": LOPA, "blocks": PIPELINE},
+        {"scheduler": LOPA | {"forks": 0}, "blocks": PIPELINE},
+        fewer_but_other,
     ),
     "scheduler.hierarchical": ({"scheduler": HIERARCHY}, STEPWISE, parallel),
     "scheduler.klass": (
@@ -298,6 +312,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     ),
     "blocks.ascending": ({"blocks": {"name": "ascending", "count": 3}}, {"blocks": "full"}, answers_differ),
     "blocks.multi_block": ({"blocks": MULTI | {"add_threshold": 0.25}}, {"blocks": MULTI}, decodes_ahead),
+    "blocks.pipeline": ({"blocks": PIPELINE}, {"blocks": PIPELINE | {"name": "multi_block"}}, computes_less),
     "stop.end_of_text": ({"stop": {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3}}, {}, cuts_the_context),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
     "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
@@ -321,6 +336,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         {"kind": "causal", "cache": "block_causal", "blocks": {"name": "fixed", "length": 6, "part": 3}},
         computes_less,
     ),
+    "cache.d2f": ({"cache": "d2f"}, {}, skips_rows),
     "cache.prefix": ({"cache": "prefix"}, {}, skips_rows),
     "cache.dual": ({"cache": "dual"}, {}, skips_rows),
     "blocks.fixed": ({"blocks": {"name": "fixed", "length": 5}}, {"blocks": "full"}, answers_differ),

@@ -24,6 +24,7 @@ DEARER = {
     "freedave": 341,  # the scheduler inside, once for each of three drafts and the step after them
     "klass": 80,  # distributions of the last step, and the fixed schedule
     "learn2pd": 54,  # a network
+    "lopa": 101,  # the scheduler inside, once for the winner, and the score of every candidate
     "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
     "remdm": 47,  # two choices, the second of which looks at the first

@@ -34,7 +34,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     traits = scheduler.traits
     trained = traits.block_length
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
-    apart = traits.drafts or traits.revises or traits.plans or traits.scheduled or trained is not None
+    apart = traits.revises or traits.plans or traits.scheduled or trained is not None
     wrong_blocks = wrong_blocks or (blocks.several and apart)
     starved = (traits.whole and cache.stores) or (isinstance(cache, Foresees) and not traits.plans)
     starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
@@ -66,7 +66,11 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
             continue
         against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
         if plugins["blocks"].several and chosen[1] == "block":  # whatever the scheduler
-            with pytest.raises(UserError, match=r"stop=block .* blocks=multi_block .*: use stop=prefix"):
+            with pytest.raises(UserError, match=rf"stop=block .* blocks={chosen[0]} .*: use stop=prefix"):
+                toys.sampler(**plugins)
+            continue
+        if plugins["blocks"].hides and cache.keeps_noise:  # whatever the scheduler
+            with pytest.raises(UserError, match=rf"cache={chosen[2]} .*: use "):
                 toys.sampler(**plugins)
             continue
         if against:
@@ -83,7 +87,7 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
         assert last.result.complete.all(), chosen
         assert not (last.result.tokens == toys.MASK).any(), chosen
         assert int(last.result.nfe) <= sampler.plugins.scheduler.bound(TOKENS), chosen
-        if chosen[1] == "none":
+        if chosen[1] == "none" and not plugins["blocks"].hides:  # these end rows themselves
             assert not last.masked.any(), chosen
         ran += 1
     assert ran > 0

@@ -24,6 +24,7 @@ from dllm_sampler.engine import layout
 from dllm_sampler.eval import conformance
 from dllm_sampler.eval.conformance import published
 from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
+from dllm_sampler.eval.conformance.lopa import Rounds
 from dllm_sampler.eval.conformance.published import (
     ForcedFirst,
     PublishedFreeDave,
@@ -39,6 +40,7 @@ from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.lengthening import Lengthening
+from dllm_sampler.schedulers.lopa import LoPA
 from dllm_sampler.schedulers.random_order import RandomOrder
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from dllm_sampler.schedulers.ssd import SelfSpeculative
@@ -56,7 +58,9 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     FreeDave: FreeDave,
     Lengthening: Lengthening,
     PublishedFreeDave: PublishedFreeDave,
+    LoPA: LoPA,
     Noted: Noted,
+    Rounds: Rounds,
     PublishedEager: lambda inner: PublishedEager(
         inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
     ),
@@ -89,6 +93,7 @@ OWN: dict[type[Around], dict[str, object]] = {
         "plans": False,  # a forward may commit more than the inner scheduler's next step
         "drafts": True,
         "opens_ahead": False,  # it asks about the next block if `eager`, and only then
+        "scheduled": True,  # it counts steps in the block
         "scope": "model",  # several states in one forward
     },
     Choosing: {
@@ -97,7 +102,18 @@ OWN: dict[type[Around], dict[str, object]] = {
         "uniform": False,  # masks are told apart by their token
         "scope": "model",  # a reward judges whole answers
     },
-    SoftValueGuided: {"drafts": True, "plans": False},  # it asks about candidates, and commits them a forward later
+    LoPA: {
+        "asks_block": False,  # it asks about forks
+        "plans": False,  # which one goes on is not known
+        "drafts": True,
+        "own_tokens": True,  # a fork's token comes from the step before
+        "scope": "model",  # several canvases in one forward
+    },
+    SoftValueGuided: {
+        "drafts": True,
+        "plans": False,
+        "scheduled": True,
+    },  # it asks about candidates, and commits them a forward later
     PublishedEager: {"asks_block": False, "plans": False},  # it decodes by a rule of its own
 }
 
@@ -107,6 +123,7 @@ REFUSED: dict[type[Around], set[str]] = {
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
     Lengthening: {"drafts", "revises", "initial", "horizon", "scope"},
     RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
+    LoPA: {"drafts", "revises", "leave_one_out", "asks_block", "initial"},  # it asks about forks of its own
     Choosing: {"drafts", "static"},  # each step is taken several times
     SoftValueGuided: {"revises", "leave_one_out", "asks_block"},  # candidates fill a block further and further
 }

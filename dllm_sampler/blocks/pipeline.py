@@ -1,0 +1,47 @@
+"""D2F's pipeline: several blocks open at once, and nothing behind them."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.blocks.multi_block import MultiBlock
+from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.spec import learned
+from dllm_sampler.core.values import Canvas
+
+
+@dataclass(frozen=True)
+class Pipeline(MultiBlock):
+    """`MultiBlock` where the model does not see the masks of blocks that are not open yet: the canvas grows.
+
+    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Once an end token is committed no more
+    blocks open; the open ones are decoded to their ends, and then the row ends.
+
+    Args:
+        length, add_threshold, full_threshold: see `MultiBlock`.
+    """
+
+    hides: ClassVar[bool] = True
+
+    full_threshold: float = 0.95
+    eos: int = field(init=False, default=-1, repr=False, compare=False)
+
+    def bind(self, context: Context) -> Self:
+        """Take the end token."""
+        return learned(super().bind(context), eos=context.spec.eos_id)
+
+    def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
+        """See `Blocks.move`."""
+        start, stop = super().move(after)
+        over = self.ended(after) & ~(after.masked & (after.columns() < after.stop[:, None])).any(1)
+        return torch.where(over, after.end, start), torch.where(over, after.stop, stop)
+
+    def adds(self, after: Canvas) -> Tensor:
+        """See `MultiBlock.adds`."""
+        return super().adds(after) & ~self.ended(after)
+
+    def ended(self, after: Canvas) -> Tensor:
+        """`[B] bool` rows with an end token."""
+        return ((after.ids == self.eos) & ~after.masked & ~after.frozen).any(1)

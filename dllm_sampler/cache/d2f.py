@@ -1,0 +1,112 @@
+"""D2F's cache: each block is stored once, by the first forward after it was filled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.core.checks import check_choice
+from dllm_sampler.core.packing import Request
+from dllm_sampler.core.protocols import Cache, Context, Plan
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+
+Attention = Literal["full", "block_causal"]
+
+
+@dataclass
+class D2FCache(BaseCache):
+    """Recompute from the first block that was not full yet in the forward before; what is before it is stored for good.
+
+    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
+    first forward, those of a block from the first one that saw all its tokens; they are not renewed. Where a forward
+    computes several candidates, those of the one that won are stored. On models with a logit shift (Dream) the row
+    that predicts the first position behind what is stored is kept from the same forward.
+
+    Args:
+        attention: what a token sees. `full`: all that is stored or computed, so that what is stored depends on what
+            stood behind it then. `block_causal`: the prompt, earlier blocks and its own block, which is what D2F
+            trains; nothing stored depends on what comes later, and answers are those of forwards that compute all.
+    """
+
+    keeps_noise: ClassVar[bool] = False
+
+    attention: Attention = "full"
+
+    length: int = field(init=False, default=0, repr=False, compare=False)  # of a block
+    stored: Tensor = field(init=False, repr=False, compare=False)  # [B] what is before this column is stored
+    rows: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, D] of the column before that
+    made: tuple[Plan, Tensor] | None = field(init=False, default=None, repr=False, compare=False)  # of the last forward
+
+    def __post_init__(self) -> None:
+        check_choice("cache.attention", self.attention, Attention)
+
+    def bind(self, context: Context) -> Cache:
+        """See `Cache.bind`. Block-causal attention takes the length of the blocks."""
+        blocks = context.blocks
+        if self.attention == "block_causal" and blocks.sizes_on_open:
+            raise UserError(
+                f"cache.attention=block_causal wants blocks of one length, and blocks={named(blocks)} makes others:"
+                " use blocks=pipeline, blocks=fixed or cache.attention=full"
+            )
+        bound = replace(self)
+        bound.length = blocks.lookahead(2**16)
+        return super(D2FCache, bound).bind(context)
+
+    @property
+    def steady(self) -> bool:
+        """See `Cache.steady`."""
+        return True
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.stored = torch.zeros_like(canvas.start)
+        return live
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        return canvas.columns() >= self.stored[:, None]
+
+    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+        """See `Cache.plan`."""
+        plan = super().plan(canvas, wanted)
+        if self.attention == "full":
+            return plan
+        return replace(plan, visible=replace(plan.visible, grid=self.length, origin=canvas.first))
+
+    def recalled(self, canvas: Canvas) -> Tensor | None:
+        """See `Cache.recalled`."""
+        if not self.spec.shift:
+            return None
+        return (canvas.columns() == self.stored[:, None]) & (self.stored > 0)[:, None]
+
+    def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """See `Cache.restore`."""
+        row = plan.answers.row
+        if self.spec.shift and self.rows is not None:
+            edge = self.stored[row]  # [R]
+            here = (plan.answers.position == edge) & (edge > 0)
+            hidden = torch.where(here[:, None], self.rows[row], hidden)
+        self.made = plan, hidden
+        return hidden
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`: what this forward computed before the first block with masks is stored."""
+        assert self.made is not None
+        (plan, hidden), self.made = self.made, None
+        won = torch.zeros_like(canvas.start) if edit.candidate is None else edit.candidate  # [B]
+        if self.spec.shift:
+            answers, rows = plan.answers, len(won)
+            here = (answers.position == canvas.start[answers.row]) & (answers.candidate == won[answers.row])
+            here = here & (answers.place < answers.query.ids.numel())  # fillers have the last answer's place
+            old = hidden.new_zeros(rows, hidden.shape[1]) if self.rows is None else self.rows
+            room = torch.cat([old, old[:1]])
+            self.rows = room.index_copy(0, torch.where(here, answers.row, rows), hidden)[:rows]
+        self.stored = torch.where(canvas.done, self.stored, canvas.start)

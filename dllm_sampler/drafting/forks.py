@@ -1,0 +1,102 @@
+"""Forks: the canvas with one more token, in several ways, for a forward that computes them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Blocks
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+
+
+class Forks(NamedTuple):
+    """The candidates 1, 2, ... of the next query, by what each has and candidate 0, the canvas, has not."""
+
+    at: Tensor  # [B, F] the column of its token; L: there is no such fork
+    ids: Tensor  # [B, F] the token
+    sure: Tensor  # [B, F] its probability
+    worth: Tensor  # [B, F] the score of its position
+    stop: Tensor  # [B] where the active block ended in the forward that they were made from
+
+    @classmethod
+    def none(cls, canvas: Canvas, count: int) -> Self:
+        """No forks, in room for `count`."""
+        at = torch.full((len(canvas.ids), count), canvas.length, device=canvas.ids.device)
+        zero = torch.zeros_like(at, dtype=torch.float64)
+        return cls(at, at, zero, zero, canvas.stop)
+
+    @classmethod
+    def best(cls, canvas: Canvas, query: Query, readout: Readout, score: Tensor, count: int) -> Self:
+        """The `count` masks of the active block with the highest `score [B, Q]`, each with its token of `readout`."""
+        score = score.masked_fill(~canvas.eligible(query.positions), -torch.inf)
+        lack = max(0, count - score.shape[1])
+        worth, place = F.pad(score, (0, lack), value=-torch.inf).sort(dim=1, descending=True, stable=True)
+        worth, place = worth[:, :count], place[:, :count].clamp(max=score.shape[1] - 1)
+        none = worth == -torch.inf
+        return cls(
+            query.positions.gather(1, place).masked_fill(none, canvas.length),
+            readout.token[:, 0].gather(1, place),
+            readout.confidence[:, 0].gather(1, place),
+            worth.masked_fill(none, 0),
+            canvas.stop,
+        )
+
+    def live(self, canvas: Canvas) -> Tensor:
+        """`[B, K] bool` candidates that there are: the canvas, and forks of positions that still are masks."""
+        return F.pad(canvas.eligible(self.at), (1, 0), value=True)
+
+    def stops(self, canvas: Canvas, blocks: Blocks) -> Tensor | None:
+        """`[B, K]` where the active block of each candidate ends; None: where that of the canvas does."""
+        if not blocks.several:
+            return None
+        before, found = replace(canvas, stop=self.stop), [canvas.stop]
+        for at, token in zip(self.at.T[..., None], self.ids.T[..., None], strict=True):
+            moved = blocks.move(before.apply(at, Edit(token, torch.ones_like(at, dtype=torch.bool))))
+            assert moved is not None
+            found.append(moved[1])
+        return torch.where(self.live(canvas), torch.stack(found, 1), canvas.stop[:, None])
+
+    def candidates(self, canvas: Canvas, query: Query, stops: Tensor | None) -> Query:
+        """The query of the canvas, `query`, for the forks too."""
+        filled = query.positions[:, None] == self.at[..., None]  # [B, F, Q]
+        ids = torch.cat([query.ids, torch.where(filled, self.ids[..., None], query.ids)], 1)
+        return replace(query, ids=ids, live=self.live(canvas), stops=stops, forks=True)
+
+    def winner(self, canvas: Canvas, query: Query, score: Tensor, share: float, alpha: float) -> Tensor:
+        """`[B]` the candidate with the surest masks; of equal ones the first fork, the canvas last.
+
+        Args:
+            score: `[B, K, Q]` how sure the model is of each position.
+            share: of a candidate's masks, those with the lowest scores, of which the mean is taken; 1 if it has none.
+            alpha: weight of the score of the position that it filled, 1 for the canvas, against that mean.
+        """
+        masks = self._masks(canvas, query)
+        left = masks.sum(2)  # [B, K]
+        few = (left.double() * share).long().clamp(min=1)
+        lowest = score.masked_fill(~masks, torch.inf).sort(dim=2).values
+        # Summed one by one: a row sums the same numbers in the same order among longer ones.
+        mean = (lowest.cumsum(2).gather(2, few[..., None] - 1)[..., 0] / few).masked_fill(left == 0, 1.0)
+        total = alpha * F.pad(self.worth, (1, 0), value=1.0) + (1 - alpha) * mean
+        assert query.live is not None
+        total = total.masked_fill(~query.live, -torch.inf).roll(-1, 1)
+        return (total.argmax(1) + 1) % total.shape[1]
+
+    def write(self, query: Query, candidate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[B, Q]` the positions that `candidate [B]` has filled and the canvas has not, their tokens and how sure."""
+
+        def of(values: Tensor) -> Tensor:
+            return F.pad(values, (1, 0), value=-1).gather(1, candidate[:, None]).expand_as(query.positions)
+
+        return query.positions == of(self.at), of(self.ids), of(self.sure)
+
+    def _masks(self, canvas: Canvas, query: Query) -> Tensor:
+        """`[B, K, Q] bool` the positions of the active block at which each candidate has masks."""
+        masks = canvas if query.stops is None else replace(canvas, stop=query.stops.amax(1))
+        masks = masks.eligible(query.positions)[:, None]
+        if query.stops is not None:
+            masks = masks & (query.positions[:, None] < query.stops[..., None])
+        return masks & (query.positions[:, None] != F.pad(self.at, (1, 0), value=-1)[..., None])

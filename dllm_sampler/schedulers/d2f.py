@@ -1,0 +1,56 @@
+"""D2F: commit what is sure, in all blocks that are open."""
+
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from dllm_sampler.core.checks import check_choice, check_number
+from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.score import rate, score_needs
+
+Sureness = Literal["entropy", "margin", "confidence"]
+
+
+@dataclass(frozen=True)
+class D2F(Scheduler):
+    """Commit the masks whose confidence is above the threshold; where a block must get on without one, its best mask.
+
+    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Made for `blocks=pipeline`, which says what
+    block must get on; of other blocks the active one must.
+
+    Args:
+        threshold: probability; "above" is >, as in the published code. 1: one position per block and step.
+        score: what the best mask is the best by: the lowest entropy, the largest margin, the highest confidence.
+    """
+
+    threshold: float = 0.9
+    score: Sureness = "entropy"
+    blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_number("scheduler.threshold", self.threshold, "a probability (1: one per block and step)")
+        check_choice("scheduler.score", self.score, Sureness)
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`."""
+        return Traits()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """See `PlugIn.needs`."""
+        return score_needs(self.score)
+
+    def bind(self, context: Context) -> Self:
+        """Take the blocks."""
+        return learned(self, blocks=context.blocks)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
+        score, chosen = rate(self.score, canvas, query, readout), eligible & (sure > self.threshold)
+        if self.blocks is None or not self.blocks.several:
+            chosen = at_least_one(chosen, score, eligible)
+        return Edit(readout.token[:, 0], chosen, score=score), carry
