@@ -79,9 +79,8 @@ class RhoEos(Lengthening):
         if self.min_length is not None:
             after, column = canvas.apply(query.positions, edit), canvas.columns()
             text = (column < canvas.end[:, None]) & ~after.masked & ((after.ids != self.eos) | canvas.frozen)
-            least = (
-                torch.where(text, column + 1, 0).amax(1).maximum(canvas.start).maximum(canvas.first + self.min_length)
-            )
+            least = torch.maximum(canvas.start, canvas.first + self.min_length)
+            least = torch.where(text, column + 1, 0).amax(1).maximum(least)
             end = torch.where(count < 0, torch.maximum(end, torch.minimum(least, canvas.end)), end)
         resize = Resize(end, torch.full_like(end, self.mask), torch.ones_like(final))
         return replace(edit, resize=resize), (final, inner)

@@ -46,8 +46,7 @@ class SlowFast(Threshold):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        scope = "model" if self.truncate else "block"
-        return replace(super().traits, asks_block=False, scheduled=True, scope=scope)
+        return replace(super().traits, asks_block=False, scheduled=True, scope="model" if self.truncate else "block")
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` estimates."""
