@@ -90,8 +90,7 @@ class RhoEos(Lengthening):
         if self.signal_of == "confidence":
             return self.signal(canvas, query, readout).float()
         noise = canvas.masked.gather(1, query.positions)
-        ends = self.ends(canvas, query, readout)[0] & noise
-        return ends.sum(1).float() / noise.sum(1).clamp(min=1)
+        return (self.ends(canvas, query, readout)[0] & noise).sum(1).float() / noise.sum(1).clamp(min=1)
 
     def _columns(self, share: Tensor) -> Tensor:
         """`[B]` columns to append, or, below 0, to cut off. In float32, which counts other segments than float64."""

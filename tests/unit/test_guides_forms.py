@@ -162,7 +162,8 @@ def test_valid_against_the_models_will(scheduler: str) -> None:
     try:
         sampler = Sampler.from_pretrained("mini", scheduler={"name": scheduler, **settings}, **options)
     except UserError as error:
-        if scheduler in ("apd", "credit", "entropy_renoise") and "vouches" in str(error):
+        said = "changes the length" if scheduler in ("daedal", "rho_eos") else "vouches"
+        if scheduler in ("apd", "credit", "daedal", "entropy_renoise", "rho_eos") and said in str(error):
             return
         if scheduler.startswith("s2d2") and "block-causal" in str(error):
             return
