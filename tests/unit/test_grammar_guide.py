@@ -41,7 +41,7 @@ def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
     """Also a row that ends without a commit: what stands is the beginning of some answer."""
     options: dict[str, Any] = {"scheduler": scheduler, "guide": Grammar(grammar, tries=8), "stop": "prefix"}
     if scheduler in REFUSED:
-        with pytest.raises(UserError, match="vouches for|may refuse|changes the length"):
+        with pytest.raises(UserError, match=r"vouches for|may refuse|changes the length"):
             toys.sampler("causal" if scheduler.startswith("s2d2") else "llada", **options)
         return
     sampler = toys.sampler(**options)
