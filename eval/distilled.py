@@ -17,7 +17,7 @@ import torch
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval import markdown
+from dllm_sampler.eval import markdown, statistics
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.sampler import Sampler
@@ -92,11 +92,8 @@ def points(before: Mapping[str, Figures], after: Sequence[Mapping[str, Figures]]
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`mean (lowest to highest)`."""
-    if not values:
-        return "not reached"
-    mean = sum(values) / len(values)
-    return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    """Mean and range."""
+    return statistics.spread(values, digits) if values else "not reached"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -108,10 +105,11 @@ def main(words: Sequence[str] | None = None) -> int:
         sizes = (options.tasks, options.prompts, options.seed, options.new_tokens, options.block_length)
         before, *after = (measured(model, *sizes) for model in (options.before, *options.after))
         tasks = ", ".join(options.tasks)
+        kind = "mean and range" if len(after) >= statistics.ENOUGH else "mean"
         text = "\n\n".join(
             [
                 f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each task ({tasks});"
-                f" canvas of {options.new_tokens} tokens in blocks of {options.block_length}. After: mean and range of"
+                f" canvas of {options.new_tokens} tokens in blocks of {options.block_length}. After: {kind} of"
                 f" {len(after)} seeds.",
                 equal(before, after),
                 "What was measured:",

@@ -14,7 +14,7 @@ from statistics import median
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
+from dllm_sampler.eval import markdown, statistics
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.scheduler_plot import available
 from dllm_sampler.training import journal
@@ -64,7 +64,7 @@ def curve(name: str, folders: Sequence[str]) -> Curve:
 
 
 def draw(curves: Sequence[Curve]) -> bytes:
-    """A PNG file: each method's mean over the seeds, the range, and the seeds as thin lines."""
+    """A PNG file: each method's mean over the seeds, the seeds as thin lines, and the range where these are enough."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
@@ -72,10 +72,12 @@ def draw(curves: Sequence[Curve]) -> bytes:
     for color, one in zip(COLORS, curves, strict=False):
         percent = [[100 * value for value in run] for run in one.right]
         low, high = ([bound(each) for each in zip(*percent, strict=True)] for bound in (min, max))
-        axes.fill_between(one.steps, low, high, color=color, alpha=0.15, linewidth=0)
+        if len(one.runs) >= statistics.ENOUGH:
+            axes.fill_between(one.steps, low, high, color=color, alpha=0.15, linewidth=0)
         for run in percent:
             axes.plot(one.steps, run, color=color, linewidth=0.7, alpha=0.6)
-        label = f"{one.name}: mean and range of {len(one.runs)} seeds"
+        kind = "mean and range" if len(one.runs) >= statistics.ENOUGH else "mean"
+        label = f"{one.name}: {kind} of {len(one.runs)} seeds"
         axes.plot(one.steps, [100 * value for value in one.mean], color=color, linewidth=2.2, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("right answers to held-out prompts, %")
@@ -89,30 +91,27 @@ def draw(curves: Sequence[Curve]) -> bytes:
 
 
 def content(curves: Sequence[Curve]) -> str:
-    """Each seed before and after, and the mean and range over the seeds, in %."""
+    """Each run before and after, and the mean and range over the runs, in %."""
     rows = []
     for one in curves:
-        for number, run in enumerate(one.right):
-            rows.append([f"{one.name}, seed {number}", *(f"{100 * run[at]:.1f}" for at in (0, -1)), gain([run])])
-        rows.append([f"{one.name}, mean (range)", *(spread([run[at] for run in one.right]) for at in (0, -1))])
-        rows[-1].append(gain(one.right))
+        for folder, run in zip(one.runs, one.right, strict=True):
+            best = max(run)
+            cells = [f"{100 * run[0]:.1f}", f"{100 * run[-1]:.1f}", f"{100 * (run[-1] - run[0]):+.1f}"]
+            cells += [f"{100 * best:.1f} at {one.steps[run.index(best)]}", f"{100 * (run[-1] - best):.1f}"]
+            rows.append([f"{one.name}, {Path(folder).name}", *cells])
+        each = [(run[0], run[-1], run[-1] - run[0], max(run), run[-1] - max(run)) for run in one.right]
+        rows.append([f"{one.name}, {len(one.runs)} runs", *map(spread, zip(*each, strict=True))])
     minutes = "; ".join(
         f"{one.name}: {one.steps[-1]} steps, {min(one.minutes):.1f} to {max(one.minutes):.1f} minutes" for one in curves
     )
-    head = ["", "before", "after", "gain"]
-    return f"{markdown.table(head, rows)}\n\nRight answers in %, at the last step. {minutes} a run."
+    head = ["", "before", "after", "gain", "best, at step", "after - best"]
+    kind = f"Right answers in %. Means of the runs, with the range from {statistics.ENOUGH} runs on."
+    return f"{markdown.table(head, rows)}\n\n{kind} {minutes} a run."
 
 
-def spread(values: Sequence[float]) -> str:
-    """`mean (lowest to highest)` in %."""
-    mean, low, high = (100 * each for each in (sum(values) / len(values), min(values), max(values)))
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
-
-
-def gain(runs: Sequence[Sequence[float]]) -> str:
-    """Of the last measurement over the first."""
-    gains = [run[-1] - run[0] for run in runs]
-    return f"{100 * gains[0]:+.1f}" if len(gains) == 1 else spread(gains)
+def spread(shares: Sequence[float]) -> str:
+    """Mean and range in %."""
+    return statistics.spread([100 * share for share in shares], 1)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.training import journal, tasks
 from dllm_sampler.training.checkpoint import write_json, write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
+from dllm_sampler.training.examples import Data, Example, Stored
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
 from dllm_sampler.training.settings import check_settings
@@ -51,10 +52,11 @@ class FilterTrainer:
     next to it, with the ending .json, the settings and the printed figures, and with .log.jsonl the losses.
 
     output: safetensors file to write; as `filter.safetensors` in the model's folder it is that model's default
-    model: name, folder or hub id
+    model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
-    prompts: text or JSONL file of prompts; None: the tasks of `mini`, each as often, of which the test prompts are
-        drawn from those that no training uses
+    prompts: text or JSONL file of prompts; None: those of `data`, or, where it names none, the tasks of `mini`, each as
+        often, of which the test prompts are drawn from those that no training uses
+    data: settings of `examples.Data`; where all examples have answers, its metric judges the test prompts' answers
     count: prompts used at most; a tenth of them validates, another tests
     new_tokens, block_length: of each answer; a filter is good for one block length
     batch: prompts decoded together
@@ -70,9 +72,10 @@ class FilterTrainer:
     """
 
     output: str
-    model: str
+    model: str | dict[str, Any]
     device: str
     prompts: str | None
+    data: dict[str, Any]
     count: int
     new_tokens: int
     block_length: int
@@ -101,6 +104,9 @@ class FilterTrainer:
             raise UserError(f"train.threshold must be a probability between 0 and 1, not {self.threshold}")
         check_settings(vars(self))
         journal.check(self.tracker)
+        self._data = Data.of(self.data)
+        if self._data.path is not None and (self.prompts is not None or self._data.test is not None):
+            raise UserError("train.data says what the prompts are: leave out train.prompts and train.data.test")
 
     def run(self) -> Path:
         """Collect, train, measure and save; returns the filter's file.
@@ -117,7 +123,8 @@ class FilterTrainer:
         splits, checks = self._splits(reference)
         run = {name: getattr(self, name) for name in _SAME}
         texts = json.dumps([[str(prompt) for prompt in split] for split in splits])
-        run["prompts"] = f"{self.prompts or 'tasks of mini'}, checksum {crc32(texts.encode()):08x}"
+        named = self.prompts or self._data.path or "tasks of mini"
+        run["prompts"] = f"{named}, checksum {crc32(texts.encode()):08x}"
         files.make_folder(path.parent)
         unfinished = path.with_name(path.name + ".unfinished")
         training, validation, test = collect(
@@ -149,13 +156,13 @@ class FilterTrainer:
     def _splits(self, reference: Sampler) -> tuple[list[list[Prompt]], list[Check] | None]:
         """Prompts to train, validate and test with, and what tells a right answer to each of the last."""
         checks: list[Check] | None = None
-        if self.prompts is not None:
-            prompts: list[Prompt] = list(inputs.read([], self.prompts, None).prompts)
-            Random(self.seed).shuffle(prompts)
-            prompts = prompts[: self.count]
+        if self.prompts is not None or self._data.path is not None:
+            prompts, right = self._given()
             if len(prompts) < 10:
-                raise UserError(f"train.prompts holds {len(prompts)} prompts; at least 10 are needed")
+                named = "prompts" if self.prompts is not None else "data"
+                raise UserError(f"train.{named} holds {len(prompts)} prompts; at least 10 are needed")
             tenth = len(prompts) // 10
+            checks = right and right[:tenth]
         elif reference.tokenizer is None or reference.tokenizer.get_vocab() != vocabulary():
             raise UserError("train.prompts is missing: the tasks to draw from are for the vocabulary of mini only")
         else:
@@ -165,6 +172,19 @@ class FilterTrainer:
             checks = [partial(task.check, prompt) for task, prompt in zip(chosen[:tenth], drawn, strict=False)]
             prompts = list(drawn)
         return [prompts[2 * tenth :], prompts[tenth : 2 * tenth], prompts[:tenth]], checks
+
+    def _given(self) -> tuple[list[Prompt], list[Check] | None]:
+        """The user's prompts, shuffled, and what judges an answer to each, where their right answers are known."""
+        if self.prompts is not None:
+            prompts: list[Prompt] = list(inputs.read([], self.prompts, None).prompts)
+            Random(self.seed).shuffle(prompts)
+            return prompts[: self.count], None
+        source = self._data.load(self.seed, 1, answers=False)
+        every = [*source.held, *source.train]
+        some = Random(self.seed).sample(every, len(every))[: self.count]
+        known = all(isinstance(one.answer, str) for one in some)
+        checks = [partial(_right, source, one) for one in some] if known else None
+        return [one.prompt for one in some], checks
 
     @staticmethod
     def _write(path: Path, layers: Layers, said: dict[str, Any]) -> None:
@@ -192,6 +212,10 @@ class FilterTrainer:
             for name, scheduler in contenders.items()
         }
         return compare(samplers, prompts, self.new_tokens, self.batch, checks)
+
+
+def _right(source: Stored, example: Example, text: str) -> bool:
+    return source.right(example, text, []) == 1
 
 
 def fit(

@@ -20,6 +20,7 @@ from dllm_sampler.training.replay import Records, Replay
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
+    "data": {},
     "count": 20,
     "new_tokens": 10,
     "block_length": 4,
@@ -132,7 +133,7 @@ def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
 
 def trainer(output: Path, checkpoint: Path, prompts: Path | None, **changes: Any) -> FilterTrainer:
     named = None if prompts is None else str(prompts)
-    return FilterTrainer(str(output), str(checkpoint), prompts=named, **{**SETTINGS, **changes})
+    return FilterTrainer(str(output), prompts=named, **{"model": str(checkpoint), **SETTINGS, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,24 @@ def test_run(checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, capsy
     with pytest.raises(UserError, match="already exists"):
         trainer(output, checkpoint, prompts).run()
     assert output.read_bytes() == whole.read_bytes()
+
+
+def test_a_users_data(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    """The same data and model options as other trainers have; right answers are judged by the metric."""
+    data = tmp_path / "d.jsonl"
+    lines = [{"q": json.loads(line)["prompt"], "a": "Ada"} for line in prompts.read_text().splitlines()]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"path": str(data), "prompt": "q", "answer": "a", "metric": f"{__name__}:always"}
+    trainer(tmp_path / "f", checkpoint, None, data=given, model={"path": str(checkpoint)}).run()
+    report = json.loads((tmp_path / "f.json").read_text())
+    assert report["decoding"]["one per step"]["right"] == 1 and report["records"]["training"] > 0
+    for more in ({"test": "x"}, {}):
+        with pytest.raises(UserError, match=r"leave out train\.prompts and train\.data\.test"):
+            trainer(tmp_path / "g", checkpoint, None if more else data, data={**given, **more})
+
+
+def always(text: str, answer: str, **_: Any) -> float:
+    return 1.0
 
 
 @pytest.mark.parametrize("where", ["collecting", "writing"])
