@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dllm_sampler import Sampler, UserError
-from dllm_sampler.training import adapters
+from dllm_sampler.training import adapters, masking
 from dllm_sampler.training.trained import ADAPTER, Trained
 from tests import tiny
 from tests.unit.test_training_sft import lines, trainer
@@ -63,6 +63,44 @@ def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> N
     for key, tensor in after.items():
         torch.testing.assert_close(merged[key].float(), tensor, atol=1e-6, rtol=1e-6, msg=key)
     assert Sampler.from_pretrained(str(tmp_path / "out"), device="cpu").generate("Hi", max_new_tokens=4).texts
+
+
+@pytest.mark.parametrize("name", tiny.EVERY)
+def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
+    """Of the loss of masked diffusion, against the plain network with the products added to its weights."""
+    from peft.tuners.lora import LoraLayer
+
+    source = str(tiny.write(name, tmp_path / "m"))
+    it, plain = (Trained.load(source, torch.device("cpu"), "float64", lora, 0) for lora in (LORA, None))
+    prefix = "" if it.inner is it.network else "model."
+    weights: dict[str, torch.Tensor] = {**dict(plain.network.named_parameters())}
+    pairs: dict[str, list[torch.Tensor]] = {}
+    for number, (place, layer) in enumerate(it.adapter.model.named_modules()):
+        if isinstance(layer, LoraLayer):
+            parts: list[Any] = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+            generator = torch.Generator().manual_seed(number)
+            parts[1].data = torch.randn(parts[1].shape, generator=generator, dtype=torch.float64) / 4
+            pairs[place] = [part.detach().clone().requires_grad_() for part in parts]
+            down, up = pairs[place]
+            weights[f"{prefix}{place}.weight"] = weights[f"{prefix}{place}.weight"].detach() + 5 / 3 * up @ down
+    rows = masking.collate([([7, 9, 30], [41, 5, 5, 6, 12, 3, 8]), ([20], [44, 2, 9])], it.denoiser.spec.eos_id)
+    grid = masking.blocks(rows, it.denoiser.spec)
+    (masks,) = masking.draw(rows, grid, torch.Generator().manual_seed(3), complementary=False, inverse=True)
+    one, losses = masking.chunk(rows, masks.hidden, masks.hidden, it.denoiser.spec), []
+
+    def merged(*given: Any, **options: Any) -> torch.Tensor:
+        return torch.func.functional_call(plain.network, weights, given, options)
+
+    for network in (it.network, merged):
+        model: Any = network
+        losses.append((one.losses(model) * masks.weight.gather(1, one.columns) * one.there).sum())
+        losses[-1].backward()
+    assert float(losses[0].detach()) == pytest.approx(float(losses[1].detach()), rel=1e-11)
+    assert len(pairs) > 5 and len(it.learning()) == 2 * len(pairs)
+    for place, expected in pairs.items():
+        layer: Any = it.adapter.model.get_submodule(place)
+        for part, other in zip((layer.lora_A, layer.lora_B), expected, strict=True):
+            torch.testing.assert_close(part["default"].weight.grad, other.grad, atol=1e-11, rtol=1e-8, msg=place)
 
 
 def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -> None:
