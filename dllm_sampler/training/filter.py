@@ -155,6 +155,7 @@ class FilterTrainer:
 
     def _splits(self, reference: Sampler) -> tuple[list[list[Prompt]], list[Check] | None]:
         """Prompts to train, validate and test with, and what tells a right answer to each of the last."""
+        prompts: list[Prompt]
         checks: list[Check] | None = None
         if self.prompts is not None or self._data.path is not None:
             prompts, right = self._given()
@@ -170,7 +171,7 @@ class FilterTrainer:
             chosen = [list(tasks.TASKS.values())[number % len(tasks.TASKS)] for number in range(self.count)]
             drawn = [tasks.draw_example(task.draw, rng, held=number < tenth)[0] for number, task in enumerate(chosen)]
             checks = [partial(task.check, prompt) for task, prompt in zip(chosen[:tenth], drawn, strict=False)]
-            prompts = list(drawn)
+            prompts = [*drawn]
         return [prompts[2 * tenth :], prompts[tenth : 2 * tenth], prompts[:tenth]], checks
 
     def _given(self) -> tuple[list[Prompt], list[Check] | None]:
