@@ -20,7 +20,9 @@ from dllm_sampler.prompts import Infill
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler
 
-GROUPS = ("scheduler", "cache", "blocks", "stop")
+PLAIN = {"scheduler": "threshold", "cache": "none", "blocks": "fixed", "stop": "none"}
+GROUPS = (*PLAIN,)
+TRIES = 15  # draws of what a plug-in might run with
 UNIFORM = ("entropy_renoise", "block_refine")  # schedulers of models without masks
 LIVE = "a live model"  # stands for an object, which JSON does not have
 OPTIONAL = {  # what a smaller case does without
@@ -35,10 +37,14 @@ class Batches:
     limit: ClassVar[float] = 60.0
 
     def draw(self, random: Random) -> Case:
-        """A configuration and its prompts; of those that are refused at once only one in four."""
-        case = _drawn(random)
-        while _refused(case) and random.random() > 0.25:
-            case = _drawn(random)
+        """A configuration and its prompts; for one plug-in by chance others are looked for that it runs with."""
+        group = random.choice((*GROUPS, "scheduler"))
+        chosen = {group: _plugin(random, group, "")}
+        case = _drawn(random) | chosen
+        for _ in range(random.choice([0, *[TRIES] * 4])):
+            if not _refused(case):
+                break
+            case = _drawn(random) | chosen
         return case
 
     def check(self, case: Case) -> Outcome:
@@ -53,8 +59,7 @@ class Batches:
         for name, plain in OPTIONAL.items():
             if case[name] != plain:
                 yield case | {name: plain}
-        plain = {"scheduler": "threshold", "cache": "none", "blocks": "fixed", "stop": "none"}
-        for group, name in plain.items():
+        for group, name in PLAIN.items():
             if case[group] != {"name": name}:
                 yield case | {group: {"name": name}}
         for group in GROUPS:
@@ -90,7 +95,7 @@ def _drawn(random: Random) -> Case:
     case: Case = {
         "family": family,
         "dtype": random.choices(models.DTYPES, [7, 2, 1, 1])[0],
-        **{group: _plugin(random, group, family) for group in GROUPS},
+        **{group: _partner(random, group, family) for group in GROUPS},
         "guide": [_plugin(random, "guide", family) for _ in range(random.choices([0, 1, 2], [6, 3, 1])[0])],
         "temperature": heat,
         "top_k": random.choice([None, 1, 3, 20]) if cut else None,
@@ -130,6 +135,11 @@ def _refused(case: Case) -> bool:
 
 def _token(random: Random) -> int:
     return random.randrange(toys.VOCAB - 4)
+
+
+def _partner(random: Random, group: str, family: str) -> dict[str, Any]:
+    """A plug-in of a group, often the plain one: some run with few others."""
+    return {"name": PLAIN[group]} if random.random() < 0.3 else _plugin(random, group, family)
 
 
 def _plugin(random: Random, group: str, family: str) -> dict[str, Any]:
