@@ -67,7 +67,8 @@ OTHERS = {
     },
     "blocks": {
         "sizes_on_open": "Blocks are shortened by the forward that opens them.",
-        "several": "Several are open at once: no scheduler that drafts, takes tokens back or goes by a schedule.",
+        "several": "Several are open at once: no scheduler that takes tokens back or goes by a schedule.",
+        "hides": "What is behind the open blocks is not seen: no cache that serves old masks.",
     },
 }
 PLAIN = {"scheduler": "threshold", "cache": "none", "stop": "prefix", "blocks": "fixed"}  # they go with everything

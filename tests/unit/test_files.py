@@ -232,7 +232,16 @@ ALLOWED = {
 }
 ALLOWED |= {
     f"eval/{name}.py": "inputs of a test, in a temporary folder"
-    for name in ("fuzz/harness", "fuzz/inputs", "fuzz/calls", "fuzz/mutations", "fuzz/scene", "fuzz/kills", "fuzz/left")
+    for name in (
+        "fuzz/harness",
+        "fuzz/folders",
+        "fuzz/inputs",
+        "fuzz/calls",
+        "fuzz/mutations",
+        "fuzz/scene",
+        "fuzz/kills",
+        "fuzz/left",
+    )
 }
 ALLOWED["eval/testbeds/checkpoint.py"] = "a tiny model for tests, in a temporary folder"
 WRITES = {"write_text", "write_bytes", "savez", "save_file", "save_pretrained", "dump", "rename"}

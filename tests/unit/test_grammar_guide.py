@@ -33,7 +33,7 @@ def schedulers() -> list[str]:
     return [name for name in config.names("scheduler") if name not in ("apd", "learn2pd", "svdd")]
 
 
-REFUSED = {"credit", "daedal", "entropy_renoise", "freedave", "rho_eos", "s2d2", "s2d2_editing", "ssd"}
+REFUSED = {"credit", "daedal", "entropy_renoise", "freedave", "lopa", "rho_eos", "s2d2", "s2d2_editing", "ssd"}
 
 
 @pytest.mark.parametrize("scheduler", schedulers())

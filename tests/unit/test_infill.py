@@ -331,6 +331,7 @@ def test_an_answer_that_stands_alone_begins_at_the_first_column(cache: str, kind
         warnings.simplefilter("ignore", FallbackWarning)  # `dllm` answers batch by batch
         answers = list(sampler.generate_many(asks, batch_size=2, max_new_tokens=8, order="given"))
     for ask, answer in zip(asks, answers, strict=True):
-        alone = sampler.generate(ask)
-        assert answer.trace is not None and torch.equal(answer.tokens, alone.tokens[0])
+        assert answer.trace is not None
+        alone = sampler.generate(ask, seed=answer.trace.seeds.tolist())
+        assert torch.equal(answer.tokens, alone.tokens[0])
         torch.testing.assert_close(answer.trace.logprob, alone.trace.logprob, atol=1e-6, rtol=1e-6)

@@ -153,7 +153,7 @@ def test_fields_of_plug_ins_from_python_and_from_settings(group: str, name: str,
     """A constructor, `Sampler` or `config.build` refuses all that is not of the field's type."""
     given = dict(config.entry(group, name).settings)
     cls: Any = resolve(given.pop("_target_"))
-    own = {**given, "inner": config.build("scheduler", given["inner"])} if "inner" in given else given
+    own = {**given, "inner": config.build(group, given["inner"])} if "inner" in given else given
     hint = next(str(getattr(one.type, "__name__", one.type)) for one in fields(cls) if one.name == field)
     kind = KINDS.get(hint.removesuffix(" | None"))
     for value in WRONG:
