@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dllm_sampler.core import files
+from dllm_sampler.core.checks import is_whole
+from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, unknown
 
 FILE = "log.jsonl"
@@ -33,13 +35,16 @@ def check(tracker: str | None) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; one that a killed process has left unfinished ends it."""
+    """The lines of a log; one that a killed process has left unfinished, or that is none of a log, ends it."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_bytes().splitlines():
         try:
-            found.append(json.loads(line))
+            line = parsed(text)
         except ValueError:
             break
+        if not isinstance(line, dict) or not is_whole(line.get("step")):
+            break
+        found.append(line)
     return found
 
 

@@ -88,3 +88,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"train\.tracker=trackio needs the package trackio: pip install trackio"):
         journal.check("trackio")
+
+
+@pytest.mark.parametrize("line", ["null", "[]", '{"loss": 1}', '{"step": "1"}', "[" * 100_000, '{"ste'])
+def test_a_line_that_is_none_of_a_log_ends_it(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line.encode() + b"\n\xff\n")
+    assert journal.read(path) == [{"step": 1}]
+    journal.Journal(path, 1).close()
+    assert path.read_text() == '{"step": 1}\n'
