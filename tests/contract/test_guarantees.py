@@ -15,6 +15,7 @@ from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from tests import toys
 from tests.contract import cases
 from tests.contract.cases import CASES, TOKENS, Case, thinned
+from tests.sampling import crossed
 
 every_case = pytest.mark.parametrize("case", thinned(CASES))
 
@@ -206,8 +207,7 @@ class Vandal(Scheduler):
         return edit, carry
 
 
-@pytest.mark.parametrize("cuts", [False, True])
-@pytest.mark.parametrize("cache", CACHES, ids=cases.label)
+@pytest.mark.parametrize(("cache", "cuts"), crossed({cases.label(one): one for one in CACHES}, [False, True]))
 def test_nothing_writes_into_prompts_padding_or_finished_rows(cache: dict[str, Any], cuts: bool) -> None:
     torch.manual_seed(0)
     spy = toys.Spy(toys.denoiser(cases.toy_of(cache)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -17,9 +17,9 @@ from dllm_sampler.core.trace import aligned
 from dllm_sampler.engine import layout
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
-from tests.contract.cases import Settings, label, one_each, settings
+from tests.contract.cases import Settings, label, settings
 from tests.contract.test_batching import assert_same_row
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 
 TOKENS, WIDTH = 18, 5
 BLOCKS = {"name": "fixed", "length": WIDTH}
@@ -117,12 +117,17 @@ def test_the_trace_has_every_state_in_its_own_columns(method: str, poll_every: i
     assert torch.equal(trace.revised, lost)
 
 
+PLUGINS: list[dict[str, Any]] = [
+    {},
+    {"cache": "prefix"},
+    {"cache": {"name": "periodic_prefix", "every": 2}},
+    {"stop": "prefix"},
+]
+
+
 @pytest.mark.parametrize(
-    "plugins",
-    [{}, {"cache": "prefix"}, {"cache": {"name": "periodic_prefix", "every": 2}}, {"stop": "prefix"}],
-    ids=str,
+    ("method", "toy", "plugins"), crossed(list(METHODS), ["llada", "dream", "cfg", "gqa"], PLUGINS)
 )
-@pytest.mark.parametrize(("method", "toy"), crossed(list(METHODS), ["llada", "dream", "cfg", "gqa"]))
 def test_rows_of_a_batch_are_rows_alone(method: str, toy: str, plugins: dict[str, Any]) -> None:
     sampler = toys.sampler(toy, scheduler=METHODS[method], blocks=BLOCKS, **plugins)
     batch = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
@@ -133,10 +138,17 @@ def test_rows_of_a_batch_are_rows_alone(method: str, toy: str, plugins: dict[str
         assert batch.trace.end[row] - batch.trace.origin == alone.trace.end[0] - alone.trace.origin
 
 
-@pytest.mark.parametrize("inner", one_each("scheduler"), ids=label)
-@pytest.mark.parametrize("method", [DAEDAL, RHO], ids=label)
-def test_every_scheduler_inside(method: Settings, inner: Settings) -> None:
+INSIDE = sampled(
+    list(product([DAEDAL, RHO], settings("scheduler"))),
+    lambda pair: [pair[1]["name"]],
+    lambda pair: f"{pair[0]['name']}-{label(pair[1])}",
+)
+
+
+@pytest.mark.parametrize("pair", INSIDE)
+def test_every_scheduler_inside(pair: tuple[Settings, Settings]) -> None:
     """It runs, and its rows are independent, or it is refused by name."""
+    method, inner = pair
     try:
         sampler = toys.sampler(scheduler=method | {"inner": inner}, temperature=0.8)
     except UserError as error:

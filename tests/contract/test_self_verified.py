@@ -22,6 +22,7 @@ from dllm_sampler.models.packed import PackedAttention
 from tests import toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
+from tests.sampling import crossed
 
 TOKENS, BLOCK = 14, 6
 CAUSAL = {"name": "block_causal", "token_causal": True}
@@ -92,7 +93,7 @@ def many(count: int) -> list[list[int]]:
     return [torch.randint(toys.EOT, (size,), generator=generator).tolist() for size in sizes]
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.slow)])
 def test_greedy_it_is_the_model_at_block_size_1(count: int) -> None:
     """Whatever the drafts, and in fewer forwards than tokens if enough of them stand."""
     prompts = many(count)
@@ -130,11 +131,16 @@ def distance(prompt: list[int], tokens: int, count: int, **plugins: Any) -> floa
 
 
 def test_drawn_answers_are_samples_of_the_model_at_block_size_1() -> None:
-    """Always verified; a round that is not, or keys that saw a whole block, change the law."""
+    """Always verified; keys that saw a whole block change the law."""
     prompt = [5, 11, 3, 8]
     assert distance(prompt, 3, 2000, cache=CAUSAL) < 1.3
-    for scheduler, kept in (({"min_span": 3}, CAUSAL), ({"tempering": 0.2}, CAUSAL), ({}, "block_causal")):
-        assert distance(prompt, 3, 1000, cache=kept, scheduler={"name": "s2d2", **scheduler}) > 2
+    assert distance(prompt, 3, 1000, cache="block_causal") > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", [{"min_span": 3}, {"tempering": 0.2}], ids=str)
+def test_drawn_answers_have_another_law_where_not_all_is_verified(scheduler: dict[str, Any]) -> None:
+    assert distance([5, 11, 3, 8], 3, 1000, cache=CAUSAL, scheduler={"name": "s2d2", **scheduler}) > 2
 
 
 @pytest.mark.parametrize("store", ["ride", "separate"])
@@ -179,8 +185,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("drawn", [{}, {"temperature": 0.8}], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize(("policy", "drawn"), crossed(POLICIES, [{}, {"temperature": 0.8}]))
 def test_rows_of_a_batch_verify_by_themselves(policy: dict[str, Any], drawn: dict[str, Any]) -> None:
     """In one forward some rows draft and others verify, and each is the row alone."""
     plugins: dict[str, Any] = {"scheduler": {"name": "s2d2", "steps": 4, **policy}, **drawn}

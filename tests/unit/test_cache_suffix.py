@@ -19,6 +19,7 @@ from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.schedulers.streaming import StreamingThreshold
 from tests import toys
 from tests.contract.test_batching import assert_same_row
+from tests.sampling import crossed
 
 TOKENS, BLOCK = 20, 4
 RULE = {"name": "threshold", "threshold": 0.8}
@@ -60,8 +61,7 @@ def kept(cache: SuffixCache, canvas: Canvas) -> list[list[int]]:
 # Keeping everything is Fast-dLLM
 
 
-@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
-@pytest.mark.parametrize("kind", ["dream", "cfg"])
+@pytest.mark.parametrize(("kind", "inner"), crossed(["dream", "cfg"], ["none", "prefix", "dual"]))
 def test_a_window_over_all_is_the_cache_inside(kind: str, inner: str) -> None:
     _, plain = answer(kind=kind, cache=inner)
     for cache in EVERYTHING:
@@ -86,8 +86,7 @@ def test_the_last_block_sees_all(inner: str) -> None:
 # What is hidden does not exist
 
 
-@pytest.mark.parametrize("inner", ["none", "prefix", "dual", "sparse"])
-@pytest.mark.parametrize("kind", ["gqa", "dream"])
+@pytest.mark.parametrize(("kind", "inner"), crossed(["gqa", "dream"], ["none", "prefix", "dual", "sparse"]))
 def test_what_stands_at_hidden_columns_changes_nothing(kind: str, inner: str) -> None:
     """Other tokens there in every forward, and keys that are NaN: the same answer."""
 

@@ -130,7 +130,7 @@ def published(toy: str, prompt: list[int], tokens: int, causal: bool, rule: dict
         branches.append(anchor)
 
 
-@pytest.mark.parametrize(("toy", "causal", "seed"), crossed(["llada", "dream"], [False, True], range(6), together=2))
+@pytest.mark.parametrize(("toy", "causal", "seed"), crossed(["llada", "dream"], [False, True], range(6)))
 def test_the_published_loop(toy: str, causal: bool, seed: int) -> None:
     """Without a cache, and with the one that is exact where attention is block-causal; blocks of any length."""
     random = Random(seed)

@@ -65,7 +65,7 @@ def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> N
     assert Sampler.from_pretrained(str(tmp_path / "out"), device="cpu").generate("Hi", max_new_tokens=4).texts
 
 
-@pytest.mark.parametrize("name", tiny.EVERY)
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in tiny.NEWER)])
 def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
     """Of the loss of masked diffusion, against the plain network with the products added to its weights."""
     from peft.tuners.lora import LoraLayer

@@ -16,7 +16,7 @@ from dllm_sampler.training.rl import Goal, PolicyTrainer
 from dllm_sampler.training.trained import Trained
 from dllm_sampler.training.trajectory import Trajectories, trajectories
 from tests import tiny
-from tests.sampling import sampled
+from tests.sampling import crossed, sampled
 from tests.unit.test_training_sft import FACTS, lines
 
 SCORED = tuple(name for name in tiny.EVERY if name != "nemotron-labs-diffusion")
@@ -71,8 +71,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(gradient, other[key], atol=1e-10, rtol=1e-8, msg=key)
 
 
-@pytest.mark.parametrize("likelihood", ["trajectory", "masked"])
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize(("name", "likelihood"), crossed(SCORED, ["trajectory", "masked"]))
 def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> None:
     """Clipped ratios and the divergence of a padded batch with equal states, against each state by itself."""
     it = trained(name, tmp_path / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from dllm_sampler.cli import main as sample
 from dllm_sampler.models import loading
 from dllm_sampler.training import cli
 from tests import tiny
-from tests.sampling import crossed
+from tests.sampling import sampled
 
 FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
 COMMON = ["steps=2", "held_out=2", "new_tokens=16", "warmup=0", "learning_rate=1e-2", "device=cpu", "evaluation={}"]
@@ -32,8 +33,10 @@ def letters(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) % 97 / 97 for ids in completion_ids]
 
 
-@pytest.mark.parametrize(("task", "name"), crossed(list(TASKS), tiny.EVERY))
-def test_every_task_and_family(task: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("chosen", sampled(list(product(TASKS, tiny.EVERY)), lambda pair: [pair[0]], "-".join))
+def test_every_task_and_family(chosen: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every task runs by default; what each family computes is compared with rows by hand elsewhere."""
+    task, name = chosen
     model, output = tiny.write(name, tmp_path / "m"), tmp_path / "run"
     size = loading.load(model, device="cpu").denoiser.spec.block_length or 32
     words = [*COMMON, *TASKS[task], f"model={model}", f"data={FACTS}", f"output={output}"]
