@@ -28,6 +28,7 @@ NEEDS = {
     "learn2pd": "needs a filter",
     "apd": "needs a verifier",
     "svdd": "needs a reward",
+    "linear_spec": "needs a causal context",
     "s2d2": "needs a block-causal model",
     "s2d2_editing": "needs a block-causal model",
 }  # methods that may lack what no default can give

@@ -128,4 +128,8 @@ class BlockCausalCache(BaseCache):
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context
             full = torch.zeros_like(full)
         clean = torch.where(full, grid.end(canvas), grid.start(canvas))
+        if query.shifted is not None:  # what it computed is context as far as it saw what stands there now
+            void = canvas.eligible(query.positions) & ~(edit.commit & (edit.ids == query.ids[:, 0]))
+            sound = query.positions.masked_fill(~void, canvas.length).amin(1).minimum(canvas.stop)
+            clean = torch.where(query.shifted, sound, clean)
         self.clean = torch.where(canvas.done, self.clean, clean)

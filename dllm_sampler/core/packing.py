@@ -79,16 +79,16 @@ def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
 def request(canvas: Canvas, query: Query, chosen: Tensor | None, spec: ModelSpec) -> Request:
     """The request for `query` when a forward computes the columns `chosen [B, L+1]`; None: all of them."""
     computed = computable(canvas, query, chosen)
-    return Request.of(query, computed, answerable(canvas, computed, spec))
+    return Request.of(query, computed, answerable(canvas, query, computed, spec))
 
 
-def answerable(canvas: Canvas, computed: Tensor, spec: ModelSpec) -> Tensor:
+def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) -> Tensor:
     """`[B, L+1] bool` columns that are predicted where the columns `computed [B, L+1]` are."""
     if spec.encoder:
         return computed & canvas.in_block()
     if not spec.shift and not spec.seeds:
         return computed
-    return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec))
+    return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec, query.shifted))
 
 
 def measure(canvas: Canvas, wanted: Request, bad: Tensor, joint: bool = False) -> Tensor:
@@ -268,7 +268,7 @@ class Pack:
         query, sizes, columns = wanted.query, canvas.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
         chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
-        predict = predictors(canvas, query.positions, spec)  # [B, Q]
+        predict = predictors(canvas, query.positions, spec, query.shifted)  # [B, Q]
         there = wanted.shadows(canvas) if query.leave_one_out else None
         if there is not None:
             shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)

@@ -25,11 +25,18 @@ class Predicts(Protocol):
         ...
 
 
-def predictors(canvas: Canvas, columns: Tensor, spec: Predicts) -> Tensor:
-    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`."""
+def predictors(canvas: Canvas, columns: Tensor, spec: Predicts, before: Tensor | None = None) -> Tensor:
+    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`.
+
+    Args:
+        before: `[B] bool` rows of which every column is predicted by the one before it (`Query.shifted`); None: none.
+    """
     # The row's very first position has none before it and reads its own; the empty slot stays what it is.
     if spec.shift:
         return torch.where((columns > 0) & (columns < canvas.length), columns - 1, columns)
     if spec.seeds:
-        return torch.where((columns > 0) & (columns == canvas.start[:, None]), columns - 1, columns)
+        shifted = columns == canvas.start[:, None]
+        if before is not None:
+            shifted = shifted | (before[:, None] & (columns < canvas.length))
+        return torch.where((columns > 0) & shifted, columns - 1, columns)
     return columns

@@ -50,6 +50,7 @@ class Traits:
     asks_block: bool = True  # it asks for the active block in every step, so that others can ask for it
     whole: bool = False  # every forward computes every column (choices or edits outside the block, shadow rows)
     leave_one_out: bool = False  # it asks `leave_one_out` queries, for which the forward computes shadow rows
+    causal: bool = False  # it asks `causal` queries without shadows, for a model with a causal context
     exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
     revises: bool = False  # it may take back or replace tokens that are committed
     uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens

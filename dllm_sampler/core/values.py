@@ -134,12 +134,14 @@ class Canvas:
             ids=self.ids.scatter(1, at, torch.where(kept, self.ids[:, -1:], edit.ids)),
             masked=self.masked.scatter(1, at, False if edit.remask is None else edit.remask & ~kept),
         )
+        if edit.stop is not None:
+            after = replace(after, stop=torch.where(self.done, self.stop, torch.minimum(self.stop, edit.stop)))
         if edit.end is None:
             return after
         least = self.first if self.given is None else self.given  # what is given stays
         end = torch.where(self.done, self.end, torch.minimum(self.end, edit.end).clamp(min=least))
         masked = after.masked & (self.columns() < end[:, None])
-        return replace(after, end=end, stop=torch.minimum(self.stop, end), masked=masked)
+        return replace(after, end=end, stop=torch.minimum(after.stop, end), masked=masked)
 
     def reject_nonfinite(
         self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
@@ -216,8 +218,13 @@ class Query:
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
     exact: bool = False  # a cache may not drop positions
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
-    causal: Tensor | None = None  # [B] bool with leave_one_out: rows that predict each position from what is before it;
-    # the other rows are asked as without leave_one_out
+    causal: Tensor | None = None  # [B] bool: rows that predict each position from what is before it, by shadows with
+    # leave_one_out, else by the row before; the other rows are asked as without either
+
+    @property
+    def shifted(self) -> Tensor | None:
+        """`[B] bool` rows whose positions are predicted by the column before each; None: no row's are."""
+        return None if self.leave_one_out else self.causal
 
     @staticmethod
     def at(canvas: Canvas, positions: Tensor, exact: bool = False) -> Query:
@@ -319,6 +326,7 @@ class Edit:
     keep_block: Tensor | None = None  # [B] bool: stay in the block although it is full
     close_block: Tensor | None = None  # [B] bool: go on to the next block although this one is not full
     finish: Tensor | None = None  # [B] bool: stop the row
+    stop: Tensor | None = None  # [B] end the block here; what is left of it is for the next one
     end: Tensor | None = None  # [B] cut the canvas here
     resize: Resize | None = None  # what becomes of the answer's length, in the end
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates

@@ -113,11 +113,11 @@ class Verifying(DynamicThreshold):
             span: `[B, Q] bool` positions that were verified.
         """
         if draft.law is None or now.law is None:
-            return Verdict(_upto_failure(span, draft.token == now.token), now.token, now.confidence)
+            return Verdict(upto_failure(span, draft.token == now.token), now.token, now.confidence)
         mine, its = (law.gather(-1, draft.token[..., None])[..., 0] for law in (now.law, draft.law))
         odds = ((mine / its.clamp(min=TINY)) ** self.tempering).clamp(max=1)
         stands = self.uniform(canvas, query.positions.masked_fill(~span, canvas.length)) < odds
-        commit = _upto_failure(span, stands)
+        commit = upto_failure(span, stands)
         rest = (now.law - draft.law).clamp(min=0)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, now.law)
         token = torch.where(stands, draft.token, self.redrawn(readout, rest, commit & ~stands))
@@ -139,7 +139,7 @@ def leading(canvas: Canvas, positions: Tensor, eligible: Tensor) -> Tensor:
     return eligible & (positions - first == eligible.cumsum(1) - 1)
 
 
-def _upto_failure(span: Tensor, stands: Tensor) -> Tensor:
+def upto_failure(span: Tensor, stands: Tensor) -> Tensor:
     """`[B, Q] bool` the positions of `span` that stand, up to the first that does not, and that one."""
     fails = (span & ~stands).long()
     return span & (fails.cumsum(1) == fails)

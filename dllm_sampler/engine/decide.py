@@ -60,7 +60,7 @@ def ask(plugins: Plugins, state: Generation) -> None:
         cast(Foresees, cache).expect(ahead, query.positions.shape[1])
     chosen = cache.computes(canvas)
     computed = packing.computable(canvas, query, chosen)
-    answered = packing.answerable(canvas, computed, spec)
+    answered = packing.answerable(canvas, query, computed, spec)
     recalled = cache.recalled(canvas)
     if recalled is not None:
         answered = answered | recalled

@@ -263,7 +263,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model chooses experts for blocks of"
             " tokens together, which these would change: use another scheduler, threshold say"
         )
-    if spec.seeds and (traits.leave_one_out or traits.drafts):
+    if spec.seeds and (traits.leave_one_out or traits.drafts) and not traits.causal:
         yield (
             f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
             " context: use another scheduler, threshold say"

@@ -1,4 +1,4 @@
-"""The published loops of Nemotron-Labs-Diffusion: `generate`; its self-speculation has no plug-ins."""
+"""The published loops of Nemotron-Labs-Diffusion: `generate` and its self-speculation, `linear_spec_generate`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
-from dllm_sampler.eval.conformance.published import ContextDraws, SeededContext, StoresApart
+from dllm_sampler.eval.conformance.published import ContextDraws, PublishedLinearSpec, SeededContext, StoresApart
 from dllm_sampler.guides import Temperature
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.threshold import Threshold
@@ -24,6 +24,19 @@ class Arguments(BaseModel):
     block_length: Size = 32
     threshold: float | None = None
     causal_context: bool = True
+    temperature: float = Field(default=0.0, ge=0)
+    eos_token_id: Count
+    mask_id: Count | None = None
+
+
+class Speculation(BaseModel):
+    """What `linear_spec_generate` takes."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    max_new_tokens: Size
+    block_length: Size = 32
+    threshold: float = 0.0
     temperature: float = Field(default=0.0, ge=0)
     eos_token_id: Count
     mask_id: Count | None = None
@@ -56,5 +69,17 @@ def generate(line: Line, checkpoints: Checkpoints) -> Setup:
 
 
 def speculate(line: Line, checkpoints: Checkpoints) -> Setup:
-    """`linear_spec_generate`."""
-    raise Unsupported("no plug-ins for drafts of a block that the same model verifies causally")
+    """`linear_spec_generate`: rounds of one draft and one verification, the last one whole."""
+    args = line.arguments(Speculation)
+    if line.batched:
+        raise Unsupported("the published loop takes one prompt at a time")
+    if args.temperature > 0:
+        raise Unsupported("how a draft is verified where tokens are drawn is not published")
+    if args.block_length == 1:
+        raise Unsupported("how a window of one token is drafted is not published")
+    denoiser = Measured(checkpoints.load(line.model, args.mask_id, args.eos_token_id))
+    rule = PublishedLinearSpec(args.threshold, tokens=args.max_new_tokens, eos=args.eos_token_id)
+    blocks = FixedBlocks(args.block_length + 1)  # the last position is the verifier's alone
+    sampler = Sampler(denoiser, scheduler=rule, blocks=blocks, stop="none", cache="block_causal", compat=True)
+    tokens = args.max_new_tokens + args.block_length
+    return Setup(sampler, tokens, measured=denoiser, counted={"acceptance_counts": rule.accepted})

@@ -69,6 +69,7 @@ SYSTEMS = {
     "fast-dllm-v2/batch_sample": 16,
     "fast-dllm-v2/batch_sample/block-cache": 9,
     "nemotron-labs-diffusion/generate": 22,
+    "nemotron-labs-diffusion/linear_spec": 9,
     "s2d2/contextual_bandit_ucb": 2,
     "s2d2/mask_span_length": 8,
     "s2d2/score_hysteresis": 2,
@@ -137,7 +138,6 @@ BATCH = {"prompt_ids_batch": [[5], [6]], "output_ids_batch": [[7], [8]], "params
 @pytest.mark.parametrize(
     ("file", "change", "reason"),
     [
-        ("nemotron-labs-diffusion", {"system": "nemotron-labs-diffusion/linear_spec"}, "the same model verifies"),
         ("nemotron-labs-diffusion", {"params": {"causal_context": False}}, "blocks are counted from the prompt's end"),
         ("fast-dllm-v2-batch", BATCH, "what the block cache refreshes for all rows"),
         ("daedal", {"params": {"cfg_scale": 1.0}}, "fails under guidance"),

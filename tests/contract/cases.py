@@ -107,14 +107,15 @@ def legal_caches(scheduler: Settings) -> list[Settings]:
 
 
 @functools.cache
-def _causal(name: str) -> bool:
+def _needs(name: str) -> str | None:
     setting = next(one for one in settings("scheduler") if one["name"] == name)
-    return not legal(kind="llada", scheduler=setting) and legal(kind="causal", scheduler=setting)
+    found = next((kind for kind in ("llada", "causal", "context") if legal(kind=kind, scheduler=setting)), "llada")
+    return None if found == "llada" else found
 
 
 def toy_for(scheduler: Settings, other: str = "llada") -> str:
-    """A toy that a scheduler may run on: the block-causal one where it is for no other."""
-    return "causal" if _causal(scheduler["name"]) else other
+    """A toy that a scheduler may run on: the block-causal one, or one with a causal context, where it needs that."""
+    return _needs(scheduler["name"]) or other
 
 
 def fits(kind: str, group: str, plugins: dict[str, Any], one: Settings) -> bool:

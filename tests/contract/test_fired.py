@@ -119,6 +119,12 @@ def accepts_and_rejects(one: Result, two: Result) -> bool:
     return halves and bool((rounds > blocks).all()) and answers_differ(one, two)
 
 
+def stays_greedy(one: Result, two: Result) -> bool:
+    """Drafts commit nothing, a verification several tokens at times, and these are those of one token per forward."""
+    steps = [len(step) for row in range(len(toys.PROMPTS)) for step in one.trace.steps(row)]
+    return torch.equal(one.tokens, two.tokens) and steps.count(0) > 0 and max(steps) > 1
+
+
 def inserts(one: Result, two: Result) -> bool:
     """A first forward committed nothing; canvases grew, and columns were inserted between older ones."""
     assert one.trace.born is not None
@@ -316,6 +322,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "stop.end_of_text": ({"stop": {"name": "end_of_text", "mode": "predicted", "min_conf": 0.3}}, {}, cuts_the_context),
     "stop.prophet": ({"stop": {"name": "prophet", "early": 1.0, "mid": 1.0, "late": 1.0}}, {}, fills_at_once),
     "scheduler.dynamic": ({"scheduler": {"name": "dynamic", "threshold": 0.7}}, STEPWISE, parallel),
+    "scheduler.linear_spec": (
+        {"kind": "context", "scheduler": "linear_spec"},
+        {"kind": "context", "scheduler": "linear_spec", "blocks": {"name": "fixed", "length": 1}},
+        stays_greedy,
+    ),
     "scheduler.s2d2": (
         {"kind": "causal", "scheduler": "s2d2"},
         {"kind": "causal", "scheduler": "dynamic"},

@@ -44,7 +44,7 @@ def given(case: Case) -> list[list[int]]:
         if before is not None:
             known = before.tokens[row, : int(before.lengths[row])].tolist()
         places = random.sample(range(TOKENS), size)
-        if case.toy == "causal" or case.scheduler["name"] == "apd":
+        if case.toy in ("causal", "context") or case.scheduler["name"] == "apd":
             places = list(range(size))
         inner = [at for at in places if at < len(known) and known[at] != toys.EOS]
         answer = [known[at] if at in inner else FREE for at in range(TOKENS)]

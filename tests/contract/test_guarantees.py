@@ -282,7 +282,8 @@ def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
         other.lm_head.weight[renamed] = model.lm_head.weight
     cache = "dual" if {"name": "dual"} in cases.legal_caches(scheduler) else "none"
     plugins = {"scheduler": scheduler, "cache": cache, "blocks": {"name": "fixed", "length": 6}}
-    made = replace(toys.wrapped(model), attention=toys.denoiser(kind).spec.attention)
+    spec = toys.denoiser(kind).spec
+    made = replace(toys.wrapped(model), attention=spec.attention, seeds=spec.seeds)
     twin = replace(
         made, model=other, mask_id=int(renamed[toys.MASK]), eos_id=int(renamed[toys.EOS]), eot_id=None, pad_id=None
     )

@@ -56,7 +56,7 @@ def scene(bench: Any) -> Any:
     return bench.Scene(batch=8, block=32, vocab=640)  # the count does not depend on them
 
 
-ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing")  # a verifier's pass, a reward, a block-causal model
+ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing", "linear_spec")  # a verifier, a reward, a model of a kind
 METHODS = [name for name in config.names("scheduler") if name not in ELSEWHERE]
 
 

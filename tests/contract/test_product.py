@@ -24,7 +24,7 @@ def built(group: str, kind: str = "llada") -> dict[str, Any]:
     firsts = {name: next(one for one in every if one["name"] == name) for name in config.names(group)}
     # The caches of block-causal models have a toy and tests of their own: test_block_causal.
     made = {name: config.build(group, one) for name, one in firsts.items()}
-    if kind == "causal":
+    if kind in ("causal", "context"):
         return {name: one for name, one in made.items() if cases.legal(kind=kind, **{group: firsts[name]})}
     return {name: one for name, one in made.items() if not getattr(one, "causal", False) or group != "cache"}
 
@@ -43,6 +43,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     moves = traits.initial is not None
     starved = starved or (moves and (cache.hides or (cache.stores and not cache.follows)))
     stops = (traits.drafts or moves) and (stop.cuts or stop.fills)
+    wrong_blocks = wrong_blocks or (traits.causal and blocks.sizes_on_open)
     wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several))
     against = {f"cache={named(cache)}": starved, f"blocks={named(blocks)}": wrong_blocks, f"stop={named(stop)}": stops}
     return [name for name, opposes in against.items() if opposes]

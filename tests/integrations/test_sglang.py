@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dllm_sampler import config
 from dllm_sampler.integrations import rows, serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
@@ -24,11 +25,7 @@ from tests.contract.test_syncs import _Operations
 from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
 
-LOCAL = [
-    one
-    for one in one_each("scheduler")
-    if toys.sampler("causal", scheduler=one.values[0], cache="none").plugins.scheduler.traits.scope == "block"
-]
+LOCAL = [one for one in one_each("scheduler") if config.build("scheduler", one.values[0]).traits.scope == "block"]
 PER_BLOCK = 4
 
 

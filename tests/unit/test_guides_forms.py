@@ -165,7 +165,7 @@ def test_valid_against_the_models_will(scheduler: str) -> None:
         said = "changes the length" if scheduler in ("daedal", "rho_eos") else "vouches"
         if scheduler in ("apd", "credit", "daedal", "entropy_renoise", "rho_eos") and said in str(error):
             return
-        if scheduler.startswith("s2d2") and "block-causal" in str(error):
+        if scheduler.startswith(("s2d2", "linear_spec")) and "causal" in str(error):
             return
         raise
     found = sampler.generate(["shuffle: Eve, Tom, Zoe, Amy", "copy: Max", "sort: Kim, Leo"], max_new_tokens=16)

@@ -25,6 +25,7 @@ from dllm_sampler.eval.conformance.published.grammar import Behind, PublishedGra
 from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
 from dllm_sampler.eval.conformance.published.lengths import AboveThreshold, RenewedGuidance
+from dllm_sampler.eval.conformance.published.linear_spec import PublishedLinearSpec
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.multi_block import (
     HeldProgress,
@@ -88,6 +89,7 @@ __all__ = [
     "PublishedFreeDave",
     "PublishedGrammar",
     "PublishedKlass",
+    "PublishedLinearSpec",
     "PublishedLocalLeap",
     "PublishedOrigin",
     "PublishedParallelDecoding",

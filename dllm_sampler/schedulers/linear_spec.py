@@ -1,0 +1,99 @@
+"""Linear self-speculation: a model with a causal context drafts a window at once and verifies it token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.drafting.verify import upto_failure
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+from dllm_sampler.schedulers.threshold import Threshold
+
+
+class Draft(NamedTuple):
+    """The carry."""
+
+    ids: Tensor  # [B, L+1]
+    known: Tensor  # [B, L+1] bool: columns that have a drafted token
+
+
+@dataclass(frozen=True)
+class LinearSpec(Threshold):
+    """Draft all masks of the block as diffusion, and verify the draft by the same model, autoregressively.
+
+    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). A round drafts the block but for its last position, then
+    makes one causal forward over the draft, in which each row predicts the next token. It commits the draft as far as
+    the two agree, and the token after that. The next block begins at the last token that was committed. So an answer
+    is that of the model read autoregressively: greedy, or, where tokens are drawn, a sample. Blocks of one position
+    draft nothing: that is plain autoregressive decoding. The published `block_length` does not count the last
+    position, which only the verifier predicts, and its prompt is a forward by itself.
+
+    Args:
+        threshold: a forward drafts the masks whose probability reaches it, at least the best; 0: all in one forward.
+    """
+
+    threshold: float = 0.0
+
+    @property
+    def traits(self) -> Traits:
+        """It asks about drafts, and commits what a causal forward says of them."""
+        facts = replace(super().traits, asks_block=False, exact=True, drafts=True, causal=True, own_tokens=True)
+        return replace(facts, reads_ahead=False, ranks_by_confidence=False, scope="model")
+
+    def bind(self, context: Context) -> Self:
+        """Refuse models without a causal context, and blocks that another rule shortens."""
+        name = f"scheduler={named(self)}"
+        if context.spec.attention != "causal_context":
+            raise UserError(
+                f"{name} verifies drafts by a model with a causal context (Nemotron-Labs-Diffusion), and this one has"
+                " none: use scheduler=freedave, or scheduler=s2d2 for block-causal models"
+            )
+        if context.blocks.sizes_on_open:
+            raise UserError(
+                f"{name} ends a block where its draft fails, and blocks={named(context.blocks)} by another rule: use"
+                " blocks=fixed"
+            )
+        return super().bind(context)
+
+    def init(self, canvas: Canvas) -> Draft:
+        """See `Scheduler.init`."""
+        return Draft(torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked))
+
+    def missing(self, canvas: Canvas, carry: Draft) -> Tensor:
+        """`[B, L+1] bool` masks that wait for a draft; a row without one verifies. No row is before a first column."""
+        column, last = canvas.columns(), canvas.stop[:, None] - 1
+        return canvas.masked & canvas.in_block() & ((column < last) | (column == 0)) & ~carry.known
+
+    def ask(self, canvas: Canvas, carry: Draft) -> Query:
+        """The block with its draft. A verifier sees no masks, and a draft none behind those to be drafted."""
+        query, verifies = Query.masks(canvas), ~self.missing(canvas, carry).any(1)
+        ids = torch.where(carry.known, carry.ids, canvas.ids).gather(1, query.positions)
+        drafted = replace(canvas, masked=canvas.masked & ~carry.known)
+        limit = torch.where(verifies, drafted.frontier(), (canvas.stop - 1).clamp(min=1))
+        return replace(query, ids=ids[:, None], limit=limit, exact=True, causal=verifies)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Draft) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        missing, at, token = self.missing(canvas, carry), query.positions, readout.token[:, 0]
+        verifies, sure = ~missing.any(1)[:, None], readout.confidence[:, 0]
+        fills = at_least_one(sure >= self.threshold, sure, missing.gather(1, at))
+        said = torch.where(at > 0, token, query.ids[:, 0])
+        edit = Edit(said, upto_failure(canvas.eligible(at), said == query.ids[:, 0]) & verifies)
+        first = canvas.apply(at, edit).frontier()  # the next round's first mask
+        stop = torch.where(first < canvas.end, first - (canvas.lookahead > 1).long(), canvas.stop)
+        place = at.masked_fill(~fills, canvas.length)
+        known = carry.known.scatter(1, place, fills) | carry.known
+        draft = Draft(carry.ids.scatter(1, place, token), known & ~verifies)
+        return replace(edit, stop=torch.where(verifies[:, 0], stop, canvas.stop)), draft
+
+    def bound(self, tokens: int) -> int:
+        """A round commits one token at least; its draft takes a forward, or under a threshold one for each token."""
+        return tokens * (2 if self.threshold <= 0 else tokens + 1)
