@@ -43,7 +43,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 WARM = 2  # steps played before the measured one
 # A pass of its verifier; a reward, and the steps of the scheduler inside; a block-causal model.
-ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing")
+ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing", "linear_spec")
 LIMIT = 2.0  # what a method may cost at most, as a multiple of threshold
 
 
