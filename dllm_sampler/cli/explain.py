@@ -32,6 +32,7 @@ SCHEDULER = {
     "opens_ahead": "It may open a block without a forward of its own.",
     "static": "Its steps read the device: no CUDA graphs.",
     "reads_ahead": "A verifier reads from left to right: no given tokens behind a gap.",
+    "causal": "It verifies its drafts causally, by a model with a causal context.",
     "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
     "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
     "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",

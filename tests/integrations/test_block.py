@@ -13,6 +13,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract.cases import Settings, one_each
 from tests.integrations.engine import Request, serve
+from tests.sampling import crossed
 
 LENGTH = toys.FILTER_BLOCK
 # Answers end on the grid, where an engine ends them; prompts end on it and inside a block.
@@ -45,7 +46,7 @@ def in_blocks(scheduler: Settings, tokens: int) -> Settings:
 
 
 @pytest.mark.parametrize("scheduler", one_each("scheduler"))
-@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_engine_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
     if config.build("scheduler", scheduler).traits.scope == "model":  # some of these do not run on this model at all
         with pytest.raises(UserError, match=f"scheduler={scheduler['name']} needs more than the logits of a block"):
@@ -91,9 +92,10 @@ def test_a_decided_block_stays_as_it_is() -> None:
 PATTERN = "([a-j]{1,3}[0-9]-?)*[a-j]"
 
 
-@pytest.mark.parametrize("posterior", [False, True])
-@pytest.mark.parametrize("temperature", [None, 1.0])
-@pytest.mark.parametrize("scheduler", [{"name": "threshold", "threshold": 0.6}, "random_order", "klass"])
+@pytest.mark.parametrize(
+    ("scheduler", "temperature", "posterior"),
+    crossed([{"name": "threshold", "threshold": 0.6}, "random_order", "klass"], [None, 1.0], [False, True]),
+)
 def test_forms_of_answers_hold_across_blocks(scheduler: Any, temperature: float | None, posterior: bool) -> None:
     guide = {"name": "regex", "pattern": PATTERN, "posterior": posterior}
     for seed, (prompt, tokens) in enumerate(PROMPTS):

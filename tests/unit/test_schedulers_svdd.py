@@ -99,6 +99,7 @@ def test_answers_follow_the_law_of_finitely_many_candidates(
     assert chi_square(found, toy.base()) > 300
 
 
+@pytest.mark.slow
 def test_more_candidates_come_closer_to_the_target() -> None:
     """Those of four, whose value is that of a candidate with masks, have the law of four."""
     target, found = TOY[2].target(0.3), [sampled("masked", candidates, 0.3) for candidates in (1, 2, 4)]
