@@ -1,32 +1,20 @@
 """LoPA: fill one more position in several ways, and go on from where the model is surest of all that is left."""
 
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_share
-from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.checks import check_choice, check_share
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.drafting.forking import Forking, Held
 from dllm_sampler.drafting.forks import Forks
-from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
-from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.d2f import D2F, Sureness
+from dllm_sampler.schedulers.d2f import Sureness
 from dllm_sampler.schedulers.score import score_needs
 
 
-class Held(NamedTuple):
-    """The carry."""
-
-    inner: Carry
-    forks: Forks
-
-
 @dataclass(frozen=True)
-class LoPA(Around):
+class LoPA(Forking):
     """Compute the canvas and some forks of it in each forward, and go on from the one with the surest masks.
 
     Source: LoPA, arXiv 2512.16229. A fork has one token more than the canvas, at a position that the last step left;
@@ -45,63 +33,20 @@ class LoPA(Around):
             where scores are negative, hardly any fork wins above 0.
     """
 
-    inner: Scheduler = field(default_factory=D2F)
-    forks: int = 2
     score: Sureness = "entropy"
     share: float = 1.0
     alpha: float = 0.0
-    blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_count("scheduler.forks", self.forks, 0)
+        super().__post_init__()
         check_choice("scheduler.score", self.score, Sureness)
         check_share("scheduler.share", self.share)
         check_share("scheduler.alpha", self.alpha)
-        traits = check_inner(self.inner).traits
-        own = traits.revises or traits.leave_one_out or not traits.asks_block or traits.initial is not None
-        if self.forks and (traits.drafts or own):
-            raise UserError(
-                f"scheduler=lopa cannot fork for {named(self.inner)}, which drafts, takes tokens back, moves them or"
-                " chooses what to ask in each step: use scheduler.inner=d2f or scheduler.inner=threshold"
-            )
-
-    @property
-    def traits(self) -> Traits:
-        """It asks about forks, and writes the token of the one that wins."""
-        own = super().traits
-        if not self.forks:
-            return own
-        return replace(own, asks_block=False, plans=False, drafts=True, own_tokens=True, scope="model")
 
     @property
     def needs(self) -> frozenset[str]:
         """What it scores by, too."""
         return super().needs | score_needs(self.score)
-
-    def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
-        return carry.inner
-
-    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Planner.ahead`: not known where there are forks."""
-        return None if self.forks else super().ahead(canvas, carry)
-
-    def bind(self, context: Context) -> Self:
-        """Take the blocks, of which a fork may open other ones than the canvas."""
-        return learned(super().bind(context), blocks=context.blocks)
-
-    def init(self, canvas: Canvas) -> Held:
-        """The inner scheduler's carry, and no forks."""
-        return Held(super().init(canvas), Forks.none(canvas, self.forks))
-
-    def ask(self, canvas: Canvas, carry: Held) -> Query:
-        """The inner scheduler's query, about the canvas and the forks."""
-        if not self.forks:
-            return super().ask(canvas, carry)
-        assert self.blocks is not None
-        stops = carry.forks.stops(canvas, self.blocks)
-        wide = canvas if stops is None else replace(canvas, stop=stops.amax(1))
-        return carry.forks.candidates(canvas, super().ask(wide, carry), stops)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Held) -> tuple[Edit, Carry]:
         """The edit that leads to the winner, and on from there as far as the inner scheduler goes."""

@@ -18,6 +18,7 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.drafting.choosing import Choosing
+from dllm_sampler.drafting.forking import Forking
 from dllm_sampler.drafting.run_ahead import RunAhead
 from dllm_sampler.drafting.scheduler import Drafting
 from dllm_sampler.engine import layout
@@ -58,6 +59,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     FreeDave: FreeDave,
     Lengthening: Lengthening,
     PublishedFreeDave: PublishedFreeDave,
+    Forking: Forking,
     LoPA: LoPA,
     Noted: Noted,
     Rounds: Rounds,
@@ -102,7 +104,7 @@ OWN: dict[type[Around], dict[str, object]] = {
         "uniform": False,  # masks are told apart by their token
         "scope": "model",  # a reward judges whole answers
     },
-    LoPA: {
+    Forking: {
         "asks_block": False,  # it asks about forks
         "plans": False,  # which one goes on is not known
         "drafts": True,
@@ -123,13 +125,13 @@ REFUSED: dict[type[Around], set[str]] = {
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
     Lengthening: {"drafts", "revises", "initial", "horizon", "scope"},
     RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
-    LoPA: {"drafts", "revises", "leave_one_out", "asks_block", "initial"},  # it asks about forks of its own
+    Forking: {"drafts", "revises", "leave_one_out", "asks_block", "initial"},  # it asks about forks of its own
     Choosing: {"drafts", "static"},  # each step is taken several times
     SoftValueGuided: {"revises", "leave_one_out", "asks_block"},  # candidates fill a block further and further
 }
 
-# One asks and commits without the inner scheduler, three are no methods.
-ALONE = {PublishedEager, RunAhead, Drafting, Lengthening}
+# One asks and commits without the inner scheduler, the others are no methods.
+ALONE = {PublishedEager, RunAhead, Drafting, Lengthening, Forking}
 CLOCKS = {FreeDave, Noted, PublishedFreeDave}  # they bound their own drafts
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)

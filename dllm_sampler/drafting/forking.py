@@ -1,0 +1,83 @@
+"""The base of schedulers that ask about forks of the canvas, and go on from the one that wins."""
+
+from __future__ import annotations
+
+from abc import ABC
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_count, check_inner
+from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
+from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.drafting.forks import Forks
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+from dllm_sampler.schedulers.around import Around
+from dllm_sampler.schedulers.d2f import D2F
+
+
+class Held(NamedTuple):
+    """The carry."""
+
+    inner: Carry
+    forks: Forks
+
+
+@dataclass(frozen=True)
+class Forking(Around, ABC):
+    """Ask the inner scheduler's query about the canvas and its forks; `tell` says which one wins.
+
+    Args:
+        inner: the scheduler that commits.
+        forks: forks of each forward; 0 is the inner scheduler itself.
+    """
+
+    inner: Scheduler = field(default_factory=D2F)
+    forks: int = 2
+    blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_count("scheduler.forks", self.forks, 0)
+        traits = check_inner(self.inner).traits
+        own = traits.revises or traits.leave_one_out or not traits.asks_block or traits.initial is not None
+        if self.forks and (traits.drafts or own):
+            raise UserError(
+                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, takes tokens back, moves"
+                " them or chooses what to ask in each step: use scheduler.inner=d2f or scheduler.inner=threshold"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        """It asks about forks, and writes the token of the one that wins."""
+        own = super().traits
+        if not self.forks:
+            return own
+        return replace(own, asks_block=False, plans=False, drafts=True, own_tokens=True, scope="model")
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry.inner
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """See `Planner.ahead`: not known where there are forks."""
+        return None if self.forks else super().ahead(canvas, carry)
+
+    def bind(self, context: Context) -> Self:
+        """Take the blocks, of which a fork may open other ones than the canvas."""
+        return learned(super().bind(context), blocks=context.blocks)
+
+    def init(self, canvas: Canvas) -> Held:
+        """The inner scheduler's carry, and no forks."""
+        return Held(super().init(canvas), Forks.none(canvas, self.forks))
+
+    def ask(self, canvas: Canvas, carry: Held) -> Query:
+        """The inner scheduler's query, about the canvas and the forks."""
+        if not self.forks:
+            return super().ask(canvas, carry)
+        assert self.blocks is not None
+        stops = carry.forks.stops(canvas, self.blocks)
+        wide = canvas if stops is None else replace(canvas, stop=stops.amax(1))
+        return carry.forks.candidates(canvas, super().ask(wide, carry), stops)
