@@ -38,7 +38,7 @@ SCHEDULER = {
     "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",
     "block_length": "It was made for blocks of one length.",
     "scope": "It needs more than the logits of one block: see docs/engines.md.",
-    "initial": "Answers begin with so many columns, and their length changes up to max_new_tokens.",
+    "initial": "Answers begin with this many columns; their length changes, up to max_new_tokens.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {

@@ -20,7 +20,7 @@ class PublishedLinearSpec(LinearSpec):
     accepts behind an end token does not. One prompt at a time: it reads the device.
 
     Args:
-        tokens: a round ends the row that leaves it with so many.
+        tokens: a round that leaves the row with this many ends it.
         eos: the end token.
         accepted: gets the number of tokens that each round accepts.
     """
