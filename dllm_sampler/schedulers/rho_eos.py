@@ -38,8 +38,8 @@ class RhoEos(Lengthening):
         signal_of: `confidence`, the published code's, as in DAEDAL: the mean probability of the last `eos_tokens`
             predicted end tokens, missing ones count 0. `density`, the paper's: the share of the masks that are
             predicted to be end tokens; 0 without masks.
-        min_length: a cut leaves at least this many columns, what stands before the block, and every committed token that
-            is no end token; None: no such guard, as published.
+        min_length: a cut leaves at least this many columns, what stands before the block, and every committed token
+            that is no end token; None: no such guard, as published.
     """
 
     low: float = 0.4
