@@ -270,11 +270,12 @@ def choose(
     score = torch.where(own, score, score.clamp(max=-TIE))
     values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
     if draws:
-        weight = Tops.of(edges, logits, weigh=True).weight
+        # What was drawn of the class `main` is likely: noise adds 25 at most to what the best token is ahead.
+        weight = Tops.of(edges, logits, weigh=True, near=tops.main).weight
         assert weight is not None
         chance = _relative(weight, weight.amax(1, keepdim=True))
         if whole is not None:
-            rest = Tops.of(edges, whole[0], weigh=True).weight
+            rest = Tops.of(edges, whole[0], weigh=True, near=None if full is None else full.main).weight
             assert rest is not None
             chance = _instead(chance, rest)
         mass = lattice.values(chance, lattice.sizes)

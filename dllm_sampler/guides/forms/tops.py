@@ -53,11 +53,16 @@ class Tops:
     main: Tensor | None  # [R] the first token of the class `Edges.main` with its best logit; None: not looked for
 
     @staticmethod
-    def of(edges: Edges, logits: Tensor, weigh: bool = False) -> Tops:
-        """Those of logits `[R, V]`; `weigh`: their sums too, in place of the best token of the class `Edges.main`."""
-        parts = []
-        for rows in logits.split(rows_at_once(logits)):
-            main = () if edges.main < 0 else _main(edges.outside, rows, weigh)
+    def of(edges: Edges, logits: Tensor, weigh: bool = False, near: Tensor | None = None) -> Tops:
+        """Those of logits `[R, V]`; `weigh`: their sums too, in place of the best token of the class `Edges.main`.
+
+        Args:
+            near: `[R]` tokens of the class `Edges.main` that are not much less likely than its best one, if known.
+        """
+        parts, size = [], rows_at_once(logits)
+        for begin, rows in enumerate(logits.split(size)):
+            known = None if near is None else near[begin * size : (begin + 1) * size]
+            main = () if edges.main < 0 else _main(edges.outside, rows, weigh, known)
             parts.append((*_tiles(edges, rows, weigh), *main))
         tiles, sums, *main = (torch.cat(part) for part in zip(*parts, strict=True))
         size = len(edges.sizes)
@@ -98,14 +103,15 @@ def _tiles(edges: Edges, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
     return top, mass.double().log_().add_(least)
 
 
-def _main(outside: Tensor, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
+def _main(outside: Tensor, logits: Tensor, weigh: bool, near: Tensor | None) -> tuple[Tensor, Tensor]:
     """`[R]` of the tokens for which `outside [V]` is 0 the first best one or the logarithm of their sum; its logit."""
     own = logits + outside.to(logits.dtype)
+    token = argmax(own) if near is None else near
+    top = own.gather(1, token[:, None])[:, 0]
     if not weigh:
-        token = argmax(own)
-        top = own.gather(1, token[:, None])[:, 0]
         return torch.where(top == -torch.inf, argmax(outside), token), top
-    top, precise = own.amax(1), torch.promote_types(own.dtype, torch.float32)
+    precise = torch.promote_types(own.dtype, torch.float32)
     share = torch.softmax(own, 1, dtype=precise, out=own if own.dtype == precise else None)
-    mass = top.double() - share.amax(1).double().log()  # the best token's share is 1 / sum of exp(logit - top)
+    # A token's share is exp(logit) / sum of exp(logits): from one that is likely follows the sum.
+    mass = top.double() - share.gather(1, token[:, None])[:, 0].double().log()
     return mass.masked_fill(top == -torch.inf, -torch.inf), top
