@@ -62,6 +62,7 @@ def pareto(found: Comparison) -> bytes:
         least = max(-2.0, min(point.point[1] for point in points if point.method in best) - 12)
         below = sum(point.point[1] < least for point in points)
         place.set_ylim(least, 103)
+        place.set_yticks([tick for tick in place.get_yticks() if least <= tick <= 100])
         _log(place, [point.point[0] for point in points])
         place.set_xlabel(TITLES[rate] + (f" (much worse, not shown: {below})" if below else ""))
         place.legend(loc="lower left", frameon=False)
