@@ -35,6 +35,7 @@ from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.core import files
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.statistics import argmax, measure
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine import layout
 from dllm_sampler.eval.arguments import positive
@@ -159,21 +160,24 @@ def tokens(vocab: int) -> list[bytes]:
     return [b"", b"", *list(found)[: vocab - 2]]
 
 
-def milliseconds(vocab: int, length: int, rows: int, repeats: int) -> tuple[dict[str, float], automaton.Automaton]:
-    """Of what a guide does in a step, per row; each in turn, so that all meet the same machine."""
+def milliseconds(
+    vocab: int, length: int, rows: int, repeats: int, asked: int = 32
+) -> tuple[dict[str, float], automaton.Automaton]:
+    """Of what a guide does in a step, and of what the readout does without one, per row; in turn, on one machine."""
     made = automaton.build(JsonSchema(LARGE).expressions()[0], tokens(vocab), vocab, 0, 1)
     listed = joined((made,))
     spec = replace(Sampler.from_pretrained("mini", device="cpu").denoiser.spec, vocab_size=vocab, mask_id=1)
     prompts = [[2] * 8] * rows
     canvas = layout.canvas(prompts, length, range(rows), spec, FullBlock(), CounterNoise(), cuts=False)
-    query = Query.at(canvas, canvas.answer()[:, :32])
-    canvas = replace(canvas, sizes=replace(canvas.sizes, stretch=32))  # as the engine has measured it
+    query = Query.at(canvas, canvas.answer()[:, :asked])
+    canvas = replace(canvas, sizes=replace(canvas.sizes, stretch=asked))  # as the engine has measured it
     answers, logits = Answers.every(query), torch.randn(query.ids.numel(), vocab)
-    noisy = logits + canvas.noise.tokens(canvas, answers, vocab)
+    noisy, needs, spare = logits + canvas.noise.tokens(canvas, answers, vocab), frozenset[str](), logits.clone()
     works: dict[str, Callable[[], object]] = {
         "greedy": lambda: choose(listed, logits, logits, canvas, answers, 1, False),
         "drawn": lambda: choose(listed, logits, noisy, canvas, answers, 1, True),
         "posterior": lambda: posterior(listed, logits, canvas, answers, 1),
+        "readout": lambda: measure(spare, argmax(spare), answers.pick(query.ids), needs, None),
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats + 1):
@@ -191,12 +195,13 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", metavar="FILE", help="draw right answers there, and no more (default: measure)")
     add("--vocab", type=positive, default=32000, help="tokens, 300 at least (default %(default)s)")
     add("--length", type=positive, default=128, help="tokens of an answer (default %(default)s)")
+    add("--asked", type=positive, default=32, help="masks that a step asks about (default %(default)s)")
     add("--rows", type=positive, default=1, help="of a step (default %(default)s)")
     add("--repeats", type=positive, default=5, help="choices timed (default %(default)s)")
     add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
     options = it.parse_args(words)
-    if options.vocab < 300 or options.length < 32:
-        it.error("--vocab should be at least 300, and --length at least 32")
+    if options.vocab < 300 or options.length < options.asked:
+        it.error("--vocab should be at least 300, and --length at least --asked")
     return options
 
 
@@ -211,7 +216,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     show(console, circumstances(**vars(options)))
     console.print(valid(options.count))
-    found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats)
+    found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats, options.asked)
     states, classes = made.moves.shape
     times = ", ".join(f"{name} {each:.1f}" for name, each in found.items())
     print(f"{times} ms per step and row: {options.vocab} tokens in {classes} classes, {states} states")
