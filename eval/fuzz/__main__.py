@@ -22,7 +22,8 @@ batches  configurations of all plug-ins on tiny models of all families: a row of
 inputs   bad words, files and folders for every command: one sentence, or a right answer
 kills    commands that are killed, interrupted or out of space: the same command completes what was begun
 
-Case NUMBER of a seed is always the same case. A failure is made smaller and saved in --output.
+Case NUMBER of a seed is always the same case. A failure is made smaller and saved in --output. The figures are there,
+too, after each case: in tally-CASES-SEED-FIRST.json, where `next` is the --first of a run that goes on.
 
 exit status: 0 nothing failed, 1 something did, 2 a mistake in the arguments
 """
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{count} of {fault}: {tally.saved[fault]}")
         return int(tally.failed > 0)
 
-    return ending("fuzz", run)
+    return ending("fuzz", run, "interrupted; --first with the `next` of the tally in --output goes on from there")
 
 
 if __name__ == "__main__":

@@ -10,52 +10,30 @@ import signal
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Protocol
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
-from dllm_sampler.core.files import write
+from dllm_sampler.core.files import make_folder, write
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval.fuzz.tally import Outcome, Tally
 
 Case = dict[str, Any]  # as JSON has it
-Kind = Literal["passed", "refused", "traceback", "hang", "wrong", "loss"]
-FAILURES: tuple[Kind, ...] = ("traceback", "hang", "wrong", "loss")
 MEMORY = 12 * 2**30  # bytes of address space that a case may take
 SLOW = [1.0]  # how much longer everything may take: on a machine that does other things, too
 SMALLER = 60  # cases that are tried to make a failure smaller
 PATIENCE = 40.0  # seconds for that
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a case ended.
-
-    kind: `wrong`: the result breaks a promise, or a mistake was accepted; `loss`: records were lost or doubled
-    about: what happened, in one line
-    fault: what two cases with the same fault have in common
-    """
-
-    kind: Kind
-    about: str = ""
-    fault: str = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it must not have ended like this."""
-        return self.kind in FAILURES
 
 
 PASSED = Outcome("passed")
@@ -194,8 +172,11 @@ def serve(name: str, line: Connection, place: str, factor: float) -> None:
 
 
 def shrunk(fuzz: Fuzz, attempt: Callable[[Case], Outcome], case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
-    """The smallest case found with the same fault, and its outcome."""
-    begun, tried, smaller = time.monotonic(), 0, True
+    """The smallest case found with the same fault, and its outcome.
+
+    A case that takes too long stays as it is: each smaller one would take as long, and might be slow otherwise.
+    """
+    begun, tried, smaller = time.monotonic(), 0, outcome.kind != "hang"
     while smaller:
         smaller = False
         for one in fuzz.simpler(case):
@@ -207,44 +188,6 @@ def shrunk(fuzz: Fuzz, attempt: Callable[[Case], Outcome], case: Case, outcome: 
                 case, outcome, smaller = one, found, True
                 break
     return case, outcome
-
-
-@dataclass
-class Tally:
-    """What a run found.
-
-    counts: outcomes by kind; faults: how many cases showed each; saved: the file of the smallest case of each
-    troubles: how often a run was killed or disturbed; notes: what cases that passed said
-    """
-
-    name: str
-    seed: int
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    saved: dict[str, Path] = field(default_factory=dict)
-    notes: Counter[str] = field(default_factory=Counter)
-    seconds: float = 0.0
-    troubles: int = 0
-
-    @property
-    def tried(self) -> int:
-        """Cases in all."""
-        return self.counts.total()
-
-    @property
-    def failed(self) -> int:
-        """Cases that failed."""
-        return sum(self.counts[kind] for kind in FAILURES)
-
-    def table(self) -> Table:
-        """The figures of the run."""
-        table = Table(box=None, pad_edge=False)
-        titles = ("cases", "tried", *get_args(Kind)[:2], "tracebacks", "hangs", "silent wrongs", "losses", "seed", "s")
-        for title in titles:
-            table.add_column(title, justify="left" if title == "cases" else "right")
-        figures = [self.tried, *(self.counts[kind] for kind in get_args(Kind)), self.seed, round(self.seconds)]
-        table.add_row(self.name, *map(str, figures))
-        return table
 
 
 def run(
@@ -265,31 +208,34 @@ def run(
         seed: with the number of a case it says which case that is.
         seconds: from the first case on.
         cases: how many at most.
-        first: number of the first one.
-        folder: failures are saved there; None: nowhere.
+        first: number of the first one. A tally in `folder` that ends before it goes on.
+        folder: failures, and the tally after each case, are saved there; None: nowhere.
         attempt: tries a case; None: a process of its own does.
         console: where failures are told; None: standard error.
     """
     console = Console(stderr=True) if console is None else console
-    fuzz, tally, worker = named(name), Tally(name, seed), None
+    tally, worker = Tally.begun(name, seed, first, folder), None
     if attempt is None:
         attempt = worker = Worker(name)
-    begun, number = time.monotonic(), first
+    before, begun = tally.seconds, time.monotonic()
     columns = (TextColumn("{task.description}"), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             bar = progress.add_task(name, total=None)
-            while time.monotonic() - begun < seconds and (cases is None or number < first + cases):
-                case = drawn(name, seed, number)
+            while time.monotonic() - begun < seconds and (cases is None or tally.next < first + cases):
+                case = drawn(name, seed, tally.next)
                 outcome = attempt(case)
-                tally.counts[outcome.kind] += 1
-                tally.troubles += len(case.get("troubles", ()))
-                if outcome.failed:
-                    _fail(fuzz, attempt, tally, case, outcome, number, folder, console)
-                elif outcome.kind == "passed" and outcome.about:
-                    tally.notes[outcome.about] += 1
-                number += 1
-                tally.seconds = time.monotonic() - begun
+                fault = tally.add(outcome, len(case.get("troubles", ())), before + time.monotonic() - begun)
+                path = None if folder is None else folder / f"{name}-{seed}-{tally.next - 1}.json"
+                if fault is not None:
+                    tally.saved[fault] = str(path or "")
+                    _save(name, path, case, outcome)  # a run that is killed while it looks for a smaller one has this
+                if folder is not None:
+                    tally.save(folder)
+                if fault is not None:
+                    case, outcome = shrunk(named(name), attempt, case, outcome)
+                    _save(name, path, case, outcome)
+                    _tell(name, path, case, outcome, f"case {tally.next - 1} of seed {seed}", console)
                 about = f"{name}: {tally.tried} tried, {tally.counts['refused']} refused, {tally.failed} failed"
                 progress.update(bar, description=about)
     finally:
@@ -298,31 +244,20 @@ def run(
     return tally
 
 
-def _fail(
-    fuzz: Fuzz,
-    attempt: Callable[[Case], Outcome],
-    tally: Tally,
-    case: Case,
-    outcome: Outcome,
-    number: int,
-    folder: Path | None,
-    console: Console,
-) -> None:
-    """Tell a failure; of each fault the first is made smaller and saved."""
-    fault = f"{outcome.kind} {outcome.fault}"
-    tally.faults[fault] += 1
-    if tally.faults[fault] > 1:
-        return
-    case, outcome = shrunk(fuzz, attempt, case, outcome)
-    console.print(Text(f"{outcome.kind}, case {number} of seed {tally.seed}: {outcome.about}"), soft_wrap=True)
-    if (line := fuzz.command(case)) is not None:
+def _save(name: str, path: Path | None, case: Case, outcome: Outcome) -> None:
+    """Save a case that `replayed` reads."""
+    if path is not None:
+        make_folder(path.parent)
+        write(path, json.dumps({"cases": name, "case": case, "outcome": asdict(outcome)}, indent=1) + "\n")
+
+
+def _tell(name: str, path: Path | None, case: Case, outcome: Outcome, which: str, console: Console) -> None:
+    """Tell a failure, with the commands that show it."""
+    console.print(Text(f"{outcome.kind}, {which}: {outcome.about}"), soft_wrap=True)
+    if (line := named(name).command(case)) is not None:
         console.print(Text(f"  {line}"), soft_wrap=True)
-    if folder is not None:
-        path = folder / f"{tally.name}-{tally.seed}-{number}.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        write(path, json.dumps({"cases": tally.name, "case": case, "outcome": asdict(outcome)}, indent=1) + "\n")
-        tally.saved[fault] = path
-        console.print(Text(f"  python -m dllm_sampler.eval.fuzz {tally.name} --case {path}"), soft_wrap=True)
+    if path is not None:
+        console.print(Text(f"  python -m dllm_sampler.eval.fuzz {name} --case {path}"), soft_wrap=True)
 
 
 def replayed(path: Path) -> tuple[str, Outcome]:

@@ -17,6 +17,10 @@ from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome, patie
 CONFORMANCE, ENGINE = "python -m dllm_sampler.eval.conformance", "python -m dllm_sampler.integrations"
 LINES = 12  # of a refusal, warnings included
 SHORT = ["train.new_tokens=8", "train.output=new"]
+BOUNDS = (  # what keeps a run short: a smaller case has them still
+    "max_new_tokens", "task.count", "tune.trials", "train.steps", "train.new_tokens", "train.held_out",
+    "train.data.size", "train.data.batch_tokens",
+)  # fmt: skip
 MINI = ["task.operation=copy", "task.count=2", "max_new_tokens=8", "device=cpu"]
 TRAIN, SFT = [*scene.TRAIN, "train.output=new"], "dllm-train train=sft"
 BASE = {  # words that run in a moment
@@ -176,14 +180,15 @@ class Inputs:
         return Outcome("refused", lines[-1])
 
     def simpler(self, case: Case) -> Iterator[Case]:
-        """Without one of the words."""
+        """Without one of the words; those that keep the run short stay."""
         if case["command"] == "call":
             return
         if case["process"]:
             yield case | {"process": False}
         mistaken = 1 if case["must"] and case["file"] is None else 0  # the last word: without it all is right
         for at in range(len(case["words"]) - mistaken):
-            yield case | {"words": case["words"][:at] + case["words"][at + 1 :]}
+            if case["words"][at].partition("=")[0] not in BOUNDS:
+                yield case | {"words": case["words"][:at] + case["words"][at + 1 :]}
 
     def command(self, case: Case) -> str | None:
         """The command line, where no file is needed and a shell can say it."""

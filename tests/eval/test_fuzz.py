@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -36,7 +36,8 @@ def test_a_row_is_the_row_alone_whatever_the_configuration() -> None:
     assert tally.counts["passed"] >= 6 and tally.counts["refused"] >= 2
 
 
-def test_bad_inputs_end_in_a_sentence() -> None:
+def test_bad_inputs_end_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "SLOW", [8.0])  # other tests run
     tally = tried("inputs", 7, first=100)
     assert tally.failed == 0, tally.faults
     assert tally.counts["refused"] >= 3
@@ -46,7 +47,7 @@ def test_bad_inputs_end_in_a_sentence() -> None:
 @pytest.mark.parametrize(("name", "seconds"), [("batches", 120), ("inputs", 120), ("kills", 240)])
 def test_a_long_run(name: str, seconds: int, tmp_path: Path) -> None:
     assert main([name, "--seconds", str(seconds), "--seed", "1", "--output", str(tmp_path)]) == 0
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == [f"tally-{name}-1-0.json"]
 
 
 def test_a_fault_of_the_batch_is_found_and_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +62,7 @@ def test_a_fault_of_the_batch_is_found_and_made_smaller(tmp_path: Path, monkeypa
     monkeypatch.setattr(Canvas, "advance", wrong)
     tally = tried("batches", 3, folder=tmp_path)
     assert tally.failed > 0 and tally.tried == 3
-    (file, *_) = tmp_path.iterdir()
+    (file, *_) = tmp_path.glob("batches-*.json")
     saved = json.loads(file.read_text())["case"]
     assert len(saved["prompts"]) == 2 and saved["guide"] == [] and saved["many"] is None
     assert guarded(batches.FUZZ.check, saved).kind == "wrong"
@@ -192,6 +193,64 @@ def test_shrinking_ends_at_one_item() -> None:
     fuzz, case = Planted(), {"items": [1, 3, 4, 5, 6]}
     small, outcome = shrunk(fuzz, fuzz.check, case, fuzz.check(case))
     assert len(small["items"]) == 1 and small["items"][0] % 2 == 0 and outcome.fault == "even"
+
+
+def test_what_takes_too_long_is_not_made_smaller() -> None:
+    """A smaller case would take as long, and one that is slow only when smaller would look like the same fault."""
+    hang, case = Outcome("hang", "", "hang"), {"items": [1, 3]}
+    assert shrunk(Planted(), lambda _: hang, case, hang) == (case, hang)
+
+
+@pytest.mark.parametrize("kind", inputs.BASE)
+def test_a_smaller_case_keeps_what_makes_its_run_short(kind: str) -> None:
+    """Without `train.steps` a training that ends at once goes on for a day."""
+    command, words = inputs.words(kind)
+    case = {"command": command, "words": [*words, "x"], "file": None, "must": "", "process": False}
+    bounds = {word for word in words if word.partition("=")[0] in inputs.BOUNDS}
+    assert len(bounds) >= {"dllm-sample": 1, "dllm-eval": 2, "dllm-tune": 3, "dllm-train": 3}.get(kind, 0)
+    smaller = list(inputs.FUZZ.simpler(case))
+    assert smaller and all(bounds <= {*one["words"]} for one in smaller)
+
+
+def test_a_run_that_is_killed_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are on the disk after each case, also those of a failure that is being made smaller."""
+    monkeypatch.setattr(harness, "named", lambda name: Planted())
+
+    def run(kill: Callable[[Case, int], bool], first: int, cases: int) -> harness.Tally:
+        tried: list[Case] = []
+
+        def attempt(case: Case) -> Outcome:
+            tried.append(case)
+            if kill(case, len(tried)):
+                raise KeyboardInterrupt
+            return Planted().check(case)
+
+        return harness.run("planted", 4, cases=cases, first=first, folder=tmp_path, attempt=attempt, console=QUIET)
+
+    def saved() -> dict[str, Any]:
+        (file,) = tmp_path.glob("tally-*.json")
+        return json.loads(file.read_text())
+
+    whole = run(lambda *_: False, 0, 12)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda case, _: len(case["items"]) < 6, 0, 12)
+    assert saved()["next"] == sum(saved()["counts"].values()) == 1 and saved()["faults"] == {"wrong even": 1}
+    (path,) = saved()["saved"].values()
+    assert json.loads(Path(path).read_text())["case"] == Planted().draw(Random("planted 4 0"))
+    with pytest.raises(KeyboardInterrupt):
+        run(lambda _, tried: tried == 4, 1, 11)
+    assert saved()["next"] == 4
+    found = run(lambda *_: False, 4, 8)
+    assert (found.counts, found.faults, found.first, found.next) == (whole.counts, whole.faults, 0, 12)
+    assert {key: saved()[key] for key in ("counts", "saved", "next")} == {
+        "counts": found.counts, "saved": found.saved, "next": 12
+    }  # fmt: skip
+    assert run(lambda *_: False, 100, 1).tried == 1, "no tally ends there"
+    (tmp_path / "tally-planted-4-0.json").write_text("[]")
+    with pytest.raises(UserError, match="no tally of a fuzz run: remove it"):
+        run(lambda *_: False, 12, 1)
 
 
 @pytest.mark.slow
