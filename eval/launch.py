@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, nullcontext
@@ -98,7 +99,9 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
     own = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         own.append(f"{LAUNCHER}joblib")
+    parent = None
     if f"{LAUNCHER}joblib" in own:
+        parent = os.getpid()
         device(found, 0)  # said here, not by each process
         if not any(word.startswith("hydra.launcher.n_jobs=") for word in own):
             own.append(f"hydra.launcher.n_jobs={workers}")
@@ -109,7 +112,7 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
             cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
             context = HydraContext(config_loader=loader, callbacks=_callbacks())
-            piece = Piece(tuple(found), workers)
+            piece = Piece(tuple(found), workers, parent)
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
             except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
@@ -172,17 +175,34 @@ def _absent(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a launcher's job does: one worker's share of all jobs."""
+    """What a launcher's job does: one worker's share of all jobs.
+
+    parent: the process that waits for it; None: it outlives the command, as a job of a cluster does
+    """
 
     jobs: tuple[Job, ...]
     workers: int
+    parent: int | None = None
 
     def __call__(self, cfg: Any) -> dict[str, str]:
         """Run it; `cfg.worker` is the worker's number."""
+        if self.parent is not None:
+            end_with(self.parent)
         share = Share(int(cfg.worker), self.workers)
         gpus = torch.cuda.device_count()
         where = device(self.jobs, share.rank % max(1, gpus))
         return run_all(self.jobs, share, where, lambda job: None, lambda done: None)
+
+
+def end_with(parent: int) -> None:
+    """End this process when the one that started it has ended: it would go on to the end of its share."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)  # what it has written is whole, whenever it ends
+
+    Thread(target=watch, daemon=True).start()
 
 
 def device(found: Sequence[Job], local: int) -> str:

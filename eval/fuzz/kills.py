@@ -166,6 +166,8 @@ class Kills:
                 return Outcome(
                     "loss", f"{what} under {how} ends with {ended.status}: {ended.err[-300:]}", f"{what} {how}"
                 )
+        if lasting := outlived(folder):
+            return Outcome("loss", f"{what} under {how} leaves processes: {lasting}", f"{what} {how} leaves processes")
         return None
 
     def simpler(self, case: Case) -> Iterator[Case]:
@@ -231,6 +233,27 @@ def _signal(running: Running, how: str) -> None:
         pid, how = (found[len(found) // 2], "kill") if found else (pid, "kill")
     with suppress(ProcessLookupError):
         os.kill(pid, SIGNALS[how])
+
+
+def outlived(folder: Path) -> list[str]:
+    """The command lines of processes in a folder that are still there after `REST` seconds."""
+    deadline = time.monotonic() + patient(REST)
+    while found := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_in(pid, folder)]:
+        if time.monotonic() > deadline:
+            lines = []
+            for pid in found:
+                with suppress(OSError):  # it has ended now
+                    lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:80])
+                    os.kill(pid, signal.SIGKILL)
+            return lines
+        time.sleep(0.05)
+    return []
+
+
+def _is_in(pid: int, folder: Path) -> bool:
+    with suppress(OSError):
+        return os.path.realpath(f"/proc/{pid}/cwd") == os.path.realpath(folder)
+    return False
 
 
 def children(pid: int) -> list[int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -297,9 +300,19 @@ def test_lost_and_doubled_records_are_seen(tmp_path: Path) -> None:
     assert "broken line" in left.torn("sample", tmp_path, result)
 
 
+def test_processes_that_are_left_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "REST", 0.1)
+    assert kills.outlived(tmp_path) == []
+    process = subprocess.Popen(["sleep", "60"], cwd=tmp_path)
+    assert kills.outlived(tmp_path) == ["sleep 60 "]
+    assert process.wait() == -signal.SIGKILL
+
+
+DISTURBED = [*product(["sample", "eval", "train", "tune"], ["kill", "int", "full", "two", "clock"])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["sample", "eval", "train", "tune"])
-@pytest.mark.parametrize("how", ["kill", "int", "full", "two", "clock"])
+@pytest.mark.parametrize(("what", "how"), [*DISTURBED, *product(["workers"], ["kill", "term", "int", "worker"])])
 def test_a_disturbed_run_is_completed(what: str, how: str) -> None:
     case = {"what": what, "troubles": [{"how": how, "share": 0.5, "delay": 0}], "seed": 1}
     assert guarded(kills.FUZZ.check, case).kind == "passed"

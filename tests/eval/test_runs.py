@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dllm_sampler.eval import command, runner
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import jobs
-from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.launch import end_with, launch
 from dllm_sampler.eval.naming import numbered
 from dllm_sampler.eval.oracle import Oracle
 from dllm_sampler.eval.runner import Runner, Share, run_all
@@ -247,6 +248,35 @@ def test_joblib_workers(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "random.py").write_text("raise SystemExit('a file of the working directory was imported')\n")
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     assert content(output) == content(whole)
+
+
+def starting(line: Connection) -> None:
+    """Starts a worker that has much to do."""
+    worker = multiprocessing.get_context("fork").Process(target=working, args=(os.getpid(),))
+    worker.start()
+    line.send(worker.pid)
+    worker.join()
+
+
+def working(parent: int) -> None:
+    end_with(parent)
+    time.sleep(60)
+
+
+def test_a_worker_ends_with_its_command() -> None:
+    """Those of joblib went on to the end of their share, held memory, and wrote into the folder."""
+    processes = multiprocessing.get_context("fork")
+    line, other = processes.Pipe()
+    command = processes.Process(target=starting, args=(other,))
+    command.start()
+    worker = Path("/proc", str(line.recv()))
+    assert worker.exists()
+    command.kill()
+    command.join()
+    deadline = time.monotonic() + 30
+    while worker.exists() and (worker / "cmdline").read_bytes() and time.monotonic() < deadline:  # none: it has ended
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
 
 
 @pytest.mark.slow
