@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from dllm_sampler import naming
 from dllm_sampler.eval.testbeds.checkpoint import SPECIAL, WORDS, write  # noqa: F401 - tests import the words from here
+from dllm_sampler.kernels import backend
 
 # Automata of forms stay in the checkout, not in a home folder.
 os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
@@ -22,6 +24,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before in this process: a warning given once per process comes, and a class has its own name."""
+    backend.warn.cache_clear()
+    monkeypatch.setattr(naming, "_TYPED", dict(naming._TYPED))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from dllm_sampler import Answer, Sampler
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine.admission import obstacle
-from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import FallbackWarning
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
@@ -159,7 +158,6 @@ def test_what_holds_for_the_whole_batch_is_noticed(kept: Any) -> None:
         made = type("Of", (Noting,), {"kept": kept})
         plugins = {"cache": made()}
     sampler = toys.sampler(**plugins)
-    backend.warn.cache_clear()
     with pytest.warns(
         FallbackWarning, match=r"batch by batch: (cache\.kept is|carry\.first is False|carry is a tensor)"
     ):

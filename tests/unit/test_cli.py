@@ -12,7 +12,6 @@ from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.options import Options
 from dllm_sampler.errors import UserError
-from dllm_sampler.kernels import backend
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
@@ -41,7 +40,6 @@ def test_an_answer_on_a_canvas_that_the_scheduler_has_made(
 def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot run is replaced and said, or refused."""
     pytest.importorskip("triton")
-    backend.warn.cache_clear()
     assert main([*words, "copy: Ada", "backend=triton", "cuda_graph=auto"]) == 0
     warning, short, figures = capsys.readouterr().err.splitlines()
     assert short == "the answer: cut at max_new_tokens"

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,13 +30,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def amd() -> str:
     """A GPU of AMD's that can be compiled for; before Triton 3.5 that takes ROCm's linker, and this is NVIDIA's."""
     return "sm_80" if Version(importlib.metadata.version("triton")) < Version("3.5") else "gfx942"
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    backend.warn.cache_clear()
-    yield
-    backend.warn.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
