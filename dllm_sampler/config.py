@@ -86,6 +86,7 @@ class ModelSettings:
         cfg_scale: strength of classifier-free guidance, which doubles the batch; 0: none.
         device_map: where the layers go, on several devices: auto, balanced, balanced_low_0, or modules and devices.
         quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
+        causal_context: Nemotron-Labs-Diffusion; false: the prompt and each finished block see themselves whole.
     """
 
     path: str
@@ -95,6 +96,7 @@ class ModelSettings:
     cfg_scale: float = 0.0
     device_map: str | dict[str, Any] | None = None
     quantize: str | None = None
+    causal_context: bool | None = None
 
 
 def names(group: str) -> list[str]:
@@ -150,7 +152,7 @@ def build(group: str, spec: object) -> Any:
 
 def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     """The settings of a model: `path`, `revision`, `trust_remote_code`, `mask_id`, `cfg_scale`, `device_map`,
-    `quantize`.
+    `quantize`, `causal_context`.
 
     Args:
         spec: a name of the group `model`, a checkpoint folder, a hub id (`org/name`), or a dict with `name` or

@@ -291,7 +291,8 @@ def _check(task: Task, plugins: Plugins, number: int) -> None:
             " gap, which it may not see: give a beginning alone"
         )
     grid = plugins.blocks.grid
-    if grid is not None and (start + first) // grid < (start + last) // grid:
+    begin = 0 if spec.prompt_block else start
+    if grid is not None and (begin + first) // grid < (begin + last) // grid:
         raise UserError(
             f"this model is block-causal, a gap does not see later blocks of {grid} tokens, and prompt {number} has"
             " given tokens in one: give a beginning alone, or text behind a gap in the same block"

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 def start(canvas: Canvas) -> Tensor:
     """`[B]` first column of the grid's block that the active block lies in."""
-    return canvas.start if canvas.grid is None else canvas.start - canvas.start % canvas.grid
+    return canvas.start if canvas.grid is None else line(canvas, canvas.start, canvas.grid)
+
+
+def line(canvas: Canvas, column: Tensor, length: int) -> Tensor:
+    """`[B]` the last line of a grid of `length` up to each `column [B]` of an answer."""
+    return column - (column if canvas.origin is None else column - canvas.origin) % length
 
 
 def end(canvas: Canvas) -> Tensor:

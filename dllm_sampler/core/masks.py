@@ -26,11 +26,11 @@ class Visible:
     def of(canvas: Canvas, query: Query, attention: Attention) -> Visible:
         """What `visible` and the blocks of the canvas say."""
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-        block = (canvas.start, canvas.stop) if attention == "causal_context" else None
-        if query.causal is None:
-            return Visible(end, canvas.grid, block)
-        first = grid.start(canvas)
-        return Visible(end, canvas.grid, block, (first, torch.where(query.causal, grid.end(canvas), first)))
+        block, causal = (canvas.start, canvas.stop) if attention == "causal_context" else None, None
+        if query.causal is not None:
+            first = grid.start(canvas)
+            causal = first, torch.where(query.causal, grid.end(canvas), first)
+        return Visible(end, canvas.grid, block, causal, canvas.origin if canvas.grid else None)
 
     @property
     def all(self) -> bool:
@@ -95,7 +95,9 @@ def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool
 def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
     """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
     if canvas.grid is not None:
-        return seen[:, None] & block_causal(positions, canvas.columns(), canvas.grid)
+        until = Visible(canvas.end, canvas.grid, origin=canvas.origin).until(positions)
+        assert until is not None
+        return seen[:, None] & (canvas.columns()[:, None] < until[..., None])
     whole = not canvas.padded and query.limit is None and query.hidden is None
     return None if whole else seen
 

@@ -31,6 +31,7 @@ class ModelSpec:
     device: torch.device
     eot_id: int | None = None  # end of turn, where it differs from eos
     attention: Attention = "bidirectional"
+    prompt_block: bool = False  # block-causal: the prompt is one block, and the others are counted from its end
     block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     seeds: bool = False  # the row before a block predicts the block's first token; other rows predict their own

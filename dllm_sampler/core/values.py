@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given, select
+from dllm_sampler.core import given, grid, select
 from dllm_sampler.core.sizes import Noise, Sizes, Spent
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Canvas:
     width: int  # no block is ever wider
     grid: int | None = None  # of block-causal attention: no block crosses a multiple of it
     part: int | None = None  # nor of this, which divides it, where blocks of attention are decoded in parts
+    prompt_block: bool = False  # the grid begins with the answer, and the prompt is one block; False: with column 0
     surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
     form: Tensor | None = None  # [B] which of a guide's forms each answer has (`Guide.forms`); None: there is no list
     given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without; None: no row has one
@@ -57,6 +58,11 @@ class Canvas:
     def length(self) -> int:
         """L, the number of columns without the empty slot."""
         return self.ids.shape[1] - 1
+
+    @property
+    def origin(self) -> Tensor | None:
+        """`[B]` the grid's first line, before which there is one block; None: column 0."""
+        return self.first if self.prompt_block else None
 
     def answer(self) -> Tensor:
         """`[B, N]` columns of the answer, padded with L."""
@@ -86,8 +92,8 @@ class Canvas:
 
     def block_end(self, start: Tensor, width: int | Tensor) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
-        stop, line = torch.minimum(start + width, self.end), self.part or self.grid
-        return stop if line is None else torch.minimum(stop, start - start % line + line)
+        stop, length = torch.minimum(start + width, self.end), self.part or self.grid
+        return stop if length is None else torch.minimum(stop, grid.line(self, start, length) + length)
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""

@@ -92,6 +92,7 @@ def canvas(
         width=max(map(blocks.widest, sizes)),
         grid=blocks.grid,
         part=blocks.part,
+        prompt_block=spec.prompt_block,
         given=None if given is None else first + last,
         form=None if forms is None else torch.tensor(forms, device=spec.device),
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,

@@ -38,6 +38,7 @@ class TransformerDenoiser:
     shift: raw row i predicts the token at i + 1 (Dream)
     seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
     attention: what a token sees
+    prompt_block: block-causal: the prompt is one block, and the others are counted from its end
     block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
     folder: of the checkpoint it was loaded from
@@ -56,6 +57,7 @@ class TransformerDenoiser:
     shift: bool = False
     seeds: bool = False
     attention: Attention = "bidirectional"
+    prompt_block: bool = False
     block_length: int | None = None
     device: torch.device | None = None
     folder: Path | None = None
@@ -101,6 +103,7 @@ class TransformerDenoiser:
             dtype=dtype,
             device=device,
             attention=self.attention,
+            prompt_block=self.prompt_block,
             block_length=self.block_length,
             shift=self.shift,
             seeds=self.seeds,
@@ -151,6 +154,10 @@ class TransformerDenoiser:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
         return self.transformer.head(hidden)
+
+    def in_blocks(self) -> TransformerDenoiser:
+        """The same model without its causal context: the prompt and each finished block see themselves whole."""
+        return replace(self, attention="block_causal", prompt_block=True, seeds=False)
 
     def using(self, backend: Backend) -> TransformerDenoiser:
         """The same model on other kernels."""

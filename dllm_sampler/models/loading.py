@@ -49,6 +49,7 @@ def load(
     trust_remote_code: bool = False,
     mask_id: int | None = None,
     quantize: str | None = None,
+    causal_context: bool | None = None,
 ) -> Loaded:
     """Load a checkpoint.
 
@@ -62,6 +63,8 @@ def load(
     trust_remote_code: run tokenizer code that comes with the checkpoint
     mask_id: the mask token, for checkpoints that do not name it; default as the checkpoint says
     quantize: `int8`: the weights of the layers as 8-bit integers (`models.quantized`), for inference alone
+    causal_context: False: a model with a causal context (Nemotron-Labs-Diffusion) goes without. The prompt and each
+        finished block see themselves whole, and no block is seeded; None: as the model has it
 
     Raises:
         UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
@@ -76,6 +79,8 @@ def load(
         raise UserError(f"{folder} is no checkpoint: it has no config.json")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
+    if causal_context is not None and (family is None or family.attention != "causal_context"):
+        raise UserError(f"{folder}: model.causal_context is for models with a causal context, Nemotron-Labs-Diffusion")
     tokenizer = load_tokenizer(folder, trust_remote_code, None if family is None else PreTrainedConfig())
     if family is None and quantize is not None:
         raise UserError(f"{folder}: model.quantize is for the families {_known()}, which run on our own layers")
@@ -114,7 +119,10 @@ def load(
         used = {_place(module, places) for module in places}
         target = min((device for device in used if device.type != "cpu"), key=str, default=torch.device("cpu"))
         dispatch_model(model, places, main_device=target)  # inputs and the cache live on the first accelerator
-    return Loaded(_denoiser(model, raw, folder, family, tokenizer, target, mask_id), tokenizer)
+    made = _denoiser(model, raw, folder, family, tokenizer, target, mask_id)
+    if causal_context is False:
+        made = made.in_blocks()
+    return Loaded(made, tokenizer)
 
 
 def find(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Path:

@@ -73,7 +73,7 @@ class RhoEos(Lengthening):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         edit, inner = self.inner.tell(canvas, query, readout, carry[1])
-        final = carry[0] | (canvas.end >= canvas.first + canvas.new_tokens)
+        final = carry[0] | self.full(canvas)
         count = self._columns(self._share(canvas, query, readout)).masked_fill(final | (canvas.step >= STEPS), 0)
         end = canvas.end + count
         if self.min_length is not None:
@@ -84,6 +84,10 @@ class RhoEos(Lengthening):
             end = torch.where(count < 0, torch.maximum(end, torch.minimum(least, canvas.end)), end)
         resize = Resize(end, torch.full_like(end, self.mask), torch.ones_like(final))
         return replace(edit, resize=resize), (final, inner)
+
+    def full(self, canvas: Canvas) -> Tensor:
+        """`[B] bool` rows that are as long as they may get, whose length is final then."""
+        return canvas.end >= canvas.first + canvas.new_tokens
 
     def _share(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B] float32` the signal."""

@@ -86,7 +86,7 @@ class StorePass(Around):
         """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
         and `[B]` those whose forward only stores."""
         assert canvas.grid is not None
-        prefilled = begun >= canvas.grid
+        prefilled = grid.line(canvas, begun, canvas.grid) > 0
         late = prefilled & (canvas.start == begun)
         # One that opens full was filled from before it. A part of a block is not stored: a later part may change it.
         over = over | (canvas.age == 0) & (canvas.stop == grid.end(canvas))

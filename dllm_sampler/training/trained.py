@@ -77,6 +77,8 @@ class Trained:
         for name in UNTRAINABLE:
             if settings.pop(name):
                 raise UserError(f"train.model has {name}, which is for sampling alone: leave it out")
+        if settings["causal_context"] is False:
+            raise UserError("train.model has causal_context=false, which is for sampling alone: leave it out")
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         if not isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser):
             raise UserError(f"train.model={named} has no mask token (uniform diffusion), and training masks tokens")

@@ -223,6 +223,8 @@ def check(sampler: Sampler) -> None:
         raise UserError(
             "trajectories cannot be scored of a model whose context is causal: its states are forwards of their own"
         )
+    if spec.prompt_block:
+        raise UserError("trajectories cannot be scored of a model whose blocks are counted from the prompt's end")
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
         raise UserError(
             "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder,"

@@ -62,8 +62,6 @@ def multi_block(line: Line, checkpoints: Checkpoints) -> Setup:
     dream = denoiser.spec.shift
     if args.max_new_tokens % args.block_size and not (dream and args.cache):
         raise Unsupported("blocks that do not divide the answer: the published loop makes forwards without end")
-    if (line.model_extra or {}).get("first_row_unshifted"):
-        raise Unsupported("a first row without a shift: the position is predicted by the row of its successor")
     bound = NEVER - 1.0 if args.threshold is None else args.threshold
     scheduler: Scheduler = StrictEntropy(bound) if dream else EntropyThreshold(bound)
     blocks: Blocks = MultiBlock(args.block_size, args.block_add_threshold)

@@ -15,12 +15,17 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.engine import layout
 from dllm_sampler.eval.conformance.builder import Checkpoints, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size, check
-from dllm_sampler.eval.conformance.published import AboveThreshold, RenewedGuidance
+from dllm_sampler.eval.conformance.published import (
+    AboveThreshold,
+    PublishedRhoEos,
+    RenewedGuidance,
+    RestlessEngine,
+)
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.daedal import Daedal
-from dllm_sampler.schedulers.rho_eos import RhoEos
 
 
 class Arguments(BaseModel):
@@ -143,9 +148,7 @@ def daedal(line: Line, checkpoints: Checkpoints) -> Callable[[], str | None]:
 def rho_eos(line: Line, checkpoints: Checkpoints) -> Callable[[], str | None]:
     """rho-EOS's `generate`."""
     args = line.arguments(RhoArguments)
-    if not all((line.model_extra or {}).get("rows_alone_same") or [True]):
-        raise Unsupported("finished rows are cut and lengthened as long as others of the batch run, and here they rest")
-    scheduler = RhoEos(
+    scheduler = PublishedRhoEos(
         AboveThreshold(args.high_conf_threshold),
         initial=args.initial_gen_length,
         expand=args.expansion_factor,
@@ -179,19 +182,37 @@ def _run(
 
     def replay() -> str | None:
         room = max(args.initial_gen_length, args.max_gen_length)
-        trace = sampler.generate(line.prompts, max_new_tokens=room).trace
-        ends = trace.end.tolist()
-        tokens = [row[trace.origin : end] for row, end in zip(trace.ids.tolist(), ends, strict=True)]
+        made = _restless if most is not None else _alone
+        tokens = made(sampler, line.prompts, room)
         return mismatch(line, [notes.rows[row] for row in range(len(tokens))], tokens)
 
     return replay
 
 
+def _alone(sampler: Sampler, prompts: list[list[int]], room: int) -> list[list[int]]:
+    """Tokens of each answer, by the rule: rows do not depend on one another."""
+    trace = sampler.generate(prompts, max_new_tokens=room).trace
+    return [row[trace.origin : end] for row, end in zip(trace.ids.tolist(), trace.end.tolist(), strict=True)]
+
+
+def _restless(sampler: Sampler, prompts: list[list[int]], room: int) -> list[list[int]]:
+    """Tokens of each answer, by rho-EOS's published loop: no row of a batch rests before the others."""
+    plugins, spec = sampler.plugins, sampler.denoiser.spec
+    initial = plugins.scheduler.traits.initial
+    canvas = layout.canvas(
+        prompts, room, [0] * len(prompts), spec, plugins.blocks, sampler.noise, cuts=False, initial=initial
+    )
+    assert sampler.max_steps is not None
+    for state in RestlessEngine(sampler.denoiser, plugins, 1).run(canvas, sampler.max_steps):
+        canvas = state.canvas
+    rows = zip(canvas.ids.tolist(), canvas.first.tolist(), canvas.end.tolist(), strict=True)
+    return [ids[first:end] for ids, first, end in rows]
+
+
 def mismatch(line: Line, rows: list[list[Step]], tokens: list[list[int]]) -> str | None:
     """What differs first between a record and the steps and tokens of each row; None where they match.
 
-    In a recorded batch of DAEDAL rows wait for each other before the end tokens are appended. One of rho-EOS may make
-    more forwards, for rows that were finished.
+    In a recorded batch of DAEDAL rows wait for each other before the end tokens are appended.
     """
     extra = line.model_extra or {}
     grows = "nfe_stage1" in extra
@@ -203,7 +224,7 @@ def mismatch(line: Line, rows: list[list[Step]], tokens: list[list[int]]) -> str
     if extra.get("nfe_stage1", first) != first:
         return f"{first} forwards before the first commit, recorded {extra['nfe_stage1']}"
     made = max(map(len, rows))
-    if made != line.nfe and not (line.batched and not grows and made < line.nfe):
+    if made != line.nfe:
         return f"NFE {made}, recorded {line.nfe}"
     recorded = {"gen_lengths": extra["gen_lengths"], "edits": extra["edits"], "steps": line.steps or []}
     for row, steps in enumerate(rows):

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.eval.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Count, Line, Size
-from dllm_sampler.eval.conformance.published import ContextDraws, PublishedLinearSpec, SeededContext, StoresApart
+from dllm_sampler.eval.conformance.published import (
+    BlockDraws,
+    ContextDraws,
+    LeavesAtEnd,
+    PrefillsApart,
+    PublishedLinearSpec,
+    SeededContext,
+    StopStored,
+    StoresApart,
+)
 from dllm_sampler.guides import Temperature
+from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -47,25 +59,32 @@ def generate(line: Line, checkpoints: Checkpoints) -> Setup:
     args = line.arguments(Arguments)
     if line.batched:
         raise Unsupported("the published loop takes one prompt at a time")
-    if not args.causal_context:
-        raise Unsupported("no plug-ins for a context whose blocks are counted from the prompt's end and see themselves")
-    if args.max_new_tokens % args.block_length or args.block_length == 1:
+    if args.max_new_tokens % args.block_length or (args.causal_context and args.block_length == 1):
         raise Unsupported(f"{args.max_new_tokens} tokens are no blocks of {args.block_length}, or of one token")
     if args.temperature > 0 and line.rng is None:
         raise Unsupported("a random run without rng cannot be repeated")
-    denoiser = Measured(checkpoints.load(line.model, args.mask_id, args.eos_token_id))
+    model = checkpoints.load(line.model, args.mask_id, args.eos_token_id)
     rule = Threshold(ONE if args.threshold is None else args.threshold)
+    made: dict[str, Any] = {"scheduler": SeededContext(rule, args.eos_token_id), "stop": "none", "cache": StoresApart()}
+    tokens, draws = args.max_new_tokens + 1, ContextDraws
+    if not args.causal_context:
+        assert isinstance(model, TransformerDenoiser)
+        model, tokens, draws = model.in_blocks(), args.max_new_tokens, BlockDraws
+        made = {
+            "scheduler": LeavesAtEnd(rule, args.eos_token_id),
+            "stop": StopStored(),
+            "cache": PrefillsApart(),
+        }
+    denoiser = Measured(model)
     sampler = Sampler(
         denoiser,
-        scheduler=SeededContext(rule, args.eos_token_id),
         blocks=FixedBlocks(args.block_length),
-        stop="none",
-        cache=StoresApart(),
         guide=[Temperature(value=args.temperature)] if args.temperature > 0 else [],
-        noise=ContextDraws(line.rng.torch_manual_seed, "llada") if line.rng else None,
+        noise=draws(line.rng.torch_manual_seed, "llada") if line.rng else None,
         compat=True,
+        **made,
     )
-    return Setup(sampler, args.max_new_tokens + 1, measured=denoiser, cut=args.max_new_tokens)
+    return Setup(sampler, tokens, measured=denoiser, cut=args.max_new_tokens)
 
 
 def speculate(line: Line, checkpoints: Checkpoints) -> Setup:

@@ -15,7 +15,7 @@ from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
-CAUSAL = ("causal", "fast", "context", "sdar", "pooled")  # in blocks
+CAUSAL = ("causal", "fast", "context", "in_blocks", "sdar", "pooled")  # in blocks
 FAMILIES = (*toys.TOYS, *CAUSAL, "moe", "bert", "gemma")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 GEMMA_BLOCK = 8  # canvas length of the DiffusionGemma

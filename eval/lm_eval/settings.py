@@ -14,7 +14,7 @@ from dllm_sampler.errors import UserError, installing, unknown
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}
 KERNELS = ("backend", "cuda_graph", "compile")  # which the sampler checks
-MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map")
+MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map", "causal_context")
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,12 @@ def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
 @cache
 def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torch.float64) -> Denoiser:
     """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal), `fast`
-    (block-causal with a logit shift), `context` (blocks in a causal context)."""
+    (block-causal with a logit shift), `context` (blocks in a causal context), `in_blocks` (the same without it: the
+    prompt is a block)."""
+    if kind == "in_blocks":
+        given = denoiser("context", device, dtype)
+        assert isinstance(given, TransformerDenoiser)
+        return given.in_blocks()
     if kind == "context":
         plain = transformer(kv_heads=2)
         model = Transformer(replace(plain.config, yarn=Yarn(4.0, 8, queries=0.3))).to(torch.float64)

@@ -11,6 +11,7 @@ it is, hand the object over:
 from dllm_sampler.eval.conformance.published.adablock import AmongTop
 from dllm_sampler.eval.conformance.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.eval.conformance.published.caches import PublishedDelayedCache, PublishedElasticCache
+from dllm_sampler.eval.conformance.published.context import BlockDraws, LeavesAtEnd, PrefillsApart, StopStored
 from dllm_sampler.eval.conformance.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.eval.conformance.published.editing import PublishedEditing
 from dllm_sampler.eval.conformance.published.fixed import (
@@ -24,7 +25,12 @@ from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
 from dllm_sampler.eval.conformance.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
 from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
-from dllm_sampler.eval.conformance.published.lengths import AboveThreshold, RenewedGuidance
+from dllm_sampler.eval.conformance.published.lengths import (
+    AboveThreshold,
+    PublishedRhoEos,
+    RenewedGuidance,
+    RestlessEngine,
+)
 from dllm_sampler.eval.conformance.published.linear_spec import PublishedLinearSpec
 from dllm_sampler.eval.conformance.published.localleap import PublishedLocalLeap
 from dllm_sampler.eval.conformance.published.multi_block import (
@@ -66,15 +72,18 @@ __all__ = [
     "AmongTop",
     "AnyBlock",
     "Behind",
+    "BlockDraws",
     "ContextDraws",
     "EarlyStop",
     "EndsAnywhere",
     "ForcedFirst",
     "HeldProgress",
+    "LeavesAtEnd",
     "Level",
     "MostUncertain",
     "OneAfterAnother",
     "PartDraws",
+    "PrefillsApart",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDelayedCache",
@@ -95,6 +104,7 @@ __all__ = [
     "PublishedParallelDecoding",
     "PublishedPositionCalibrated",
     "PublishedPrefixCache",
+    "PublishedRhoEos",
     "PublishedRunningConfidence",
     "PublishedSelfVerified",
     "PublishedSlowFast",
@@ -103,10 +113,12 @@ __all__ = [
     "PublishedWindow",
     "PublishedWino",
     "RenewedGuidance",
+    "RestlessEngine",
     "SeededBlocks",
     "SeededContext",
     "StaleMasks",
     "StopAt",
+    "StopStored",
     "StoresApart",
     "StrictEntropy",
     "SuffixDraws",

@@ -1,7 +1,8 @@
-"""What the published functions of DAEDAL and rho-EOS commit, and rho-EOS's guidance."""
+"""What the published functions of DAEDAL and rho-EOS commit, and rho-EOS's guidance and batches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +13,10 @@ from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models.cfg import GuidedDenoiser
+from dllm_sampler.schedulers.rho_eos import RhoEos
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class AboveThreshold(Scheduler):
 class RenewedGuidance(GuidedDenoiser):
     """The branch without prompt masks other columns after a change of length: all that held tokens then.
 
-    Source: yjyddq/rho-EOS (arXiv 2601.22527): the set is the prompt at first, and is made again whenever the length of
-    the row changes. For one generation.
+    Source: yjyddq/rho-EOS (arXiv 2601.22527): the set is the prompt at first, and is made again for all rows whenever
+    the length of one changes. For one generation.
     """
 
     hidden: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # `[B, L+1]`, and `[B]` ends then
@@ -71,10 +75,42 @@ class RenewedGuidance(GuidedDenoiser):
         if not self.hidden:
             self.hidden[:] = [canvas.frozen, canvas.end]
         columns, end = self.hidden
-        now = torch.where((canvas.end != end)[:, None], ~canvas.masked, columns)
+        now = torch.where((canvas.end != end).any(), ~canvas.masked, columns)
         self.hidden[:] = [now, canvas.end]
         return self.denoiser(
             replace(canvas, ids=canvas.ids.masked_fill(now, mask_id)),
             replace(query, ids=query.ids.masked_fill(now.gather(1, query.positions)[:, None], mask_id)),
             replace(plan, cache=plan.cache.twin),
         )
+
+
+@dataclass(frozen=True)
+class PublishedRhoEos(RhoEos):
+    """A row without anything to decode may still change in length, however long it is. For `RestlessEngine`.
+
+    Source: yjyddq/rho-EOS (arXiv 2601.22527).
+    """
+
+    def full(self, canvas: Canvas) -> Tensor:
+        """See `RhoEos.full`."""
+        return super().full(canvas) & (canvas.start < canvas.end)
+
+
+class RestlessEngine(Engine):
+    """Rows of a batch end together, in the first step that leaves none of them anything to decode, or changes nothing.
+
+    Until then a finished row is cut and lengthened like the others, and may have something to decode again.
+    Source: yjyddq/rho-EOS (arXiv 2601.22527), whose batches therefore depend on one another.
+    """
+
+    def run(self, canvas: Canvas, max_steps: int) -> Iterator[Generation]:
+        """See `Engine.run`."""
+        for state in super().run(canvas, max_steps):
+            yield state
+            before, canvas = canvas, state.canvas
+            same = torch.equal(before.end, canvas.end) and torch.equal(before.ids, canvas.ids)
+            if state.finished or same:
+                return
+            if any(state.done):
+                state.canvas = replace(canvas, done=torch.zeros_like(canvas.done))
+                self.ask(state)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.cache.delayed_prefix import DelayedPrefix
+from dllm_sampler.core.plan import Plan
 from dllm_sampler.core.protocols import Blocks, Carry, Context
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -117,14 +118,35 @@ class PublishedFill(FillStop):
 class PublishedDelayedPrefix(DelayedPrefix):
     """Nothing before the columns that are not stored is computed, on a model with a logit shift either.
 
-    Source: d3LLM's Dream loop, arXiv 2601.07568. There the first of these columns reads its own row, which predicts its
-    successor; here nothing predicts it. No difference once it is committed.
+    Source: d3LLM's Dream loop, arXiv 2601.07568, which shifts the rows of a forward inside the forward: the first
+    position reads its own row, which predicts the next one. No difference once it is committed. One row.
     """
+
+    unshifted: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, L+1] of this forward
 
     @property
     def back(self) -> int:
         """See `DelayedPrefix.back`."""
         return 0
+
+    def recalled(self, canvas: Canvas) -> Tensor | None:
+        """See `Cache.recalled`: the first column that is computed, where it is a mask."""
+        whole = self.computes(canvas)[:, :1]
+        self.unshifted = (canvas.columns() == self.edge[:, None]) & canvas.masked & ~whole
+        return self.unshifted
+
+    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+        """See `Cache.narrow`. The next position is asked about too, which brings the row."""
+        assert self.unshifted is not None
+        after = self.unshifted.roll(1, 1) & answered
+        return super().narrow(canvas, query, answered).join(canvas, after, canvas.width + 1)
+
+    def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
+        """See `Cache.restore`."""
+        assert self.unshifted is not None
+        at, found = plan.answers.position, self.unshifted.nonzero()[:, 1]  # one row
+        own = hidden[at == found + 1] if len(found) else hidden[:0]
+        return torch.where((at == found)[:, None], own[:1], hidden) if len(own) else hidden
 
 
 @dataclass

@@ -14,6 +14,7 @@ from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.eval.conformance.published.context import BlockDraws
 from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.rows import choose
 
@@ -132,15 +133,11 @@ class PartDraws(ReplayNoise):
 
 
 @dataclass(frozen=True)
-class ContextDraws(ReplayNoise):
-    """One draw for a seed; then draws that cover the block, masks or not."""
+class ContextDraws(BlockDraws):
+    """One draw for a seed; then draws that cover the block."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        assert positions.shape[0] == 1
-        if bool(seeds(canvas).any()):
-            drawn = -torch.log(torch.empty(vocab).exponential_(generator=self.generator))
-            return drawn.expand(*positions.shape, vocab).to(positions.device)
-        width = int(canvas.stop - canvas.start)
-        drawn = torch.rand((width, vocab), dtype=torch.float64, generator=self.generator)
-        at = (positions - canvas.start).clamp(max=width - 1).cpu()
-        return -torch.log(-torch.log(drawn))[at].to(positions.device)
+        if not bool(seeds(canvas).any()):
+            return super()._tokens(canvas, positions, vocab)
+        drawn = -torch.log(torch.empty(vocab).exponential_(generator=self.generator))
+        return drawn.expand(*positions.shape, vocab).to(positions.device)

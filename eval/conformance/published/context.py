@@ -1,0 +1,76 @@
+"""Blocks that are left at an end token and stored, of a context in which each block sees itself whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.block_causal import BlockCausalCache, StorePasses
+from dllm_sampler.core import grid
+from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.around import Around
+from dllm_sampler.stops.end_tokens import BlockStop, finished
+
+
+@dataclass(frozen=True)
+class LeavesAtEnd(Around):
+    """Leave a block once an end token has no mask before it, though masks may stand behind.
+
+    Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
+
+    Args:
+        inner: the scheduler.
+        eos: the end token.
+    """
+
+    eos: int = -1
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, carry = self.inner.tell(canvas, query, readout, carry)
+        after = canvas.apply(query.positions, edit)
+        known = ((after.masked & after.in_block()).cumsum(1) == 0) & after.in_block()
+        return replace(edit, close_block=(known & (after.ids == self.eos)).any(1)), carry
+
+
+@dataclass(frozen=True)
+class StopStored(BlockStop):
+    """End a row with the forward that stores the block behind an end token.
+
+    Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        stores = (query.positions == canvas.length).all(1)  # nothing is asked about
+        return finished(edit, stores & self.ends(after).any(1))
+
+
+@dataclass
+class PrefillsApart(BlockCausalCache):
+    """The first forward computes and stores the prompt, and nothing else; each full block has one that stores it."""
+
+    store_pass: StorePasses = "separate"
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        before = canvas.columns() < grid.start(canvas)[:, None]
+        return super().computes(canvas) & (before | (canvas.step > 0)[:, None])
+
+
+@dataclass(frozen=True)
+class BlockDraws(ReplayNoise):
+    """Draws that cover the block, masks or not; none for a forward that only stores."""
+
+    def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        assert positions.shape[0] == 1
+        if not bool((positions < canvas.length).any()):
+            return torch.zeros(*positions.shape, vocab, device=positions.device)
+        width = int(canvas.stop - canvas.start)
+        drawn = torch.rand((width, vocab), dtype=torch.float64, generator=self.generator)
+        at = (positions - canvas.start).clamp(max=width - 1).cpu()
+        return -torch.log(-torch.log(drawn))[at].to(positions.device)
