@@ -102,6 +102,7 @@ def test_a_row_of_a_batch_is_the_row_alone() -> None:
     assert [answer.tokens.tolist() for answer in flown] == batch.tokens.tolist()
     several = list(made.generate_many(PROMPTS[:2], batch_size=4, samples=2, order="given", **options))
     assert several[0].tokens.tolist() == batch.tokens[0].tolist(), "a prompt that is computed once for two answers"
+    assert several[0].trace is not None
     assert several[0].trace.rows.sum() < batch.trace.rows[0].sum() + len(PROMPTS[0])
 
 
