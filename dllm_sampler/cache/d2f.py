@@ -27,7 +27,8 @@ class D2FCache(BaseCache):
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
     first forward, those of a block from the first one that saw all its tokens; they are not renewed. Where a forward
     computes several candidates, those of the one that won are stored. On models with a logit shift (Dream) the row
-    that predicts the first position behind what is stored is kept from the same forward.
+    that predicts the first position behind what is stored is kept from the same forward; where that forward did not ask
+    about the position (`random_order`, say), the row is computed again.
 
     Args:
         attention: what a token sees. `full`: all that is stored or computed, so that what is stored depends on what
@@ -42,6 +43,7 @@ class D2FCache(BaseCache):
     length: int = field(init=False, default=0, repr=False, compare=False)  # of a block
     stored: Tensor = field(init=False, repr=False, compare=False)  # [B] what is before this column is stored
     rows: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, D] of the column before that
+    kept: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: `rows` has it from the last forward
     made: tuple[Plan, Tensor] | None = field(init=False, default=None, repr=False, compare=False)  # of the last forward
 
     def __post_init__(self) -> None:
@@ -67,12 +69,15 @@ class D2FCache(BaseCache):
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)
-        live.stored = torch.zeros_like(canvas.start)
+        live.stored, live.kept = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
         return live
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
-        return canvas.columns() >= self.stored[:, None]
+        first = self.stored
+        if self.spec.shift:
+            first = first - (canvas.masked.gather(1, first[:, None])[:, 0] & ~self.kept).long()
+        return canvas.columns() >= first[:, None]
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`."""
@@ -85,14 +90,13 @@ class D2FCache(BaseCache):
         """See `Cache.recalled`."""
         if not self.spec.shift:
             return None
-        return (canvas.columns() == self.stored[:, None]) & (self.stored > 0)[:, None]
+        return (canvas.columns() == self.stored[:, None]) & self.kept[:, None]
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
         """See `Cache.restore`."""
         row = plan.answers.row
         if self.spec.shift and self.rows is not None:
-            edge = self.stored[row]  # [R]
-            here = (plan.answers.position == edge) & (edge > 0)
+            here = (plan.answers.position == self.stored[row]) & self.kept[row]  # [R]
             hidden = torch.where(here[:, None], self.rows[row], hidden)
         self.made = plan, hidden
         return hidden
@@ -107,6 +111,8 @@ class D2FCache(BaseCache):
             here = (answers.position == canvas.start[answers.row]) & (answers.candidate == won[answers.row])
             here = here & (answers.place < answers.query.ids.numel())  # fillers have the last answer's place
             old = hidden.new_zeros(rows, hidden.shape[1]) if self.rows is None else self.rows
-            room = torch.cat([old, old[:1]])
-            self.rows = room.index_copy(0, torch.where(here, answers.row, rows), hidden)[:rows]
+            room, at = torch.cat([old, old[:1]]), torch.where(here, answers.row, rows)  # [R]
+            self.rows = room.index_copy(0, at, hidden)[:rows]
+            kept = room.new_zeros(rows + 1, dtype=torch.bool).index_fill(0, at, True)[:rows]
+            self.kept = kept & (canvas.start > 0)
         self.stored = torch.where(canvas.done, self.stored, canvas.start)

@@ -57,7 +57,7 @@ def check_number(
     """
     if optional and value is None:
         return
-    if is_real(value) and least <= value <= most and not (finite and value == inf):
+    if is_real(value) and least <= value <= most and not (finite and abs(value) == inf):
         return
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
     null = ", or null" if optional else ""

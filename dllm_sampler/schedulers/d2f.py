@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
+import torch
+
 from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
 from dllm_sampler.core.select import at_least_one
@@ -52,5 +54,6 @@ class D2F(Scheduler):
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         score, chosen = rate(self.score, canvas, query, readout), eligible & (sure > self.threshold)
         if self.blocks is None or not self.blocks.several:
-            chosen = at_least_one(chosen, score, eligible)
+            best = at_least_one(torch.zeros_like(chosen), score, eligible)
+            chosen = torch.where(chosen.any(1, keepdim=True), chosen, best)
         return Edit(readout.token[:, 0], chosen, score=score), carry

@@ -243,6 +243,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("causal", {"scheduler": {"name": "s2d2", "tempering": 0.0}}, r"scheduler.tempering must be a number above 0"),
     ("causal", {"scheduler": {"name": "s2d2", "cost": float("nan")}}, r"scheduler.cost must be a score"),
+    ("causal", {"scheduler": {"name": "s2d2", "cost": -float("inf")}}, r"scheduler.cost must be a score, not -inf"),
     ("context", {"scheduler": "fixed", "cache": CAUSAL}, r"cache.token_causal=true .* is causal already: leave it out"),
 ]
 

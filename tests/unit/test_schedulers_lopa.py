@@ -247,6 +247,24 @@ def test_block_causal_attention_makes_the_cache_exact(toy: str) -> None:
             assert bool((stored.trace.rows < computed.trace.rows).all())
 
 
+@pytest.mark.parametrize("steps", [None, 7])
+def test_a_forward_that_did_not_ask_about_the_edge_computes_its_row_again(steps: int | None) -> None:
+    """Under a logit shift: `random_order` asks about what it commits alone, seldom the first position of a block."""
+    rule = {"name": "random_order", "steps": steps}
+    stored = run(rule, "dream", blocks="fixed", cache=D2FCache("block_causal"))
+    computed = run(rule, "dream", blocks="fixed", cache=Everything("block_causal"))
+    assert same(stored, computed)
+    assert torch.allclose(stored.trace.logprob, computed.trace.logprob, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("score", ["entropy", "margin", "confidence"])
+def test_a_fixed_block_gets_its_best_mask_where_no_other_is_sure(score: str) -> None:
+    """As where one of several blocks is open at a time."""
+    rule, one = {"name": "d2f", "threshold": 0.6, "score": score}, PIPELINE | {"name": "multi_block"}
+    fixed = run(rule, blocks={"name": "fixed", "length": 4})
+    assert same(fixed, run(rule, blocks=one | {"add_threshold": 1.0}))
+
+
 def test_one_block_at_a_time_is_a_threshold() -> None:
     """Invariant 6: the canvas is cut at the block's end."""
     blocks = PIPELINE | {"add_threshold": 1.0, "full_threshold": 1.0}
