@@ -88,7 +88,8 @@ class SuffixCache(Cache, ABC):
 
     def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`; the query hides what the block does not see."""
-        return replace(self.inner.narrow(canvas, query, answered), hidden=self.hidden)
+        hidden = self.hidden if query.hidden is None else self.hidden | query.hidden
+        return replace(self.inner.narrow(canvas, query, answered), hidden=hidden)
 
     def plan(self, canvas: Canvas, wanted: Request) -> Plan:
         """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""

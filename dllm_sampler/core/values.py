@@ -217,7 +217,7 @@ class Query:
     live: Tensor | None = None  # [B, K] bool: candidates that are computed; None: all K
     step: Tensor | None = None  # [B, K] the step each candidate stands for, which keys its noise; None: canvas.step
     limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
-    hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides; a cache sets it (`narrow`)
+    hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides: masks, by blocks or a cache
     stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit; None: the row's
     forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
     soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
@@ -260,8 +260,11 @@ class Query:
 
     def before(self, canvas: Canvas, column: Tensor) -> Query:
         """This query where all from `column [B]` on is hidden, but for given tokens."""
-        shown = given.shown(canvas, column)
-        return replace(self, limit=shown if self.limit is None else torch.minimum(self.limit, shown))
+        shown, hidden = given.shown(canvas, column), self.hidden
+        if canvas.given is not None:
+            masks = canvas.masked & (canvas.columns() >= column[:, None])  # some stand before the last given token
+            hidden = masks if hidden is None else hidden | masks
+        return replace(self, limit=shown if self.limit is None else torch.minimum(self.limit, shown), hidden=hidden)
 
     def drop(self, canvas: Canvas, kept: Tensor) -> Query:
         """This query without the columns outside `kept [B, L+1] bool`, of the same width."""

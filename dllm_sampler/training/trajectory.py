@@ -213,6 +213,16 @@ def check(sampler: Sampler) -> None:
                 f"scheduler={named(rule)} {reason}, so its trajectories cannot be scored again: use one that"
                 " commits each position once from the canvas as it is, fixed, threshold or ascending say"
             )
+    if plugins.blocks.hides:
+        raise UserError(
+            f"blocks={named(plugins.blocks)} hides the masks of blocks that are not open, so its trajectories cannot be"
+            " scored again: use blocks=multi_block"
+        )
+    if plugins.stop.fills and not plugins.stop.predicts:
+        raise UserError(
+            f"stop={named(plugins.stop)} writes tokens that no forward has predicted, so its trajectories cannot be"
+            " scored again: use stop=prefix"
+        )
     for guide in plugins.guides:
         if guide.measures:
             raise UserError(

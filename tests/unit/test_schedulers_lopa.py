@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, UserError
+from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.d2f import D2FCache
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.infill import FREE, Infill
 from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.lopa import LoPA
 from tests import toys
@@ -217,6 +218,31 @@ def test_what_the_winner_has_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(BaseCache, "adopt", keep)
             both.append(torch.allclose(right.trace.logprob, run(lopa, cache=CACHES[cache]).trace.logprob))
     assert both == [False, True]
+
+
+@pytest.mark.parametrize(("blocks", "cache", "toy"), crossed(list(BLOCKS), list(CACHES), ["llada", "dream"]))
+def test_given_tokens_are_seen_and_the_masks_before_them_are_not(blocks: str, cache: str, toy: str) -> None:
+    """A canvas that always wins is D2F's, so forks and the canvas alone see the same; and a mask behind the open blocks
+    changes nothing, wherever a given token stands."""
+    random = Random(3)
+    rows = [[random.randrange(toys.EOT) if random.random() < 0.3 else FREE for _ in range(TOKENS)] for _ in range(4)]
+    asked = [Infill([*prompt, *row]) for prompt, row in zip(toys.PROMPTS, rows, strict=False)]
+
+    def answer(scheduler: Any, denoiser: Any) -> Result:
+        options: dict[str, Any] = {"blocks": BLOCKS[blocks], "cache": CACHES[cache], "stop": "none"}
+        return Sampler(denoiser, scheduler=scheduler, **options).generate(asked)
+
+    class Garbled(toys.Spy):
+        def __call__(self, canvas: Canvas, query: Query, plan: Any) -> Any:
+            behind = canvas.masked & (canvas.columns() >= canvas.stop[:, None])
+            if blocks == "pipeline" and query.stops is None:
+                canvas = replace(canvas, ids=torch.where(behind, 3, canvas.ids))
+            return super().__call__(canvas, query, plan)
+
+    alone = D2F(0.6, "confidence")
+    plain = answer(alone, toys.denoiser(toy))
+    assert same(plain, answer(LoPA(alone, 2, "confidence", alpha=1.0), toys.denoiser(toy)))
+    assert same(plain, answer(alone, Garbled(toys.denoiser(toy))))
 
 
 class Everything(D2FCache):

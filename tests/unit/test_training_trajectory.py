@@ -149,6 +149,8 @@ def test_gradients(parallel: bool) -> None:
         ({"scheduler": "remdm"}, "takes tokens back"),
         ({"scheduler": "freedave"}, "may not come true"),
         ({"scheduler": "wino"}, "takes tokens back"),
+        ({"blocks": {"name": "pipeline"}}, "blocks=pipeline hides the masks of blocks that are not open"),
+        ({"stop": "fill"}, "stop=fill writes tokens that no forward has predicted"),
         ({"guide": {"name": "end_tokens"}}, "changes the probabilities"),
         ({"compat": True}, "plain masked-diffusion"),
     ],
