@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval import arguments
 from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler
@@ -61,18 +62,9 @@ def check_recorded(sampler: Sampler) -> None:
         raise UserError(f"steps of {names} are never recorded: leave it out")
 
 
-def command(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
-    """`main`, which says what a user did wrong in a line."""
-
-    @wraps(main)
-    def run(argv: Sequence[str] | None = None) -> int:
-        try:
-            return main(argv)
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-
-    return run
+def command(main: arguments.Main) -> Callable[..., int]:
+    """`main`, which says what a user did wrong in a line, in the name of its file."""
+    return arguments.command(Path(inspect.getfile(main)).name)(main)
 
 
 def accepted(read: Callable[[str], Value]) -> Callable[[str], Value]:

@@ -2,10 +2,15 @@
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import NoReturn
 
+from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError
+
+Main = Callable[[Sequence[str] | None], int]
 
 
 class Parser(ArgumentParser):
@@ -14,6 +19,19 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """See `ArgumentParser.error`."""
         raise UserError(f"{message}; try --help")
+
+
+def command(name: str) -> Callable[[Main], Callable[..., int]]:
+    """Of a `main(arguments)`: it ends as `ending` says, in the name of the command."""
+
+    def named(main: Main) -> Callable[..., int]:
+        @wraps(main)
+        def run(arguments: Sequence[str] | None = None) -> int:
+            return ending(name, lambda: main(arguments))
+
+        return run
+
+    return named
 
 
 def positive(text: str) -> int:

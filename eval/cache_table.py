@@ -16,9 +16,8 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval import cache_plot, markdown, scheduler_plot
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.cache_runs import APART, RANDOM_WORDS, CacheSetup, Row, caches, run, store
 from dllm_sampler.eval.scheduler_table import here
 from dllm_sampler.eval.untrained import llada_157m
@@ -192,18 +191,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    try:
-        options = parse(arguments)
-        if options.check:
-            found = stale(options.docs)
-            print("\n".join(found) or f"{options.docs} has every cache")
-            return int(bool(found))
-        written = write(options.docs, options.output, setups(options))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(arguments)
+    if options.check:
+        found = stale(options.docs)
+        print("\n".join(found) or f"{options.docs} has every cache")
+        return int(bool(found))
+    written = write(options.docs, options.output, setups(options))
     print(written)
     return 0
 

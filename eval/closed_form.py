@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.testbeds import exact, formulas
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
 from dllm_sampler.eval.testbeds.orders import GivenParts, GivenSizes
 from dllm_sampler.sampler import Sampler
 
+COMMAND = "python -m dllm_sampler.eval.closed_form"
 EVEN_TIES = 1e-3  # a temperature so low that it decides nothing but ties
 LARGE = (10, 20)  # items where only closed forms say what is right
 FAR = 4.5  # standard deviations; one cell in 150,000 lies further by chance
@@ -180,25 +181,22 @@ def _squares(n: int) -> Iterator[Cell]:
     yield Cell("latin_square", n, "leftright k=2", rule, exact.decode_parts(valid, pairs).valid)
 
 
+@command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; 1 where a cell is too far off for chance, 2 after a mistake in the arguments."""
     parser = Parser(
-        prog="python -m dllm_sampler.eval.closed_form",
+        prog=COMMAND,
         description="Compare schedulers on exact test beds with the validity they must have.",
     )
     parser.add_argument("--rows", type=positive, default=4000, help="samples per cell")
     parser.add_argument("--items", type=positive, nargs="+", default=[2, 3, 4, 5], help="list lengths to enumerate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="one operation")
-    try:
-        options: Any = parser.parse_args(arguments)
-        if options.only and options.only not in LAWS:
-            raise unknown("operation", options.only, LAWS)
-        if max(options.items) > 6:
-            raise UserError("--items must not be above 6: enumeration takes too long, longer lists are compared anyway")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options: Any = parser.parse_args(arguments)
+    if options.only and options.only not in LAWS:
+        raise unknown("operation", options.only, LAWS)
+    if max(options.items) > 6:
+        raise UserError("--items must not be above 6: enumeration takes too long, longer lists are compared anyway")
     torch.set_num_threads(1)
     table = Table("operation", "n", "method", "expected", "measured", "z", "forwards", "z", box=None)
     far = 0

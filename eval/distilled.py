@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import unknown
 from dllm_sampler.eval import markdown, statistics
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.comparison import Figures, compare
@@ -96,30 +96,27 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return statistics.spread(values, digits) if values else "not reached"
 
 
+@command(COMMAND)
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    try:
-        options = parse(words)
-        page = markdown.read(options.docs, SECTION)
-        torch.set_num_threads(1)
-        sizes = (options.tasks, options.prompts, options.seed, options.new_tokens, options.block_length)
-        before, *after = (measured(model, *sizes) for model in (options.before, *options.after))
-        tasks = ", ".join(options.tasks)
-        kind = "mean and range" if len(after) >= statistics.ENOUGH else "mean"
-        text = "\n\n".join(
-            [
-                f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each task ({tasks});"
-                f" canvas of {options.new_tokens} tokens in blocks of {options.block_length}. After: {kind} of"
-                f" {len(after)} seeds.",
-                equal(before, after),
-                "What was measured:",
-                points(before, after),
-            ]
-        )
-        files.write(options.docs, markdown.fill(page, SECTION, text))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(words)
+    page = markdown.read(options.docs, SECTION)
+    torch.set_num_threads(1)
+    sizes = (options.tasks, options.prompts, options.seed, options.new_tokens, options.block_length)
+    before, *after = (measured(model, *sizes) for model in (options.before, *options.after))
+    tasks = ", ".join(options.tasks)
+    kind = "mean and range" if len(after) >= statistics.ENOUGH else "mean"
+    text = "\n\n".join(
+        [
+            f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each task ({tasks});"
+            f" canvas of {options.new_tokens} tokens in blocks of {options.block_length}. After: {kind} of"
+            f" {len(after)} seeds.",
+            equal(before, after),
+            "What was measured:",
+            points(before, after),
+        ]
+    )
+    files.write(options.docs, markdown.fill(page, SECTION, text))
     print(text)
     return 0
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from dllm_sampler import __version__
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.exact_match import held_out_prompts
 from dllm_sampler.eval.store import Store
 from dllm_sampler.result import Result
@@ -229,20 +228,17 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@command(COMMAND)
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    try:
-        options = parse(words)
-        markdown.read(options.docs, SECTION)  # a mistake shows before the work
-        torch.set_num_threads(options.threads)
-        chosen = subjects(options.model, options.prompts)
-        done = store(options)
-        found = [one for subject in chosen for one in compare(subject, done)]
-        text = content(options, chosen, found)
-        files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(words)
+    markdown.read(options.docs, SECTION)  # a mistake shows before the work
+    torch.set_num_threads(options.threads)
+    chosen = subjects(options.model, options.prompts)
+    done = store(options)
+    found = [one for subject in chosen for one in compare(subject, done)]
+    text = content(options, chosen, found)
+    files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
     print(text)
     return int(any(one.equal < one.rows for one in found))
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from dllm_sampler import config
 from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser
+from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.integrations.scope import reason
 
 COMMAND = "python -m dllm_sampler.eval.engine_table"
@@ -48,8 +47,9 @@ def content() -> str:
     return f"`{COMMAND} --docs docs/engines.md`; under default settings.\n\n{markdown.table(HEAD, rows())}"
 
 
-def run(argv: Sequence[str] | None) -> None:
-    """Print the table, or put it into a document."""
+@command(COMMAND)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, or put it into a document; returns the exit status."""
     it = Parser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     it.add_argument(
         "--docs", type=Path, metavar="FILE", help=f"fill its section {SECTION!r} (default: print the table)"
@@ -59,15 +59,6 @@ def run(argv: Sequence[str] | None) -> None:
         print(content())
     else:
         files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, content()))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status of the command."""
-    try:
-        run(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     return 0
 
 

@@ -33,7 +33,7 @@ from dllm_sampler import kernels
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser, output, positive
+from dllm_sampler.eval.arguments import Parser, command, output, positive
 from dllm_sampler.kernels.configuration import Configuration
 
 COMMAND = "python -m dllm_sampler.eval.kernel_table"
@@ -203,7 +203,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run(arguments: Sequence[str] | None) -> int:
+@command(COMMAND)
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command, but for its mistakes."""
     options = parse(arguments)
     targets = options.target or list(TARGETS)
@@ -242,15 +243,6 @@ def run(arguments: Sequence[str] | None) -> int:
         text = markdown.read(options.docs, SECTION)
         files.write(options.docs, markdown.fill(text, SECTION, note + markdown.table(head, rows)))
     return 1 if failed else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status of the command."""
-    try:
-        return run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

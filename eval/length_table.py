@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import track
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import unknown
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.exact_match import Tally, held_out_prompts
 from dllm_sampler.naming import described
 from dllm_sampler.sampler import Sampler
@@ -87,6 +87,7 @@ def content(rows: Sequence[Row], options: argparse.Namespace) -> str:
     return "\n\n".join([markdown.table(HEAD, [row.cells() for row in rows]), notes])
 
 
+@command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = Parser(prog=COMMAND, description=(__doc__ or "").splitlines()[0])
@@ -94,25 +95,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="+", default=[*TASKS], metavar="NAME", help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the document whose section is written")
-    try:
-        options = parser.parse_args(arguments)
-        for name in options.tasks:
-            if name not in TASKS:
-                raise unknown("task", name, TASKS)
-        markdown.read(options.docs, SECTION)  # a mistake shows before the work
-        torch.set_num_threads(1)
-        blocks = {"name": "fixed", "length": BLOCK}
-        base = Sampler.from_pretrained("mini", device="cpu", scheduler="threshold", blocks=blocks, stop="none")
-        runs: list[tuple[dict[str, Any], int]] = [({}, tokens) for tokens in FIXED]
-        runs += [({"scheduler": one}, BOUND) for one in GROWING]
-        console = Console(stderr=True)
-        shown = track(runs, "measuring", console=console, transient=True, disable=not console.is_terminal)
-        section = content([measure(base, *run, options) for run in shown], options)
-        text = markdown.read(options.docs, SECTION)
-        files.write(options.docs, markdown.fill(text, SECTION, section))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    for name in options.tasks:
+        if name not in TASKS:
+            raise unknown("task", name, TASKS)
+    markdown.read(options.docs, SECTION)  # a mistake shows before the work
+    torch.set_num_threads(1)
+    blocks = {"name": "fixed", "length": BLOCK}
+    base = Sampler.from_pretrained("mini", device="cpu", scheduler="threshold", blocks=blocks, stop="none")
+    runs: list[tuple[dict[str, Any], int]] = [({}, tokens) for tokens in FIXED]
+    runs += [({"scheduler": one}, BOUND) for one in GROWING]
+    console = Console(stderr=True)
+    shown = track(runs, "measuring", console=console, transient=True, disable=not console.is_terminal)
+    section = content([measure(base, *run, options) for run in shown], options)
+    text = markdown.read(options.docs, SECTION)
+    files.write(options.docs, markdown.fill(text, SECTION, section))
     print(section)
     return 0
 

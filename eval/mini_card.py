@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.progress import track
 
 from dllm_sampler.core.files import write
-from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.exact_match import CANVAS, Tally, held_out_prompts
 from dllm_sampler.eval.markdown import fill, read, table
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import CITIES, COLORS, NAMES, TASKS, Task
 from dllm_sampler.training.tokenizer import vocabulary
 
+COMMAND = "python -m dllm_sampler.eval.mini_card"
 LONGER = (64, 128)
 DECODERS: dict[str, dict[str, object]] = {
     "one per step": {"name": "fixed"},
@@ -68,25 +68,22 @@ def words() -> str:
     return "\n\n".join([*lines, f"Everything else ({len(others)}): {' '.join(f'`{word}`' for word in others)}"])
 
 
+@command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and rewrite the card; returns the exit status, 2 after a mistake in the arguments."""
     parser = Parser(
-        prog="python -m dllm_sampler.eval.mini_card",
+        prog=COMMAND,
         description="Measure mini on held-out prompts and write its model card's tables.",
     )
     parser.add_argument("--model", default="mini", help="a model name or checkpoint folder")
     parser.add_argument("--prompts", type=positive, default=200, help="held-out prompts per task")
     parser.add_argument("--card", type=Path, default=Path(str(files("dllm_sampler") / "models/mini/README.md")))
-    try:
-        options = parser.parse_args(arguments)
-        card = read(options.card, "operations", "vocabulary", "results")
-        found = results(options.model, options.prompts)
-        for section, content in (("operations", operations()), ("vocabulary", words()), ("results", found)):
-            card = fill(card, section, content)
-        write(options.card, card)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    card = read(options.card, "operations", "vocabulary", "results")
+    found = results(options.model, options.prompts)
+    for section, content in (("operations", operations()), ("vocabulary", words()), ("results", found)):
+        card = fill(card, section, content)
+    write(options.card, card)
     print(found)
     return 0
 

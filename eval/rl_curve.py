@@ -15,7 +15,7 @@ from statistics import median
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown, statistics
-from dllm_sampler.eval.arguments import Parser
+from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.eval.scheduler_plot import available
 from dllm_sampler.training import journal
 
@@ -114,26 +114,23 @@ def spread(shares: Sequence[float]) -> str:
     return statistics.spread([100 * share for share in shares], 1)
 
 
+@command(COMMAND)
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = Parser(prog=COMMAND, description="Draw how runs of dllm-train learnt; several seeds make one line.")
     parser.add_argument("curves", nargs="+", metavar="NAME=FOLDERS", help="a method, and its runs by spaces")
     parser.add_argument("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG file (the document's name with .png)")
-    try:
-        options = parser.parse_args(words)
-        available()
-        named: Mapping[str, str] = dict(each.split("=", 1) for each in options.curves if "=" in each)
-        if len(named) < len(options.curves) or not all(map(str.split, named.values())):
-            raise UserError("curves are written NAME=FOLDERS, each name once, as in 'CJ-GRPO=runs/cj-0 runs/cj-1'")
-        curves = [curve(name, folders.split()) for name, folders in named.items()]
-        text = content(curves)
-        page = markdown.read(options.docs, SECTION)
-        files.write(options.picture or options.docs.with_suffix(".png"), draw(curves))
-        files.write(options.docs, markdown.fill(page, SECTION, text))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(words)
+    available()
+    named: Mapping[str, str] = dict(each.split("=", 1) for each in options.curves if "=" in each)
+    if len(named) < len(options.curves) or not all(map(str.split, named.values())):
+        raise UserError("curves are written NAME=FOLDERS, each name once, as in 'CJ-GRPO=runs/cj-0 runs/cj-1'")
+    curves = [curve(name, folders.split()) for name, folders in named.items()]
+    text = content(curves)
+    page = markdown.read(options.docs, SECTION)
+    files.write(options.picture or options.docs.with_suffix(".png"), draw(curves))
+    files.write(options.docs, markdown.fill(page, SECTION, text))
     print(text)
     return 0
 

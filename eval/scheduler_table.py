@@ -17,9 +17,9 @@ from rich.console import Console
 
 from dllm_sampler import __version__, config
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import unknown
 from dllm_sampler.eval import markdown, scheduler_plot
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.exact_match import CANVAS, HARD
 from dllm_sampler.eval.scheduler_runs import NEEDS, ORACLE, Row, Setup, front, methods, run, store
 from dllm_sampler.sampler import Sampler
@@ -140,34 +140,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    try:
-        options = parse(arguments)
-        for name in options.tasks:
-            if name not in TASKS:
-                raise unknown("task", name, TASKS)
-        machine, versions = here()
-        setup = Setup(
-            model=options.model,
-            tasks=tuple(dict.fromkeys(options.tasks)),
-            prompts=options.prompts,
-            seed=options.seed,
-            max_new_tokens=options.max_new_tokens,
-            block_length=options.block_length,
-            batch=options.batch,
-            threads=options.threads,
-            machine=machine,
-            versions=versions,
-        )
-        if options.check:
-            found = stale(options.docs, setup)
-            print("\n".join(found) or f"{options.docs} has every method")
-            return int(bool(found))
-        written = write(options.docs, options.output, setup)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(arguments)
+    for name in options.tasks:
+        if name not in TASKS:
+            raise unknown("task", name, TASKS)
+    machine, versions = here()
+    setup = Setup(
+        model=options.model,
+        tasks=tuple(dict.fromkeys(options.tasks)),
+        prompts=options.prompts,
+        seed=options.seed,
+        max_new_tokens=options.max_new_tokens,
+        block_length=options.block_length,
+        batch=options.batch,
+        threads=options.threads,
+        machine=machine,
+        versions=versions,
+    )
+    if options.check:
+        found = stale(options.docs, setup)
+        print("\n".join(found) or f"{options.docs} has every method")
+        return int(bool(found))
+    written = write(options.docs, options.output, setup)
     print(written)
     return 0
 

@@ -14,9 +14,8 @@ from random import Random
 import torch
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser, positive
+from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.drafting import PAGE, TINY
 from dllm_sampler.sampler import Sampler
 
@@ -81,18 +80,15 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@command(COMMAND)
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    try:
-        options = parse(words)
-        markdown.read(options.docs, SECTION)  # a mistake shows before the work
-        torch.set_num_threads(options.threads)
-        work = list(Subject(options.prompts).rows())
-        text = content(options.prompts, [cells for _, cells in work])
-        files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(words)
+    markdown.read(options.docs, SECTION)  # a mistake shows before the work
+    torch.set_num_threads(options.threads)
+    work = list(Subject(options.prompts).rows())
+    text = content(options.prompts, [cells for _, cells in work])
+    files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
     print(text)
     return int(any(wrong for wrong, _ in work))
 

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.progress import track
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import Parser
+from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.eval.conformance import lines, replay
 from dllm_sampler.eval.conformance.builder import Checkpoints
 
+COMMAND = "python -m dllm_sampler.eval.conformance"
 HELP = "Replay recorded runs of published decoders and compare tokens, forwards and the positions each forward commits."
 LAYOUT = """\
 DIR is laid out like this:
@@ -33,10 +34,11 @@ exit status: 0 nothing failed, 1 some line failed, 2 a wrong folder or system na
 """
 
 
+@command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = Parser(
-        prog="python -m dllm_sampler.eval.conformance",
+        prog=COMMAND,
         description=HELP,
         epilog=LAYOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -44,16 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder with traces and their checkpoints")
     parser.add_argument("--system", metavar="NAME", help="only lines whose `system` is exactly NAME")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the verdict on each line to FILE")
-    try:
-        options = parser.parse_args(arguments)
-        if options.json is not None and not options.json.parent.is_dir():
-            raise UserError(f"cannot write {options.json}: there is no folder {options.json.parent}")
-        verdicts = check(options.folder, options.system)
-        if options.json is not None:
-            replay.save(verdicts, options.json)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parser.parse_args(arguments)
+    if options.json is not None and not options.json.parent.is_dir():
+        raise UserError(f"cannot write {options.json}: there is no folder {options.json.parent}")
+    verdicts = check(options.folder, options.system)
+    if options.json is not None:
+        replay.save(verdicts, options.json)
     print(replay.report(verdicts))
     return int(replay.counts(verdicts)["failed"] > 0)
 

@@ -8,16 +8,15 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Context, Guide, Scheduler
+from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine import layout
+from dllm_sampler.eval.conformance import tilted
 from dllm_sampler.eval.conformance.builder import Checkpoints, Unsupported
-from dllm_sampler.eval.conformance.lines import Count, Line, Size, check
+from dllm_sampler.eval.conformance.lines import Count, Line, Size
 from dllm_sampler.eval.conformance.published import (
     AboveThreshold,
     PublishedRhoEos,
@@ -55,40 +54,6 @@ class RhoArguments(Arguments):
     low_density_threshold: float = 0.4
     high_density_threshold: float = 0.6
     scheduler: Literal["exp", "linear", "const"] = "exp"
-
-
-class Shape(BaseModel):
-    """How a record changes the model's logits: a property of its test models."""
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    logit_scale: float = 1.0
-    eos_bias: float = 0.0
-    eos_slope: float = 0.0
-
-
-@dataclass(frozen=True)
-class Shaped(Guide):
-    """Logits times a scale, and an end token that is likelier the further it stands behind the prompt."""
-
-    shape: Shape
-    eos: int = -1
-
-    @property
-    def measures(self) -> bool:
-        """See `Guide.measures`."""
-        return True
-
-    def bind(self, context: Context) -> Guide:
-        """See `Guide.bind`."""
-        return Shaped(self.shape, context.spec.eos_id)
-
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
-        """See `Guide.__call__`."""
-        behind = (answers.position - canvas.first[answers.row]).clamp(min=0)
-        logits = logits * self.shape.logit_scale
-        logits[:, self.eos] += self.shape.eos_bias + self.shape.eos_slope * behind
-        return logits
 
 
 @dataclass
@@ -166,8 +131,6 @@ def _run(
     """A run of at most `most` forwards, ready to be made and compared."""
     if args.temperature > 0:
         raise Unsupported("no order of draws is published")
-    extra = line.model_extra or {}
-    shape = check(Shape, extra.get("logits") or {}, f"{line.where}: logits")
     denoiser, notes = checkpoints.load(line.model, args.mask_id, args.eos_token_id), Noted()
     sampler = Sampler(
         RenewedGuidance(denoiser, args.cfg_scale) if args.cfg_scale > 0 else denoiser,
@@ -175,7 +138,7 @@ def _run(
         blocks=FixedBlocks(args.block_length),
         stop="none",
         cache=notes,
-        guide=[Shaped(shape)],
+        guide=tilted.guides(line),
         max_steps=most,
         compat=True,
     )

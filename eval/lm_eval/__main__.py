@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.eval.arguments import command
 from dllm_sampler.eval.lm_eval.settings import harness
 
 
+@command("python -m dllm_sampler.eval.lm_eval")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hand the arguments on; 2 after a mistake in the model's."""
     given, before = list(sys.argv[1:] if arguments is None else arguments), sys.argv
@@ -24,9 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         register()
         sys.argv = ["lm-eval", *given]
         cli_evaluate()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     finally:
         sys.argv = before
     return 0

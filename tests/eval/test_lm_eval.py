@@ -98,7 +98,10 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
 
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", execute)
     assert main(["--model", "dllm_sampler"]) == 2
-    assert "error: unknown model argument 'treshold', did you mean 'threshold'" in capsys.readouterr().err
+    assert (
+        "dllm_sampler.eval.lm_eval: unknown model argument 'treshold', did you mean 'threshold'"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

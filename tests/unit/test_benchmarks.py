@@ -146,7 +146,7 @@ def test_mistakes_are_one_sentence(
     name, *arguments = words.split()
     assert import_module(name).main(arguments) == 2
     error = capsys.readouterr().err
-    assert said in error and error.startswith("error: ") and error.count("\n") == 1
+    assert said in error and error.startswith(f"{name}.py: ") and error.count("\n") == 1
 
 
 def test_what_a_kernel_is_timed_by() -> None:

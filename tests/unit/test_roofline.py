@@ -121,4 +121,4 @@ def test_wrong_options_are_said(roofline, given, said, capsys: pytest.CaptureFix
     monkeypatch.chdir(ROOT)
     assert roofline.main(given) == 2
     error = capsys.readouterr().err
-    assert said in error and error.startswith("error: ") and error.count("\n") == 1
+    assert said in error and error.startswith("roofline.py: ") and error.count("\n") == 1

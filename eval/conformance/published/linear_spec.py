@@ -37,7 +37,7 @@ class PublishedLinearSpec(LinearSpec):
         """See `Scheduler.tell`."""
         edit, draft = super().tell(canvas, query, readout, carry)
         after = canvas.apply(query.positions, edit)
-        column, reached = canvas.columns(), canvas.apply(query.positions, edit).frontier()
+        column, reached = canvas.columns(), after.frontier()
         ends = (after.ids == self.eos) & (column >= canvas.first[:, None]) & (column < reached[:, None])
         until = torch.where(ends, column + 1, reached[:, None]).amin(1)
         finish = edit.commit.any(1) & (ends.any(1) | (reached - canvas.first >= self.tokens))
