@@ -64,7 +64,7 @@ def check_recorded(sampler: Sampler) -> None:
 
 def command(main: arguments.Main) -> Callable[..., int]:
     """`main`, which says what a user did wrong in a line, in the name of its file."""
-    return arguments.command(Path(inspect.getfile(main)).name)(main)
+    return arguments.command(Path(inspect.getfile(inspect.unwrap(main))).name)(main)
 
 
 def accepted(read: Callable[[str], Value]) -> Callable[[str], Value]:

@@ -98,10 +98,8 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
 
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", execute)
     assert main(["--model", "dllm_sampler"]) == 2
-    assert (
-        "dllm_sampler.eval.lm_eval: unknown model argument 'treshold', did you mean 'threshold'"
-        in capsys.readouterr().err
-    )
+    said = "dllm_sampler.eval.lm_eval: unknown model argument 'treshold', did you mean 'threshold'"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
