@@ -84,7 +84,7 @@ def _run(words: list[str]) -> int:
         if "=" not in word and not word.startswith("~"):
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
     found = jobs(words)
-    # These import torch and transformers: seconds that the page above and a mistake does not wait for.
+    # These import torch and transformers: seconds that the page above and a mistake do not wait for.
     from dllm_sampler.eval.launch import accelerated, launch
     from dllm_sampler.eval.report.command import check, write
     from dllm_sampler.eval.report.data import load

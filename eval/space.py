@@ -128,7 +128,16 @@ class Space:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The fields of a file of `conf/tune`."""
+    """The fields of a file of `conf/tune`.
+
+    Args:
+        name: of ./conf/experiment/NAME.yaml, which the winner is written to.
+        trials: configurations to try, those of earlier calls included.
+        loss: points of score, in %, that may be lost.
+        measure: what is made large, as tokens_per_second or answer_tokens_per_full_forward.
+        seed: of the search.
+        space: what may be chosen; a list of values, or low and high.
+    """
 
     name: str = ""
     space: dict[str, Any] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.yours import LOCAL, entry, trusting
 from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
@@ -44,11 +45,10 @@ Usage: dllm-tune [tune=NAME] [tune.FIELD=VALUE ...] [NAME=VALUE ...]
   dllm-sample experiment=sorting "sort: Dan, Ada, Cal"
   dllm-tune model=llada-8b tune.loss=2 tune.trials=100 tune.measure=tokens_per_second
 
-tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal.
-Any other word is one of dllm-eval and holds for every trial. The search is kept in
-output=FOLDER: the same command goes on from there, and with more trials, further.
-The winner, confirmed on samples that the search did not see, is written to
-./conf/experiment/NAME.yaml, where all commands find it.
+tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal. Any other word is
+one of dllm-eval and holds for every trial. The search is kept in output=FOLDER: the same command goes
+on from there. The winner, confirmed on samples that the search did not see, is written to
+./conf/experiment/NAME.yaml, where all commands find it. The fields of tune=fast, the default:
 """
 
 
@@ -337,6 +337,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(USAGE)
+        listing(Console(), "tune", Tuning, entry("tune", "fast").settings)
     elif "--version" in words:
         print(f"dllm-tune {__version__}")
     else:

@@ -34,7 +34,7 @@ class DPadCache(SuffixCache):
         dropout: what chooses: gaussian, even, or uniform.
         window: columns behind the block, of which some may stay.
         sigma: how fast the probability falls.
-        scale: what it is multiplied by.
+        scale: what the probability is multiplied by.
         number: columns that `uniform` keeps of the first `window`, each as likely as any other; all that there are
             behind the block if these are no more.
     """

@@ -38,7 +38,7 @@ SCHEDULER = {
     "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",
     "block_length": "It was made for blocks of one length.",
     "scope": "It needs more than the logits of one block: see docs/engines.md.",
-    "initial": "Answers begin with this many columns; their length changes, up to max_new_tokens.",
+    "initial": "The length of an answer changes while it is decoded, up to max_new_tokens.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {
@@ -112,6 +112,41 @@ def explain(console: Console, group: str, name: str) -> None:
     say(console, "")
 
 
+def listing(console: Console, prefix: str, cls: Any, settings: Mapping[str, Any]) -> None:
+    """Print all settings of a class, a dict's by themselves, and what its docstring says of each.
+
+    Names that share a line of the docstring are printed together with it, where the first of them stands.
+    """
+    said, told = meanings(cls), set[str]()
+    for name, value in settings.items():
+        if name == "_target_":
+            continue
+        meaning = said.get(name, "")
+        shared = [other for other in settings if meaning and said.get(other) == meaning]
+        if meaning in told:
+            meaning = ""
+        told.add(meaning)
+        if len(shared) > 1 and meaning:
+            meaning = f"{', '.join(shared)}: {meaning}"
+        for left in _flat(f"{prefix}.{name}", value):
+            row(console, left, meaning, indent=2, column=29)
+            meaning = ""
+
+
+def meanings(cls: Any) -> dict[str, str]:
+    """What the docstrings of a class and of those that it extends say of each field."""
+    return {name: said for base in reversed(cls.__mro__) for name, said in _arguments(base).items()}
+
+
+def _flat(name: str, value: object) -> Iterator[str]:
+    """A setting as the command line has it; of a dict each."""
+    if not isinstance(value, Mapping) or not value:
+        yield f"{name}={written(value)}"
+        return
+    for key, one in value.items():
+        yield from _flat(f"{name}.{key}", one)
+
+
 def _paragraph(console: Console, text: str) -> None:
     row(console, "", text, column=2)
     say(console, "")
@@ -135,8 +170,11 @@ def _prose(cls: Any) -> Iterator[str]:
 
 
 def _arguments(cls: Any) -> dict[str, str]:
-    """What the docstring's `Args:` say of each name; several names may share a line."""
-    _, _, text = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:\n")
+    """What the docstring's `Args:` say of each name; several names may share a line. Without them: its last lines."""
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    before, _, text = doc.partition("\nArgs:\n")
+    if not text:
+        text = before.rpartition("\n\n")[2]
     found: dict[str, str] = {}
     for part in re.split(r"\n(?=\S)", inspect.cleandoc("\n" + text.partition("\n\n")[0])):
         names, _, meaning = part.partition(":")

@@ -37,13 +37,16 @@ class Routing:
             reaches `least`. `score_hysteresis`: from a score above `enter` until one below `leave`.
             `contextual_bandit_ucb`: where verification has gained more tokens per forward so far, in rounds like this
             one (length of the span, share of the block that is committed, mean entropy), by an upper confidence bound.
-        min_span: masks.
-        least, enter, leave: scores.
-        cost: what the score is lessened by.
+        min_span: the shortest span that `mask_span_length` verifies, in masks.
+        least: bound of `score_threshold`, a score.
+        enter, leave: bounds of `score_hysteresis`, scores.
+        cost: what is subtracted from the expected gain.
         cost_above: the cost is for each mask of the block whose probability exceeds this (it could be committed
             unverified); None: for the round.
         estimator: `soft_entropy_negexp`: exp(-`entropy_weight` H / ln V). `hard_margin_threshold`: 1 where the best
             probability exceeds the second by more than `margin`, else 0.
+        entropy_weight: of `soft_entropy_negexp`.
+        margin: of `hard_margin_threshold`, a probability.
         beta: weight of the bandit's confidence term.
     """
 

@@ -12,11 +12,14 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from dllm_sampler import config
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.printing import about, written
+from dllm_sampler.cli.explain import listing
+from dllm_sampler.cli.printing import about, say
 from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.core import files
 from dllm_sampler.core.functions import function
@@ -44,7 +47,7 @@ to. The same seed, settings and machine give the same model, down to the arithme
 the device.
 """
 ENDING = """
-dllm-train --help train=NAME lists the fields of one, with their defaults.
+dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
 Flags: -h, --help   --version   --trust-conf
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (the state is saved).
@@ -104,7 +107,9 @@ def _run(words: list[str]) -> int:
         named = [word.partition("=")[2] for word in words if word.startswith("train=")]
         for name in named:
             settings = yours.entry("train", name).settings  # a mistake in the name shows here
-            print(f"train={name}: {about('train', name)}\n{_listing(settings)}", end="")
+            console, cls = Console(), function(f"train={name}: _target_", str(settings.get("_target_")))
+            say(console, f"train={name}: {about('train', name)}")
+            listing(console, "train", cls, settings)
         if not named:
             print(USAGE)
             for name in yours.choices("train"):
@@ -179,16 +184,6 @@ def _refuse(word: str) -> None:
 
 def _fields(node: Any) -> list[str]:
     return [key for key in node if key != "_target_"] if isinstance(node, Mapping) else []
-
-
-def _listing(settings: Mapping[str, Any], prefix: str = "train.") -> str:
-    lines = ""
-    for key in _fields(settings):
-        value = settings[key]
-        lines += (
-            _listing(value, f"{prefix}{key}.") if isinstance(value, Mapping) else f"  {prefix}{key}={written(value)}\n"
-        )
-    return lines
 
 
 if __name__ == "__main__":

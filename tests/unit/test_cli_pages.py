@@ -17,6 +17,7 @@ from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.command import main as evaluate
+from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.training.cli import main as train
 
 OWN = {
@@ -187,10 +188,19 @@ def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(["--help", "task=mini", "cache=dual"]) == 0
     out = flat(capsys.readouterr().out)
     assert "task.count=100 how many samples." in out and "Not with scheduler=daedal, rho_eos, wino." in out
-    assert train(["--help", "train=filter"]) == 0
-    assert "train.prompts=null\n" in capsys.readouterr().out
+    assert tune(["--help"]) == 0
+    assert "tune.loss=1.0 points of score, in %, that may be lost" in flat(capsys.readouterr().out)
     assert evaluate(["--help", "task=minni"]) == train(["--help", "train=minni"]) == 2
     assert capsys.readouterr().err.count("did you mean 'mini'") == 2
+
+
+@pytest.mark.parametrize("name", config.names("train"))
+def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(["--help", f"train={name}"]) == 0
+    page, given = flat(capsys.readouterr().out), dict(config.entry("train", name).settings)
+    meanings = explain.meanings(function(name, given.pop("_target_")))
+    assert given.keys() <= meanings.keys(), f"{name} has a field without a line in its docstring"
+    assert all(f"train.{field}" in page and meanings[field] in page for field in given)
 
 
 def test_every_trait_has_words() -> None:
