@@ -54,7 +54,7 @@ Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 GROUPS = {
     "model": "what predicts",
     "scheduler": "what to ask and what to commit in a step",
-    "blocks": "where blocks end",
+    "blocks": "where blocks end, and which are open",
     "stop": "what an end-of-text token does",
     "cache": "which keys and values are reused",
     "guide": "how a token is chosen; several as guide=[A,B], in that order",
