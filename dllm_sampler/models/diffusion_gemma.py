@@ -18,7 +18,8 @@ from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
-from dllm_sampler.models import huggingface
+from dllm_sampler.models import huggingface, weights
+from dllm_sampler.models.fields import Fields
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
@@ -212,6 +213,7 @@ def load(
         from transformers import DiffusionGemmaForBlockDiffusion
     except ImportError:
         raise UserError(f"{folder} needs a newer transformers, one that has DiffusionGemma (5.23 does)") from None
+    _check_numbers(folder / "config.json")
     model = huggingface.pretrained(
         DiffusionGemmaForBlockDiffusion,
         folder,
@@ -221,6 +223,29 @@ def load(
         device_map=device_map,
     )
     return wrap(model.eval() if device_map is not None else model.eval().to(device), tokenizer)
+
+
+def _check_numbers(source: Path) -> None:
+    """Refuse numbers that transformers takes as they are: a step would fail with them, or compute something else.
+
+    Raises:
+        UserError: one of them, by name.
+    """
+    raw = weights.read_json(source) if source.is_file() else {}
+    if not isinstance(text := raw.get("text_config"), dict):
+        return  # transformers says what is wrong
+    whole, own = Fields(raw, str(source)), Fields(text, f"{source}: text_config")
+    for fields, key in ((own, "final_logit_softcapping"), (own, "sliding_window"), (whole, "canvas_length")):
+        if key in fields.raw and fields.raw[key] is None:
+            raise UserError(f"{fields.source}: {key} should be a positive number, not null")
+    own.number("final_logit_softcapping", 30.0, most=1e6)
+    own.length("sliding_window", default=512)
+    context, canvas = own.length("max_position_embeddings", default=131_072), whole.length("canvas_length", default=256)
+    if canvas > context:
+        raise UserError(f"{source}: a canvas_length of {canvas} does not fit a context of {context} positions")
+    chosen, experts = own.size("top_k_experts", default=1), own.get("num_experts")
+    if experts is not None and chosen > own.size("num_experts"):
+        raise UserError(f"{own.source}: top_k_experts should be at most num_experts, which is {experts}")
 
 
 def wrap(

@@ -29,7 +29,7 @@ IGNORED = re.compile(
 # A field with one of these words in its name says something of the network: unread, a value of it is refused.
 COMPUTES = re.compile(
     r"scal|cap|window|rope|rotary|alibi|clip|norm|bias|expert|router|moe|group|hidden|activation|(^|_)act(_|$)|attention"
-    r"|attn|q_?k|lora|quant|multipl|mup|logit|head|layer|(^|_)tie|position|block|embed|mask|causal|conv|residual|chunk"
+    r"|attn|q_?k|lora|quant|multipl|mup|logit|head|layer|(^|_)(tie|tying)|position|block|embed|mask|causal|conv|residual|chunk"
     r"|recur|loop|gate|memory|sparse|factor|latent|ssm|mixer|mlp|ffn|feed_?forward|linear|glu|(^|_)dims?(_|$)"
 )
 # What the networks of all families have: a switch of these that is off asks for another network.
@@ -204,6 +204,11 @@ class Fields:
 def largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Numbers that the largest of a checkpoint's tensors has."""
     return max((prod(shape) for shape in shapes.values()), default=0)
+
+
+def ignorable(key: str, value: Any) -> bool:
+    """Whether a field says nothing of a network, or asks it for nothing."""
+    return bool(IGNORED.fullmatch(key)) or neutral(key, value) or not COMPUTES.search(key.lower())
 
 
 def neutral(key: str, value: Any) -> bool:

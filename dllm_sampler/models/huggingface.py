@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import NoEffectWarning, UserError, first_line
 from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import spent
-from dllm_sampler.models.fields import check_numbers
+from dllm_sampler.models.fields import check_numbers, ignorable, shown
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,8 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     if not source.is_file():
         raise UserError(f"{folder} is no checkpoint: it has no config.json")
     # First, so that pickles, broken files and absurd sizes get our sentences: transformers builds before it compares.
-    check_numbers(weights.read_json(source), weights.shapes(folder), str(source))
+    raw = weights.read_json(source)
+    check_numbers(raw, weights.shapes(folder), str(source))
     try:
         model, report = kind.from_pretrained(
             folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
@@ -151,7 +153,42 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
         weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)
+    if found := unread(model.config, raw):
+        listing = ", ".join(f"{key} = {shown(value)}" for key, value in found.items())
+        known = type(model.config).__name__
+        warnings.warn(
+            f"{source}: unknown to transformers' {known}, without effect: {listing}", NoEffectWarning, stacklevel=2
+        )
     return model
+
+
+def unread(config: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a `config.json` that say something of the network and that the config's class in transformers drops."""
+    found = dict[str, Any]()
+    try:
+        plain = type(config)()
+    except Exception:  # some have no defaults, and check for themselves
+        return found
+    known = {*plain.to_dict(), *dir(type(plain))}
+    for key, value in raw.items():
+        if isinstance(value, dict) and key in config.sub_configs:
+            inside = unread(getattr(config, key), value)
+            found |= {f"{key}.{inner}": given for inner, given in inside.items()}
+            continue
+        again = any(key.endswith(name) and raw[name] == value for name in known & raw.keys())
+        if not (key in known or again or ignorable(key, value) or value == "absolute" or _converts(plain, key, value)):
+            found[key] = value
+    return found
+
+
+def _converts(plain: Any, key: str, value: Any) -> bool:
+    """Whether a config's class makes something of a field that it does not keep: an older name, say."""
+    other = value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else value  # not the default
+    try:
+        made = type(plain)(**{key: other}).to_dict()
+    except Exception:  # it was looked at
+        return True
+    return {name: one for name, one in made.items() if name != key} != plain.to_dict()
 
 
 def multiply_experts(model: PreTrainedModel) -> None:

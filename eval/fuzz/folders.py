@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dllm_sampler.eval.fuzz import models
 from dllm_sampler.eval.testbeds.checkpoint import WORDS
 from dllm_sampler.models.families import FAMILIES, to_checkpoint
 from dllm_sampler.models.transformer import Transformer
@@ -55,14 +56,14 @@ CONFIGS: dict[str, dict[str, Any]] = {  # by family
         "rope_theta": None,
     },
 }  # fmt: skip
-BERT, TARGET = "BERT", "target"
+BERT, GEMMA, TARGET = "BERT", "DiffusionGemma", "target"
 
 
 def write(folder: Path, tokenizer: Path) -> list[str]:
     """Write a checkpoint of each kind into a folder of its name, with the tokenizer of another one.
 
     Returns:
-        The names: those of `CONFIGS`, `BERT` (a masked LM of transformers) and `TARGET` (an autoregressive one).
+        The names: those of `CONFIGS`, `BERT` and `GEMMA` (of transformers) and `TARGET` (an autoregressive one).
     """
     for name, own in CONFIGS.items():
         (folder / name).mkdir()
@@ -72,9 +73,9 @@ def write(folder: Path, tokenizer: Path) -> list[str]:
         model.init_weights(std=0.3, embedding_std=1.0, generator=torch.Generator().manual_seed(0))
         save_file(to_checkpoint(model, family), folder / name / "model.safetensors", metadata={"format": "pt"})
         (folder / name / "config.json").write_text(json.dumps(raw))
-    for name, model in (_bert(), _target()):
+    for name, model in (_bert(), _gemma(), _target()):
         model.save_pretrained(folder / name)
-    names = [*CONFIGS, BERT, TARGET]
+    names = [*CONFIGS, BERT, GEMMA, TARGET]
     for name in names:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(tokenizer / file, folder / name / file)
@@ -92,6 +93,12 @@ def _bert() -> tuple[str, Any]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return BERT, BertForMaskedLM(config)
+
+
+def _gemma() -> tuple[str, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GEMMA, models.gemma(len(WORDS), 1)
 
 
 def _target() -> tuple[str, Any]:

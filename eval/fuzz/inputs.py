@@ -96,10 +96,12 @@ WRONG = {  # values that no setting of a kind has
 }
 FORM = ["json: name Ada", "max_new_tokens=16", "device=cpu"]
 LOADS = ["copy: Ada", "max_new_tokens=4", "device=cpu"]
+DRAWN = ["scheduler=entropy_renoise", "blocks.length=null"]  # without masks
 FILES: list[tuple[str, list[str], str]] = [  # a command, its words, and the file that is changed
     *(("dllm-sample", BASE["dllm-sample"], f"ck/{name}.json") for name in ("config", "tokenizer", "tokenizer_config")),
     *(("dllm-sample", [*LOADS, f"model={name}"], f"{name}/config.json") for name in (*folders.CONFIGS, folders.BERT)),
     ("dllm-sample", [*LOADS, "model=LLaDA2"], "LLaDA2/model.safetensors"),
+    *[("dllm-sample", [*LOADS, *DRAWN, f"model={folders.GEMMA}"], f"{folders.GEMMA}/config.json")] * 3,
     ("dllm-sample", [*LOADS, "model=ck", "target=target"], "target/config.json"),
     ("dllm-sample", [*LOADS, "model=ck", "scheduler=apd", "scheduler.verifier=target"], "target/config.json"),
     ("dllm-sample", [*LOADS, "model=ck", "scheduler=pc", "scheduler.frequency=frequency.json"], "frequency.json"),

@@ -68,13 +68,21 @@ def _bert(dtype: torch.dtype) -> MaskedLMDenoiser:
 
 
 def _gemma(dtype: torch.dtype) -> DiffusionGemmaDenoiser:
+    made: Any = gemma(toys.VOCAB, toys.EOS)
+    if dtype == torch.float64:
+        made.set_experts_implementation("batched_mm")  # the grouped product that transformers takes has no float64
+    return DiffusionGemmaDenoiser(made.eval().to(dtype), toys.EOS, 0)
+
+
+def gemma(vocab: int, eos: int) -> Any:
+    """A DiffusionGemma of transformers, with random weights; its last tokens are those of images."""
     from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 
     text = {
-        "vocab_size": toys.VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+        "vocab_size": vocab, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 8, "sliding_window": 8, "max_position_embeddings": 64, "initializer_range": 0.5,
-        "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0, "eos_token_id": toys.EOS,
+        "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 0, "eos_token_id": eos,
     }  # fmt: skip
     vision = {
         "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
@@ -82,9 +90,6 @@ def _gemma(dtype: torch.dtype) -> DiffusionGemmaDenoiser:
     }  # fmt: skip
     config = DiffusionGemmaConfig(
         canvas_length=GEMMA_BLOCK, text_config=text, vision_config=vision,
-        image_token_id=38, boi_token_id=37, eoi_token_id=36,
+        image_token_id=vocab - 2, boi_token_id=vocab - 3, eoi_token_id=vocab - 4,
     )  # fmt: skip
-    made: Any = DiffusionGemmaForBlockDiffusion._from_config(config, attn_implementation="sdpa")  # pyright: ignore
-    if dtype == torch.float64:
-        made.set_experts_implementation("batched_mm")  # the grouped product that transformers takes has no float64
-    return DiffusionGemmaDenoiser(made.eval().to(dtype), toys.EOS, 0)
+    return DiffusionGemmaForBlockDiffusion._from_config(config, attn_implementation="sdpa")  # pyright: ignore

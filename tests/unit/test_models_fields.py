@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import BertConfig, ModernBertConfig, Qwen2Config
 
 from dllm_sampler.cli.main import main
-from dllm_sampler.errors import UserError
-from dllm_sampler.models import loading
+from dllm_sampler.errors import NoEffectWarning, UserError
+from dllm_sampler.models import diffusion_gemma, loading
 from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import DREAM, FAMILIES, ILLADA, LLADA, LLADA2, LLADA_MOE, to_checkpoint
 from dllm_sampler.models.family import Family
+from dllm_sampler.models.huggingface import unread
 from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.models.yarn import Yarn
@@ -339,3 +342,55 @@ def test_sizes_whose_product_is_no_tensor_are_one_sentence(tmp_path: Path):
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"lacks tensors|describes no network"):
         loading.load(tmp_path, device="cpu")
+
+
+GEMMA = Path(__file__).parents[1] / "conformance/data/tiny-diffusion-gemma"
+
+
+def gemma(folder: Path, text: dict[str, Any], whole: dict[str, Any]) -> None:
+    shutil.copytree(GEMMA, folder, dirs_exist_ok=True)
+    raw = json.loads((GEMMA / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **whole, "text_config": {**raw["text_config"], **text}}))
+    diffusion_gemma.load(folder, None, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("final_logit_softcapping", (None, 0, -3.0, math.nan, "x", True)),
+        ("sliding_window", (None, 0, -1, 2.5, 10**18)),
+        ("top_k_experts", (0, 5, -1)),
+        ("canvas_length", (None, 0, -1, 10**9, "x")),
+    ],
+)
+def test_numbers_that_transformers_takes_as_they_are(tmp_path: Path, key: str, values: tuple[Any, ...]):
+    """Each was a traceback in the first step, or another network without a word."""
+    for value in values:
+        with pytest.raises(UserError, match=key) as caught:
+            gemma(tmp_path, *(({}, {key: value}) if key == "canvas_length" else ({key: value}, {})))
+        assert "\n" not in str(caught.value)
+
+
+def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
+    """It drops them, and computes something else than the checkpoint's author did."""
+    with pytest.warns(NoEffectWarning, match=r"without effect: text_config.attn_logit_softcapping = 30"):
+        gemma(tmp_path, {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0}, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemma(tmp_path, {}, {})
+    bert = {"position_embedding_type": "absolute", "gradient_checkpointing": False, "hidden_act": "gelu"}
+    assert unread(BertConfig(), bert) == {}
+    assert unread(BertConfig(), bert | {"position_embedding_type": "relative_key"}) == {
+        "position_embedding_type": "relative_key"
+    }
+    older = {"global_rope_theta": 160000.0, "global_attn_every_n_layers": 3, "norm_eps": 1e-5, "layer_norm_eps": 1e-5}
+    assert unread(ModernBertConfig(), older) == {}, "what it converts"
+    assert unread(ModernBertConfig(), older | {"layer_norm_eps": 1e-6}) == {"layer_norm_eps": 1e-6}
+    assert unread(Qwen2Config(), {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}) == {}
+
+
+def test_tied_heads_by_the_name_of_another_family():
+    for name in NAMES:
+        if name != "LLaDA-8B":
+            with pytest.raises(UserError, match="weight_tying = True is not implemented"):
+                config(name, weight_tying=True)
