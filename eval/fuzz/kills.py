@@ -18,6 +18,7 @@ from random import Random
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, ClassVar
 
+from dllm_sampler.cli.ending import INTERRUPTED
 from dllm_sampler.eval.fuzz import left, scene
 from dllm_sampler.eval.fuzz.harness import Case, Outcome, patient
 
@@ -33,6 +34,17 @@ MAIN = {  # words of each kind of run; a small one is over in about a second
         "train.data.size=64",
         "train.output=out/t",
     ],
+    "sft": [
+        "train=sft",
+        "train.model=ck",
+        "train.data=sft.jsonl",
+        "train.steps=12",
+        f"train.checkpoint_every={left.EVERY}",
+        "train.held_out=1",
+        "train.new_tokens=8",
+        "train.output=out/t",
+        "train.device=cpu",
+    ],
     "tune": ["task.operation=copy", "task.count=4", "tune.trials=3", "tune.space={cache: {none: {}}}", "output=out"],
 }
 MAIN["sample"] += ["device=cpu", "dtype=float64", "samples=2", "temperature=0.7"]
@@ -40,7 +52,8 @@ MAIN["eval"] += ["output=out", "device=cpu", "max_new_tokens=12"]
 MAIN["workers"] += ["output=out", "device=cpu", "max_new_tokens=12", "workers=2", "oracle=false"]
 MAIN["train"] += ["train.data.batch_tokens=100", "train.device=cpu", "train.model.num_layers=1"]
 MAIN["tune"] += ["device=cpu", "max_new_tokens=12", "dtype=float64"]
-COMMANDS = {"sample": "dllm-sample", "train": "dllm-train", "tune": "dllm-tune"}  # the others: dllm-eval
+# What each kind runs; the others: dllm-eval.
+COMMANDS = {"sample": "dllm-sample", "train": "dllm-train", "sft": "dllm-train", "tune": "dllm-tune"}
 PROMPTS = "".join(f"copy: {name}\n" for name in ("Ada", "Ben", "Cal", "Dan", "Eve") * 6)
 SECONDS = 60.0  # that one run may take
 REST = 10.0  # seconds that a process has to go away after its command has ended
@@ -105,7 +118,7 @@ class Kills:
 
     def draw(self, random: Random) -> Case:
         """A run and what happens to it."""
-        what = random.choices([*MAIN], [4, 5, 1, 4, 4])[0]
+        what = random.choices([*MAIN], [4, 5, 2, 3, 3, 4])[0]
         hows = ["kill"] * 5 + ["term", "int", "int", "full", "full", "two", "clock"]
         hows += ["worker"] * 6 if what == "workers" else []
         troubles = [
@@ -156,6 +169,9 @@ class Kills:
                 return Outcome("hang", f"{what} hangs under {how}", f"{what} {how}")
             if "Traceback" in ended.err and how != "worker":  # joblib shows where a lost worker was
                 return Outcome("traceback", f"{what} under {how}: {ended.err.strip()[-400:]}", f"{what} {how}")
+            if how == "int" and ended.status == INTERRUPTED and "the same command" not in ended.err:
+                about = f"{what}: Ctrl-C does not say how to go on: {ended.err.strip()[-300:]}"
+                return Outcome("wrong", about, f"{what} says nothing")
             if (
                 how in ("full", "clock")
                 and ended.status == 0
@@ -191,6 +207,7 @@ def place(folder: Path) -> Path:
     """A working directory for a run."""
     (folder / "ck").symlink_to(scene.scene() / "ck")
     (folder / "many.txt").write_text(PROMPTS)
+    (folder / "sft.jsonl").write_text(scene.TEXTS["sft.jsonl"])
     (folder / "out").mkdir()
     return folder
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 EVERY = 2  # steps from one line of a training's log to the next
+TRAINED = ("train", "sft")  # kinds of runs that train
 TIMES = ("time", "times", "seconds", "peak_memory")
 
 
@@ -33,7 +34,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 def finished(what: str, folder: Path) -> bool:
     """Whether the run needs no further call: a finished training refuses one."""
-    return what == "train" and (folder / "out/t/model.safetensors").exists()
+    return what in TRAINED and (folder / "out/t/model.safetensors").exists()
 
 
 def result(what: str, folder: Path) -> dict[str, Any]:
@@ -41,11 +42,11 @@ def result(what: str, folder: Path) -> dict[str, Any]:
     out = folder / "out"
     if what == "sample":
         return {"samples": lines(out / "o.jsonl")}
-    if what == "train":
+    if what in TRAINED:
         weights = out / "t/model.safetensors"
         digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None
         rest = sorted(file.name for file in (out / "t").iterdir() if not file.name.startswith("."))
-        log = [(line["step"], line["tokens"]) for line in lines(out / "t/log.jsonl")]
+        log = [(line["step"], line.get("tokens"), line.get("loss")) for line in lines(out / "t/log.jsonl")]
         # Ctrl-C writes a line of its own, between those of whole intervals.
         whole = [one for one in log if one[0] % EVERY == 0]
         return {"weights": digest, "log": whole, "doubled": len(log) - len(set(log)), "files": rest}

@@ -269,6 +269,25 @@ def test_a_second_terminal_sees_how_far_a_run_is(
     assert reports.main([str(tmp_path), "--csv", "-"]) == 0 and capsys.readouterr().err == ""
 
 
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it says is true."""
+    words, add = [*WORDS, f"output={tmp_path}"], RunFolder.add
+
+    def interrupted(*given: Any) -> None:
+        add(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "add", interrupted)
+        assert command.main(words) == 130
+    assert capsys.readouterr().err.endswith("dllm-eval: interrupted; the same command goes on from there\n")
+    (job,) = jobs(words)
+    assert running([tmp_path]) == [] and RunFolder(job.folder).done() == {0}
+    assert command.main(words) == 0 and content(job.folder) == content(whole)
+
+
 def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
     about = {"schema": 2, "command": "dllm-eval", "runs": [], "total": 9, "done": 0, "boot": None, "begun": 0.0}
     (tmp_path / ".running-0.json").write_text(json.dumps(about))

@@ -308,7 +308,7 @@ def test_processes_that_are_left_are_seen(tmp_path: Path, monkeypatch: pytest.Mo
     assert process.wait() == -signal.SIGKILL
 
 
-DISTURBED = [*product(["sample", "eval", "train", "tune"], ["kill", "int", "full", "two", "clock"])]
+DISTURBED = [*product(["sample", "eval", "train", "sft", "tune"], ["kill", "int", "full", "two", "clock"])]
 
 
 @pytest.mark.slow

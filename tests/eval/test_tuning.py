@@ -128,6 +128,17 @@ def test_a_database_that_was_half_made_is_none(here: Path, monkeypatch: pytest.M
     assert [file.name for file in tuner.output.iterdir()] == ["study.db"]
 
 
+def test_ctrl_c_says_how_to_go_on(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any, **rest: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning.Tuner, "trial", interrupted)
+    assert tuning.main(WORDS) == 130
+    assert capsys.readouterr().err.endswith("dllm-tune: interrupted; the same command goes on from there\n")
+
+
 def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with full_after(30_000):  # less than an empty study takes
         assert tuning.main([*WORDS, "task.count=2"]) == 2

@@ -244,10 +244,10 @@ ALLOWED |= {
     )
 }
 ALLOWED["eval/testbeds/checkpoint.py"] = "a tiny model for tests, in a temporary folder"
-WRITES = {"write_text", "write_bytes", "savez", "save_file", "save_pretrained", "dump", "rename"}
+WRITES = {"write_text", "write_bytes", "savez", "savetxt", "save_file", "save_pretrained", "dump", "rename", "tofile"}
 
 
-@pytest.mark.parametrize("folder", ["dllm_sampler", "eval", "benchmarks"])
+@pytest.mark.parametrize("folder", ["dllm_sampler", "eval", "benchmarks", "examples"])
 def test_nothing_else_writes_files(folder: str) -> None:
     """By the names of the calls: a file opened for writing, and the methods that write one."""
     found = []
@@ -265,6 +265,8 @@ def _writes(call: ast.Call) -> bool:
     texts = [one.value for one in (*call.args, *(key.value for key in call.keywords)) if isinstance(one, ast.Constant)]
     if name == "open":
         return owner == "os" or any(isinstance(one, str) and one.strip("bt+") in ("w", "a", "x") for one in texts)
+    if name == "save":
+        return owner in ("torch", "np", "numpy")
     if name == "savefig":  # into memory first
         return ast.unparse(call.args[0]) not in ("out", "drawn")
     if name == "replace":  # of paths; texts and dataclasses have one, too
