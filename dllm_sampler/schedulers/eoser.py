@@ -78,7 +78,8 @@ class Eoser(Around):
         """See `Scheduler.tell`."""
         factor = (self.low + (self.high - self.low) * self._progress(canvas))[:, None, None]
         held = torch.where(readout.token == self.eos, readout.confidence * factor, readout.confidence)
-        return self.inner.tell(canvas, query, replace(readout, confidence=held), carry)
+        edit, carry = self.inner.tell(canvas, query, replace(readout, confidence=held), carry)
+        return replace(edit, score=held[:, 0] if edit.score is None else edit.score), carry
 
     def _progress(self, canvas: Canvas) -> Tensor:
         """`[B]` how far decoding is, from 0 to 1."""

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Result, UserError
+from dllm_sampler import Query, Readout, Result, UserError
+from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.eval.conformance.published import StrictEntropy
+from dllm_sampler.schedulers.eoser import Eoser
+from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 
 TOKENS, LENGTH = 17, 4
@@ -82,6 +85,16 @@ def test_progress_is_ranked_as_the_scheduler_ranks() -> None:
     by_confidence = run(scheduler="fixed", blocks={"name": "fixed", "length": LENGTH})
     assert torch.equal(by_entropy.trace.generated, fixed.trace.generated)
     assert not torch.equal(by_confidence.trace.generated, fixed.trace.generated)
+
+
+def test_an_end_token_is_lowered_where_a_block_must_get_on_too() -> None:
+    canvas = toys.canvas(torch.ones(1, 4, dtype=torch.bool))
+    readout = Readout(torch.tensor([[[toys.EOS, 1, 2, 3]]]), torch.tensor([[[0.9, 0.5, 0.8, 0.7]]], dtype=torch.float64))
+    scheduler = Eoser(Threshold(2.0), low=0.0, high=0.0).bind(toys.context())
+    edit, _ = scheduler.tell(canvas, Query.masks(canvas), readout, None)
+    assert edit.commit.tolist() == [[False, False, True, False]]
+    made = MultiBlock(2).progress(canvas, Query.masks(canvas), readout, edit)
+    assert made.commit.tolist() == [[False, True, True, False]]
 
 
 @pytest.mark.parametrize("kind", ["llada", "dream"])
