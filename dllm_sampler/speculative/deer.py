@@ -26,17 +26,10 @@ from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative import autoregressive
+from dllm_sampler.speculative.acceptance import Draft, verify
 from dllm_sampler.speculative.autoregressive import Reading, Verifier
 
 Progress = Callable[[int, int, int], None]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """What the drafter proposes: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
-
-    ids: Tensor
-    logits: Tensor | None  # None: greedy, or drafted in several forwards, whose joint distribution is unknown
 
 
 @dataclass
@@ -190,7 +183,7 @@ class SpeculativeSampler:
             error = NotFiniteError(run.round, [row for row, one in enumerate(bad.tolist(), 1) if one])
             error.result = self._result(run, stops)
             raise error
-        taken, emitted = self._verify(replace(text, step=text.step + 1), at, draft, target, width)
+        taken, emitted = verify(replace(text, step=text.step + 1), at, draft, target, width, draws=self.draws)
 
         ends = (emitted[..., None] == torch.tensor(self.ends, device=at.device)).any(-1) & (place <= taken[:, None])
         count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end token
@@ -206,42 +199,6 @@ class SpeculativeSampler:
             hit = [any(stop in answer for stop in stops) for answer in said]
             run.text = replace(run.text, done=done | torch.tensor(hit, device=done.device))
         return bool(run.text.done.all())
-
-    def _verify(self, canvas: Canvas, at: Tensor, draft: Draft, target: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-        """Judge proposals: how many are taken `[B]`, and the tokens that follow from that `[B, k+1]`.
-
-        Args:
-            canvas: keys the draws.
-            at: `[B, k+1]` columns of the proposals and of the token behind them.
-            target: `[B, k+1, V]` logits of the target after each proposal, as the guides rewrite them.
-            width: `[B]` proposals that count.
-        """
-        k = draft.ids.shape[1]
-        within = torch.arange(k, device=at.device) < width[:, None]
-
-        def leading(accept: Tensor) -> Tensor:
-            return (accept & within).long().cumprod(1).sum(1)
-
-        if not self.draws:
-            best = argmax(target)
-            taken = leading(draft.ids == best[:, :k])
-            own = best.gather(1, taken[:, None])
-        else:
-            p = target.softmax(-1, dtype=torch.promote_types(target.dtype, torch.float32))
-            q = torch.zeros_like(p)  # the token behind the draft has no proposal: its residual is p itself
-            if draft.logits is not None:
-                q[:, :k] = draft.logits.softmax(-1, dtype=p.dtype)
-            chosen = draft.ids[..., None]
-            uniform = canvas.noise.uniform(canvas, at[:, :k])
-            taken = leading(uniform * q[:, :k].gather(2, chosen)[..., 0] < p[:, :k].gather(2, chosen)[..., 0])
-            there = taken[:, None, None].expand(-1, 1, self.vocab)
-            p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
-            rest = (p - q).clamp(min=0)
-            rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
-            answers = Answers.every(Query.at(canvas, at.gather(1, taken[:, None])))
-            noise = answers.spread(canvas.noise.tokens(canvas, answers, self.vocab))[:, 0]
-            own = argmax(rest.log() + noise.to(rest.dtype))
-        return taken, pad(draft.ids, (0, 1)).scatter(1, taken[:, None], own)
 
     def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
         """`[B, N, V]` logits as the guides rewrite them."""
