@@ -89,7 +89,8 @@ def test_progress_is_ranked_as_the_scheduler_ranks() -> None:
 
 def test_an_end_token_is_lowered_where_a_block_must_get_on_too() -> None:
     canvas = toys.canvas(torch.ones(1, 4, dtype=torch.bool))
-    readout = Readout(torch.tensor([[[toys.EOS, 1, 2, 3]]]), torch.tensor([[[0.9, 0.5, 0.8, 0.7]]], dtype=torch.float64))
+    sure = torch.tensor([[[0.9, 0.5, 0.8, 0.7]]], dtype=torch.float64)
+    readout = Readout(torch.tensor([[[toys.EOS, 1, 2, 3]]]), sure)
     scheduler = Eoser(Threshold(2.0), low=0.0, high=0.0).bind(toys.context())
     edit, _ = scheduler.tell(canvas, Query.masks(canvas), readout, None)
     assert edit.commit.tolist() == [[False, False, True, False]]
