@@ -57,6 +57,25 @@ def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]
             )
 
 
+def check_content(folder: Path, saved: Mapping[str, Any], content: str, path: str | None) -> None:
+    """Refuse to go on with a run on other examples.
+
+    Args:
+        folder: of the run.
+        saved: its settings, with the hash of its examples under `content`.
+        content: the hash of the examples of now.
+        path: where they are from.
+
+    Raises:
+        UserError: the examples have changed since.
+    """
+    if saved.get("content") != content:
+        raise UserError(
+            f"{folder} holds an unfinished run on other examples: train.data={path} has changed since; choose another"
+            " train.output"
+        )
+
+
 def save(
     folder: Path, model: nn.Module, optimizer: optim.Optimizer, state: dict[str, Any],
     others: Mapping[str, nn.Module] | None = None, write: bool = True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -18,22 +18,26 @@ from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.paths import expanded
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.training import checkpoint, journal
-from dllm_sampler.training.deer_losses import Rows, distill_mask, masked_loss, refine_mask
-from dllm_sampler.training.export import export
+from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
+from dllm_sampler.training.deer_report import measured
+from dllm_sampler.training.encoding import Encoder
+from dllm_sampler.training.examples import Data, Source
+from dllm_sampler.training.masking import Pair, collate
 from dllm_sampler.training.progress import bar, interrupts
-from dllm_sampler.training.settings import check_settings
-from dllm_sampler.training.tasks import LESSONS, draw_example
-from dllm_sampler.training.tokenizer import EOS, build_tokenizer, vocabulary
+from dllm_sampler.training.settings import check_model, check_settings
+from dllm_sampler.training.tokenizer import vocabulary
+from dllm_sampler.training.trained import Trained, called
 
 Loss = Callable[[int], Tensor]  # step -> loss
-_FREE = ("output", "device", "checkpoint_every", "tracker")  # a resumed run may change these
+Model = str | dict[str, Any]
+_FREE = ("output", "device", "checkpoint_every", "tracker", "gradient_checkpointing")  # a resumed run may change these
 
 
 @dataclass
@@ -49,21 +53,27 @@ class DeerTrainer:
     output: folder; `target`, `distilled` (stage I) and `drafter` (stage II) in it are checkpoints
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     seed: of weights, prompts and masks
-    model: the drafter to begin with: name or folder, in `mini`'s format
-    target: a causal LM with `mini`'s tokenizer; None: train one
+    model: the drafter to begin with: name, folder or hub id, or a dict with further settings of a model
+    dtype: of its weights: `float32` or `float64`; `bfloat16` where adapters learn
+    target: a causal LM with the drafter's tokenizer; None: train one, on right answers
     checkpoint_every: steps between two saved states
+    data: settings of `examples.Data`; where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
     shape: fields of transformers' `LlamaConfig`, of the target that is trained
     target_steps, target_learning_rate: of its training
     answers: prompts that the target answers, greedily, for the drafter
     temperature: at which the result is measured besides greedy decoding
     new_tokens, draft_length: longest answer, and proposals in a round
-    separator: token behind the cut
+    separator: token behind the cut; None: there is none
     batch: rows of a step
     distill_steps, refine_steps: of stages I and II
     learning_rate: peak of both, falling as a cosine
     least_t: stage I masks each token with probability t, uniform from here to 1
     longest, alpha: stage II's R is uniform on 1..longest, its weights alpha^(R-i)
+    lora: `r`, `alpha`, `dropout` of the drafter's adapters (needs peft), merged at the end of each stage; None: all
+        weights learn
+    precision: `no` or `bf16`, of the drafter's forwards in training
+    gradient_checkpointing: compute its layers a second time in the backward pass, for less memory
     held_out: prompts that the report is measured on
     tracker: where the log of each stage goes besides: null, `tensorboard` or `trackio`, whose package must be there
     """
@@ -71,9 +81,11 @@ class DeerTrainer:
     output: str
     device: str
     seed: int
-    model: str
+    model: str | dict[str, Any]
+    dtype: str
     target: str | None
     checkpoint_every: int
+    data: dict[str, Any]
     tasks: dict[str, float]
     shape: dict[str, Any]
     target_steps: int
@@ -82,7 +94,7 @@ class DeerTrainer:
     temperature: float
     new_tokens: int
     draft_length: int
-    separator: str
+    separator: str | None
     batch: int
     distill_steps: int
     refine_steps: int
@@ -90,6 +102,9 @@ class DeerTrainer:
     least_t: float
     longest: int
     alpha: float
+    lora: dict[str, float] | None
+    precision: str
+    gradient_checkpointing: bool
     held_out: int
     tracker: str | None
 
@@ -103,39 +118,75 @@ class DeerTrainer:
         if not 0 < self.alpha < math.inf:
             raise UserError(f"train.alpha must be a number above 0, not {self.alpha}")
         check_settings(vars(self))
-        for name in self.tasks:
-            if name not in LESSONS:
-                raise unknown("task", name, LESSONS)
-        if self.separator not in vocabulary():
-            raise unknown("train.separator", self.separator, vocabulary())
-        journal.check(self.tracker)
+        check_model(vars(self))
+        self._data = Data.of(self.data)
 
     def run(self) -> Path:
         """Train what is not there yet, measure, and return the drafter's folder.
 
         Raises:
-            UserError: a finished run, one of other settings, or a model that does not fit.
+            UserError: a finished run, one of other settings, a model that does not fit, or a mistake in the examples.
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
         logging.disable_progress_bar()  # ours is the one to look at
         self.folder, self._device = expanded("train.output", self.output), as_device(self.device)
         if (self.folder / "report.json").exists():
             raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
+        self.source: Source = self._data.source(self.tasks, self.seed, self.held_out, answers=self.target is None)
+        start = self._sampler(self.model)
+        self._read(start)
         files.make_folder(self.folder)
         self._same()
-        start = self._sampler(self.model)
-        self.tokenizer = build_tokenizer(start.denoiser.spec.max_positions)
-        self._end = self.tokenizer.get_vocab()[EOS]
-        if start.tokenizer is None or start.tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise UserError(f"train.model={self.model} does not have mini's tokenizer, which the tasks are written in")
         target = self.target or str(self._train_target())
         self.pairs = self._answers(start, target)
         distilled = self._align(self.folder / "distilled", self.model, self.distill_steps, self._distill)
-        drafter = self._align(self.folder / "drafter", str(distilled), self.refine_steps, self._refine)
-        drafters = {"before": (self.model, None), "distilled": (str(distilled), self.separator)}
-        report = self._measure(target, {**drafters, "refined": (str(drafter), self.separator)})
+        drafter = self._align(self.folder / "drafter", self._at(distilled), self.refine_steps, self._refine)
+        drafters: dict[str, tuple[Model, str | None]] = {"before": (self.model, None)}
+        drafters["distilled"] = self._at(distilled), self.separator
+        drafters["refined"] = self._at(drafter), self.separator
+        prompts = [self._encode.prompt(one, self.new_tokens) for one in self._held]
+        known = all(one.answer is not None for one in self._held)
+        limits = {"draft_length": self.draft_length, "new_tokens": self.new_tokens}
+        report = measured(
+            self._sampler, target, drafters, prompts, self._right if known else None, (0.0, self.temperature), **limits
+        )
         checkpoint.write_json(self.folder / "report.json", {"decoding": report, "settings": asdict(self)}, indent=1)
         return drafter
+
+    def _read(self, start: Sampler) -> None:
+        """What the drafter, its tokenizer and the examples say: a mistake is told before the first step."""
+        named, spec = called(self.model), start.denoiser.spec
+        if spec.attention == "causal_context":
+            raise UserError(f"train.model={named} has a causal context: it cannot draft several blocks in one forward")
+        if start.tokenizer is None:
+            raise UserError(f"train.model={named} has no tokenizer, and training reads texts: add its files")
+        if self._data.path is None and start.tokenizer.get_vocab() != vocabulary():
+            raise UserError(
+                f"train.model={named} does not have mini's tokenizer, which mini's tasks are written in: say"
+                " train.data=FILE.jsonl"
+            )
+        self.tokenizer, self.spec = start.tokenizer, spec
+        self._behind = [] if self.separator is None else [self._token(self.separator)]
+        if self.target is None:
+            longest = int(self.shape.get("max_position_embeddings", spec.max_positions))
+        else:
+            longest = SpeculativeSampler(start, self.target, draft_length=0).spec.max_positions
+        self._most = min(spec.max_positions, longest)
+        self._encode = Encoder(
+            self.tokenizer, replace(spec, max_positions=self._most), self._most, "leave it out of train.data"
+        )
+        self._held = self.source.draw(f"{self.seed}/held", self.held_out, held=True)
+        for example in (*self._held, *self.source.all()):
+            self._encode.prompt(example, self.new_tokens)
+            if self.target is None:
+                self._encode(example)
+
+    def _token(self, separator: str) -> int:
+        found = self.tokenizer.get_vocab().get(separator)
+        if found is None or found in (self.spec.mask_id, self.spec.eos_id):
+            usual = (token for token in self.tokenizer.all_special_tokens if token != separator)
+            raise unknown("train.separator", separator, [*usual, "another token of the model's", "null"])
+        return found
 
     # Training ---------------------------------------------------------------------------------------------------------
 
@@ -143,19 +194,19 @@ class DeerTrainer:
         folder = self.folder / "target"
         if _finished(folder):
             return folder
-        ids = self.tokenizer.get_vocab()
-        ends = {"bos_token_id": None, "eos_token_id": self._end, "pad_token_id": None}
+        ends = {"bos_token_id": None, "eos_token_id": self.spec.eos_id, "pad_token_id": None}
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
-            network = LlamaForCausalLM(LlamaConfig(vocab_size=len(ids), **ends, **self.shape))
+            network = LlamaForCausalLM(LlamaConfig(vocab_size=self.spec.vocab_size, **ends, **self.shape))
         network = cast(nn.Module, network).to(self._device)  # its own signature hides the module's
 
         def loss(step: int) -> Tensor:
-            rng = Random(f"{self.seed}/target/{step}")
-            rows = self._rows([self._encode(*self._example(rng, held=False)) for _ in range(self.batch)])
+            examples = self.source.draw(f"{self.seed}/target/{step}", self.batch, number=step)
+            rows = collate([self._encode(one) for one in examples], self.spec.eos_id)
+            ids, answer = rows.ids.to(self._device), rows.answer.to(self._device)
             # Padding stands behind the answer, which no token of it sees.
-            logits = network(input_ids=rows.ids).logits[:, :-1][rows.answer[:, 1:]]
-            return F.cross_entropy(logits, rows.ids[rows.answer])
+            logits = network(input_ids=ids).logits[:, :-1][answer[:, 1:]]
+            return F.cross_entropy(logits, ids[answer])
 
         self._fit(folder, network, self.target_steps, self.target_learning_rate, loss)
         files.write_folder(folder, self.tokenizer.save_pretrained)
@@ -163,23 +214,26 @@ class DeerTrainer:
         (folder / checkpoint.FILE).unlink()
         return folder
 
-    def _align(self, folder: Path, model: str, steps: int, corrupt: Callable[..., tuple[Tensor, Tensor]]) -> Path:
-        """One stage: a drafter in `folder`, from the one named `model`."""
+    def _align(self, folder: Path, model: Model, steps: int, corrupt: Callable[..., tuple[Tensor, Tensor]]) -> Path:
+        """One stage: a drafter in `folder`, from the one that is `model`."""
         if _finished(folder):
             return folder
-        denoiser = self._sampler(model).denoiser
-        if not isinstance(denoiser, TransformerDenoiser):
-            raise UserError(f"train.model={model} is no model in mini's format: start from mini")
-        network = denoiser.transformer.float().train()
+        trained = Trained.load(model, self._device, self.dtype, self.lora, self.seed)
+        if self.gradient_checkpointing:
+            trained.recompute()
+        trained.network.train()
 
         def loss(step: int) -> Tensor:
             rng = Random(f"{self.seed}/{folder.name}/{step}")
-            rows = self._rows([self._cut(*rng.choice(self.pairs), rng) for _ in range(self.batch)], behind=1)
-            masked, weight = corrupt(rows.answer.cpu(), torch.Generator().manual_seed(rng.getrandbits(62)))
-            return masked_loss(network, rows, masked.to(self._device), weight.to(self._device), denoiser.mask_id)
+            pairs = [self._cut(*rng.choice(self.pairs), rng) for _ in range(self.batch)]
+            rows, generator = collate(pairs, self.spec.eos_id), torch.Generator()
+            answer = rows.answer & (torch.arange(rows.ids.shape[1]) < rows.length[:, None] - len(self._behind))
+            masked, weight = corrupt(answer, generator.manual_seed(rng.getrandbits(62)))
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                return masked_loss(trained.network, rows, answer, masked, weight, self.spec)
 
-        self._fit(folder, network, steps, self.learning_rate, loss)
-        export(network, self.tokenizer, folder)
+        self._fit(folder, trained.network, steps, self.learning_rate, loss)
+        trained.save(folder)
         (folder / checkpoint.FILE).unlink()
         return folder
 
@@ -192,7 +246,8 @@ class DeerTrainer:
     def _fit(self, folder: Path, network: nn.Module, steps: int, rate: float, loss: Loss) -> None:
         """Train from scratch or from the last saved state; what a step learns from depends on nothing but the step."""
         files.make_folder(folder)
-        optimizer = torch.optim.AdamW(network.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+        learning = [weight for weight in network.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(learning, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
         state: dict[str, Any] = {"step": 0}
         if (folder / checkpoint.FILE).exists():
             state = checkpoint.load(folder, network, optimizer)
@@ -204,9 +259,11 @@ class DeerTrainer:
                     warm = min(1.0, (step + 1) / (0.02 * steps))
                     group["lr"] = rate * warm * (0.5 + 0.5 * math.cos(math.pi * step / steps))
                 optimizer.zero_grad()
-                now = loss(step)
-                now.backward()
-                nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    torch.manual_seed(Random(f"{self.seed}/{folder.name}/dropout {step}").getrandbits(62))
+                    now = loss(step)
+                    now.backward()
+                nn.utils.clip_grad_norm_(learning, 1.0)
                 optimizer.step()
                 total, count = total + now.item(), count + 1
                 progress.advance(TaskID(0))
@@ -225,20 +282,12 @@ class DeerTrainer:
 
     # Data -------------------------------------------------------------------------------------------------------------
 
-    def _example(self, rng: Random, *, held: bool) -> tuple[str, str]:
-        (name,) = rng.choices(list(self.tasks), list(self.tasks.values()))
-        return draw_example(LESSONS[name], rng, held=held)
-
-    def _encode(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-        ids = self.tokenizer(answer, add_special_tokens=False).input_ids
-        return self.tokenizer(prompt).input_ids, [*ids, self._end]
-
-    def _answers(self, start: Sampler, target: str) -> list[tuple[list[int], list[int]]]:
+    def _answers(self, start: Sampler, target: str) -> list[Pair]:
         """Prompts and the target's answers, end token included."""
         path = self.folder / "answers.json"
         if not path.exists():
-            rng = Random(f"{self.seed}/answers")
-            prompts = [self.tokenizer(self._example(rng, held=False)[0]).input_ids for _ in range(self.answers)]
+            examples = self.source.draw(f"{self.seed}/answers", min(self.answers, self.source.size or self.answers))
+            prompts = [self._encode.prompt(one, self.new_tokens) for one in examples]
             plain = SpeculativeSampler(start, target, draft_length=0)
             found = []
             for first in range(0, len(prompts), self.batch):
@@ -249,77 +298,41 @@ class DeerTrainer:
             checkpoint.write_json(path, found)
         return checkpoint.read_json(path)
 
-    def _cut(self, prompt: list[int], answer: list[int], rng: Random) -> tuple[list[int], list[int]]:
+    def _cut(self, prompt: list[int], answer: list[int], rng: Random) -> Pair:
         """A prompt, and its answer and the end tokens behind it up to a random token, the separator behind that."""
-        tail = self.draft_length - 1 if answer[-1] == self._end else 0
-        whole = [*answer, *[self._end] * tail]
-        return prompt, [*whole[: rng.randint(1, len(whole))], self.tokenizer.get_vocab()[self.separator]]
+        room = self.spec.max_positions - len(prompt) - len(answer) - len(self._behind)
+        tail = max(0, min(self.draft_length - 1, room)) if answer[-1] == self.spec.eos_id else 0
+        whole: Sequence[int] = [*answer, *[self.spec.eos_id] * tail]
+        whole = whole[: self.spec.max_positions - len(prompt) - len(self._behind)]
+        return prompt, [*whole[: rng.randint(1, len(whole))], *self._behind]
 
-    def _rows(self, pairs: list[tuple[list[int], list[int]]], behind: int = 0) -> Rows:
-        """Prompts and answers as a batch; `behind` last tokens of each are there but no part of the answer."""
-        length = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        ids = torch.tensor([[*p, *a, *[self._end] * (length - len(p) - len(a))] for p, a in pairs])
-        column = torch.arange(length)
-        first = torch.tensor([len(p) for p, _ in pairs])[:, None]
-        end = torch.tensor([len(p) + len(a) for p, a in pairs])[:, None]
-        answer = (column >= first) & (column < end - behind)
-        return Rows(*(each.to(self._device) for each in (ids, column < end, answer)))
-
-    # The report -------------------------------------------------------------------------------------------------------
-
-    def _measure(self, target: str, drafters: Mapping[str, tuple[str, str | None]]) -> dict[str, Any]:
-        """Each drafter and plain decoding on the same prompts, one by one, in turns, so that they share the weather."""
-        rng = Random(f"{self.seed}/held")
-        prompts = [self._example(rng, held=True)[0] for _ in range(self.held_out)]
-        report: dict[str, Any] = {}
-        for temperature in (0.0, self.temperature):
-            arms = {"plain": SpeculativeSampler(self._sampler(self.model, temperature), target, draft_length=0)}
-            for name, (model, separator) in drafters.items():
-                drafter = self._sampler(model, temperature)
-                arms[name] = SpeculativeSampler(drafter, target, draft_length=self.draft_length, separator=separator)
-            results: dict[str, list[Speculation]] = {name: [] for name in arms}
-            seconds = dict.fromkeys(arms, 0.0)
-            for number, prompt in enumerate(prompts):
-                for name, arm in arms.items():
-                    begun = time.process_time()
-                    results[name].append(arm.generate(prompt, max_new_tokens=self.new_tokens, seed=number))
-                    seconds[name] += time.process_time() - begun
-            plain = results["plain"]
-            report[f"temperature {temperature:g}"] = {
-                name: {
-                    **_figures(found),
-                    "cpu_seconds": round(seconds[name], 3),
-                    "speed_up": round(seconds["plain"] / seconds[name], 3),
-                    "same_answer": sum(a.texts == b.texts for a, b in zip(found, plain, strict=True)) / len(plain),
-                }
-                for name, found in results.items()
-            }
-        return report
+    def _right(self, number: int, result: Speculation) -> float:
+        """How right the answer to a held-out prompt is."""
+        assert result.texts is not None
+        return self.source.right(self._held[number], result.texts[0], result.tokens[0, : result.lengths[0]].tolist())
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _sampler(self, model: str, temperature: float | None = None) -> Sampler:
-        return Sampler.from_pretrained(model, device=self.device, dtype="float32", temperature=temperature)
+    def _at(self, folder: Path) -> Model:
+        """The model in another folder, with the user's settings."""
+        given = self.model if isinstance(self.model, dict) else {}
+        return {**{key: value for key, value in given.items() if key != "name"}, "path": str(folder)}
+
+    def _sampler(self, model: Model, temperature: float | None = None) -> Sampler:
+        return Sampler.from_pretrained(model, device=self.device, dtype=self.dtype, temperature=temperature)
 
     def _same(self) -> None:
         """Refuse to go on with a run of other settings."""
         path = self.folder / "settings.json"
         mine = {key: value for key, value in asdict(self).items() if key not in _FREE}
+        mine["content"] = self.source.content
         if path.exists():
-            checkpoint.check_same(self.folder, checkpoint.read_json(path), mine)
+            saved = checkpoint.read_json(path)
+            checkpoint.check_same(self.folder, saved, {key: value for key, value in mine.items() if key != "content"})
+            checkpoint.check_content(self.folder, saved, self.source.content, self._data.path)
         checkpoint.write_json(path, mine, indent=1)
-
-
-def _figures(results: list[Speculation]) -> dict[str, float]:
-    rounds = sum(int(result.nfe.sum()) for result in results)
-    accepted = sum(int(result.accepted.clamp(min=0).sum()) for result in results)
-    return {
-        "mean_accepted": round(accepted / rounds, 3),
-        "tokens_per_round": round(sum(int(result.lengths.sum()) for result in results) / rounds, 3),
-        "rounds": rounds / len(results),
-    }
 
 
 def _finished(folder: Path) -> bool:
     """Whether a model stands there whole: its last state is removed behind the export."""
-    return (folder / "model.safetensors").exists() and not (folder / checkpoint.FILE).exists()
+    return saving.finished(folder) and not (folder / checkpoint.FILE).exists()

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from dllm_sampler.models.transformer import Transformer
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Texts of several lengths, padded on the right."""
-
-    ids: Tensor  # [B, L] int64
-    there: Tensor  # [B, L] bool: no padding
-    answer: Tensor  # [B, L] bool: what may be masked: neither prompt, separator nor padding
+from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.training import masking
+from dllm_sampler.training.masking import Rows
 
 
 def distill_mask(answer: Tensor, generator: torch.Generator, least: float) -> tuple[Tensor, Tensor]:
@@ -39,8 +32,25 @@ def refine_mask(answer: Tensor, generator: torch.Generator, longest: int, alpha:
     return answer & (behind < drawn), alpha ** behind.clamp(min=0).float()
 
 
-def masked_loss(network: Transformer, rows: Rows, masked: Tensor, weight: Tensor, mask_id: int) -> Tensor:
-    """Weighted nats of the masked tokens, per token of the answers; `masked`, `weight`: `[B, L]`."""
-    logits = network(rows.ids.masked_fill(masked, mask_id), keys=rows.there)[masked]
-    losses = F.cross_entropy(logits, rows.ids[masked], reduction="none")
-    return (losses * weight[masked]).sum() / rows.answer.sum()
+def masked_loss(
+    network: nn.Module, rows: Rows, answer: Tensor, masked: Tensor, weight: Tensor, spec: ModelSpec
+) -> Tensor:
+    """Weighted nats of the masked tokens, per token of the answers.
+
+    Args:
+        network: the drafter, called as a `Transformer`.
+        rows: prompts and answers, separators included.
+        answer: `[B, L] bool` what may be masked.
+        masked: `[B, L] bool` what is.
+        weight: `[B, L]` of each token.
+        spec: of the drafter. A block-causal one sees the blocks before as they are here, masks included, since a draft
+            masks them all at once.
+    """
+    one = masking.chunk(rows, masked, masked, replace(spec, attention="bidirectional", seeds=False))
+    if spec.attention == "block_causal":
+        assert spec.block_length is not None
+        seen = block_causal(one.positions, one.positions, spec.block_length)
+        one = replace(one, keys=one.keys[:, None] & seen)
+    losses = one.to(spec.device).losses(network)
+    weight = torch.where(one.there, weight.gather(1, one.columns), 0).to(losses)
+    return (losses * weight).sum() / answer.sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -16,11 +16,12 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.prompts import encode_one
 from dllm_sampler.training import masking
 from dllm_sampler.training.checkpoint import read_json, write_json
-from dllm_sampler.training.finetune import FineTuner
+from dllm_sampler.training.finetune import FineTuner, Part
 from dllm_sampler.training.masking import FLOOR, Rows, chunk, collate
 from dllm_sampler.training.progress import bar
 
 Masking = Literal["block", "random"]
+FIGURES = ("cross_entropy", "entropy", "right_masks")  # of `certainty_loss`
 
 
 @dataclass
@@ -102,25 +103,22 @@ class DistillTrainer(FineTuner):
         size = self.block_length if self.masking == "block" else rows.ids.shape[1]
         generator = torch.Generator().manual_seed(rng.getrandbits(62))
         pair = split(rows, size, self.ratio, generator, aligned=self.trained.denoiser.spec.attention == "block_causal")
-        figures = {"cross_entropy": 0.0, "entropy": 0.0, "right_masks": 0.0}
-        parts = self._parts(rows, pair, figures)
-        loss, norm = self.update(partial(self.backward, parts), f"step {number}")
-        return {"loss": loss, "gradient": norm, **{key: value / 2 for key, value in figures.items()}}
+        figures = self.update(self._parts(rows, pair), f"step {number}")
+        return figures | {name: figures[name] / 2 for name in FIGURES}
 
-    def _parts(self, rows: Rows, pair: Pair, figures: dict[str, float]) -> Iterator[Callable[[], Tensor]]:
+    def _parts(self, rows: Rows, pair: Pair) -> Iterator[Part]:
         size = max(1, self.batch_tokens // rows.ids.shape[1])
         spec = self.trained.denoiser.spec
 
-        def part(some: Tensor, masked: Tensor) -> Tensor:
+        def part(some: Tensor, masked: Tensor) -> tuple[Tensor, dict[str, float]]:
             hidden = masked | pair.future
             width = int(rows.length[some].max())
             one = chunk(rows.some(some), hidden[some, :width], masked[some, :width], spec).to(spec.device)
             logits = one.logits(self.trained.wrapped)
             found = certainty_loss(logits, one.tokens, one.there, self.entropy_temperature, one.mask_id)
             share = 1 / len(rows.ids)
-            for key, value in zip(figures, found, strict=True):
-                figures[key] += float(value.detach().sum()) * share
-            return (found[0] + self.certainty * found[1]).sum() * share
+            figures = {name: float(value.detach().sum()) * share for name, value in zip(FIGURES, found, strict=True)}
+            return (found[0] + self.certainty * found[1]).sum() * share, figures
 
         for some in torch.arange(len(rows.ids)).split(size):
             for masked in (pair.one, pair.other):

@@ -10,6 +10,8 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.training.examples import Example
 from dllm_sampler.training.masking import Pair
 
+WAY_OUT = "raise train.max_length up to the model's context, or leave such examples out by train.longer=drop"
+
 
 class Encoder:
     """Encodes examples, each line of a user's data once.
@@ -18,10 +20,11 @@ class Encoder:
         tokenizer: of the model.
         spec: the model.
         most: tokens of a prompt with its answer.
+        way_out: what to do with a longer example.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, most: int):
-        self.tokenizer, self.spec, self.most = tokenizer, spec, most
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, most: int, way_out: str = WAY_OUT):
+        self.tokenizer, self.spec, self.most, self.way_out = tokenizer, spec, most, way_out
         self._known: dict[int, tuple[Example, Pair]] = {}  # examples of a user's data, which stay
 
     def __call__(self, example: Example) -> Pair:
@@ -34,8 +37,8 @@ class Encoder:
         length = len(prompt) + len(answer)
         if length > self.most:
             raise UserError(
-                f"{example.where} has {length} tokens of prompt and answer, and there is room for {self.most}: raise"
-                " train.max_length up to the model's context, or leave such examples out by train.longer=drop"
+                f"{example.where} has {length} tokens of prompt and answer, and there is room for {self.most}:"
+                f" {self.way_out}"
             )
         return prompt, answer
 
@@ -55,25 +58,46 @@ class Encoder:
                 f"the answer of {example.where} has {len(answer) - 1} tokens, and the answers that measure the model"
                 f" have {new_tokens}: raise train.new_tokens"
             )
+        self._check_room(prompt, example.where, new_tokens)
+
+    def prompt(self, example: Example, new_tokens: int) -> list[int]:
+        """The tokens of a prompt alone, whose answer is to be sampled.
+
+        Raises:
+            UserError: naming the line and what is wrong with it.
+        """
+        if _is_chat(example):
+            ids = self._chat_ids(chat.text(list(example.prompt), self.tokenizer, example.where))  # pyright: ignore
+        else:
+            ids = self._ids(example.prompt, example.where)
+        self._check_tokens(ids, example.where)
+        self._check_room(ids, example.where, new_tokens)
+        return ids
+
+    def _check_room(self, prompt: list[int], where: str, new_tokens: int) -> None:
         if len(prompt) + new_tokens > self.spec.max_positions:
             raise UserError(
-                f"the prompt of {example.where} has {len(prompt)} tokens, with train.new_tokens={new_tokens} more than"
+                f"the prompt of {where} has {len(prompt)} tokens, with train.new_tokens={new_tokens} more than"
                 f" the model's context of {self.spec.max_positions}"
             )
+
+    def _check_tokens(self, ids: list[int], where: str) -> None:
+        mask = self.spec.mask_id
+        bad = [token for token in ids if not 0 <= token < self.spec.vocab_size or token == mask]
+        if bad:
+            what = "the mask token" if bad[0] == mask else f"a token outside the model's {self.spec.vocab_size}"
+            raise UserError(f"{where} has {what} (id {bad[0]}) in its prompt or answer")
 
     def _pair(self, example: Example) -> Pair:
         if id(example) in self._known:
             return self._known[id(example)][1]
-        if isinstance(example.prompt, list) and example.prompt and isinstance(example.prompt[0], dict):
+        if _is_chat(example):
             prompt, answer = self._chat(example)
         else:
             prompt = self._ids(example.prompt, example.where)
             answer = self._answer(example.answer, example.where)
-        eos, mask = self.spec.eos_id, self.spec.mask_id
-        bad = [token for token in prompt + answer if not 0 <= token < self.spec.vocab_size or token == mask]
-        if bad:
-            what = "the mask token" if bad[0] == mask else f"a token outside the model's {self.spec.vocab_size}"
-            raise UserError(f"{example.where} has {what} (id {bad[0]}) in its prompt or answer")
+        self._check_tokens(prompt + answer, example.where)
+        eos = self.spec.eos_id
         found = prompt, answer if answer[-1] == eos else [*answer, eos]
         if not example.task:
             self._known[id(example)] = example, found
@@ -104,5 +128,11 @@ class Encoder:
                 f"{where}: this model's chat template does not write an answer behind the prompt that it makes: give"
                 " prompt and answer as texts"
             )
-        ids = list(self.tokenizer(begun, add_special_tokens=False)["input_ids"])  # pyright: ignore
-        return ids, self._answer(whole[len(begun) :], where)
+        return self._chat_ids(begun), self._answer(whole[len(begun) :], where)
+
+    def _chat_ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore
+
+
+def _is_chat(example: Example) -> bool:
+    return isinstance(example.prompt, list) and bool(example.prompt) and isinstance(example.prompt[0], dict)

@@ -131,7 +131,7 @@ class FilterTrainer:
             reference, splits, self.new_tokens, self.block_length, self.batch, unfinished, run
         )
         log = journal.Journal(path.with_name(f"{path.stem}.log.jsonl"), 0, self.tracker, asdict(self))
-        layers, loss = fit(
+        layers, least = fit(
             training, validation, depth=self.depth, committed=self.committed, caution=self.caution, steps=self.steps,
             learning_rate=self.learning_rate, weight_decay=self.weight_decay, log=log,
         )  # fmt: skip
@@ -143,7 +143,7 @@ class FilterTrainer:
                 key: value for key, value in asdict(self).items() if key not in ("output", "device", "tracker")
             },
             "records": {"training": len(training), "validation": len(validation), "test": len(test)},
-            "validation_loss": loss,
+            "validation_loss": least,
             "test": judged(layers, test, self.threshold),
             "decoding": self._decode(reference, str(trained), splits[2], checks),
         }
@@ -246,18 +246,12 @@ def fit(
     def layers() -> Layers:
         return tuple((a + x, b + y) for (a, b), (x, y) in zip(start, learnt, strict=True))
 
-    def loss(records: Records) -> Tensor:
-        counts = (records.there if committed else records.open).float()
-        counts = torch.where(records.final, counts, caution * counts)
-        each = binary_cross_entropy_with_logits(judge(layers(), records.known), records.final.float(), reduction="none")
-        return (each * counts).sum() / counts.sum().clamp(min=1)
-
     best, kept = float("inf"), layers()
     with bar("training the filter", steps) as progress:
         for step in range(steps + 1):
             if step % 50 == 0 or step == steps:
                 with torch.no_grad():
-                    if (now := float(loss(validation))) < best:
+                    if (now := float(loss(layers(), validation, committed, caution))) < best:
                         best, kept = now, layers()
                 if log is not None:
                     log.note(step, {"validation_loss": now})
@@ -265,9 +259,21 @@ def fit(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * (1 - step / (steps + 1))
             optimizer.zero_grad()
-            loss(training).backward()
+            loss(layers(), training, committed, caution).backward()
             optimizer.step()
     return tuple((weight.detach(), bias.detach()) for weight, bias in kept), best
+
+
+def loss(layers: Layers, records: Records, committed: bool, caution: float) -> Tensor:
+    """Mean cross-entropy of what a filter says of each position; one that is not final weighs `caution`.
+
+    committed: positions already committed count too
+    """
+    counts = (records.there if committed else records.open).to(records.known)
+    counts = torch.where(records.final, counts, caution * counts)
+    said = judge(layers, records.known)
+    each = binary_cross_entropy_with_logits(said, records.final.to(said), reduction="none")
+    return (each * counts).sum() / counts.sum().clamp(min=1)
 
 
 def judged(layers: Layers, records: Records, threshold: float) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,7 +37,9 @@ from dllm_sampler.training.trained import Trained
 # A resumed run may change these; anything else would make it another run.
 FREE = (
     "output", "device", "checkpoint_every", "tracker", "batch_size", "batch_tokens", "steps", "gradient_checkpointing",
+    "shard",
 )  # fmt: skip
+Part = Callable[[], tuple[Tensor, Mapping[str, float]]]  # one forward's share of the loss, and of figures
 
 
 @dataclass
@@ -63,6 +65,7 @@ class FineTuner:
     lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
     precision: `no` or `bf16`, of the forwards
     gradient_checkpointing: compute layers a second time in the backward pass, for less memory
+    shard: spread weights, gradients and moments over the processes (FSDP2); else each has all of them (DDP)
     batch_size: answers that are sampled at a time; one that ends gives its place to the next
     batch_tokens: columns of a training forward at most, which bounds its memory
     evaluate_every, held_out: steps between two measurements, and on how many prompts that no training uses
@@ -90,6 +93,7 @@ class FineTuner:
     lora: dict[str, float] | None
     precision: str
     gradient_checkpointing: bool
+    shard: bool
     batch_size: int
     batch_tokens: int
     evaluate_every: int
@@ -103,11 +107,6 @@ class FineTuner:
     def __post_init__(self) -> None:
         check_run(vars(self))
         self._data = Data.of(self.data)
-
-    @property
-    def sharding(self) -> bool:
-        """Whether weights are spread over the processes."""
-        return False
 
     @property
     def needs_answers(self) -> bool:
@@ -133,16 +132,14 @@ class FineTuner:
         """A sampler of the model as it is now."""
         return Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **settings)
 
-    def update(self, backward: Callable[[], float], seed: str) -> tuple[float, float]:
-        """One optimizer step on the gradients that `backward` leaves; returns what it returned, and their norm.
-
-        Gradients that are not finite change nothing, and the user is told.
-        """
+    def update(self, parts: Iterator[Part], seed: str) -> dict[str, float]:
+        """One optimizer step on the sum of some losses; returns `loss`, the sums of their figures, and the norm of the
+        gradients as `gradient`. Where that is not finite nothing changes, and the user is told."""
         self.trained.network.train()
         self.optimizer.zero_grad()
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(Random(f"{self.seed}/{seed}").getrandbits(62))  # of dropout
-            loss = backward()
+            figures = self._backward(parts)
         norm = float(sharding.whole(nn.utils.clip_grad_norm_(self.trained.learning(), self.clip)))
         if math.isfinite(norm):
             self.optimizer.step()
@@ -150,21 +147,24 @@ class FineTuner:
         else:
             self.say(f"{seed} (from 0): the gradients are not finite and were left out")
         self.trained.network.eval()
-        return loss, norm
+        return {**figures, "gradient": norm}
 
-    def backward(self, losses: Iterator[Callable[[], Tensor]]) -> float:
-        """Sum up losses that are made one after the other, so that one's activations are alive at a time."""
-        total, one = 0.0, next(losses, None)
+    def _backward(self, parts: Iterator[Part]) -> dict[str, float]:
+        """One part after the other, so that one's activations are alive at a time."""
+        figures = {"loss": 0.0}
+        several = self.trained.together(parts)
+        one = next(several, None)
         sync = nullcontext if self.trained.sharded else partial(self.accelerator.no_sync, self.trained.wrapped)
         while one is not None:
-            following = next(losses, None)
+            (part, counts), one = one, next(several, None)
             # Gradients of all processes are averaged once, with the last.
-            with sync() if following else nullcontext(), self._attention():
+            with sync() if one else nullcontext(), self._attention():
                 with self.autocast():
-                    loss = one()
-                self.accelerator.backward(loss)
-            total, one = total + float(loss.detach()), following
-        return total
+                    loss, found = part()
+                self.accelerator.backward(loss if counts else 0 * loss)
+            for name, value in {"loss": float(loss.detach()), **found}.items() if counts else ():
+                figures[name] = figures.get(name, 0.0) + value
+        return figures
 
     def autocast(self) -> torch.autocast:
         """What every forward runs under, a rollout's too; bfloat16 has the range of float32, so no loss is scaled."""
@@ -229,6 +229,10 @@ class FineTuner:
         with self._average.applied():
             return self.measure()
 
+    def fresh(self, device: torch.device) -> Trained:
+        """The model as it is before the first step."""
+        return Trained.load(self.model, device, self.dtype, self.lora, self.seed)
+
     def measure(self) -> dict[str, float]:
         """Right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
         examples = self.examples("held", self.held_out, held=True)
@@ -281,7 +285,7 @@ class FineTuner:
         self.accelerator, device = sharding.start(as_device(self.device))
         options = {"answers": self.needs_answers, "processes": self.accelerator.num_processes}
         self.source: Source = self._data.source(self.tasks, self.seed, self.held_out, **options)
-        self.trained = Trained.load(self.model, device, self.dtype, self.lora, self.seed)
+        self.trained = self.fresh(device)
         if self._data.path is None and self.trained.tokenizer.get_vocab() != vocabulary():
             raise UserError(
                 f"train.model={self.trained.named} does not have mini's tokenizer, which mini's tasks are written in:"
@@ -289,7 +293,7 @@ class FineTuner:
             )
         if self.gradient_checkpointing:
             self.trained.recompute()
-        self.trained.wrap(self.accelerator, self.sharding)
+        self.trained.wrap(self.accelerator, self.shard)
         learning = self.trained.learning()
         self.optimizer = torch.optim.AdamW(learning, betas=self.betas, weight_decay=self.weight_decay)
         self._average = Average(learning if self.average else [], self.average)
@@ -303,11 +307,7 @@ class FineTuner:
         if (self.folder / checkpoint.FILE).exists():
             saved = checkpoint.peek(self.folder)["config"]
             checkpoint.check_same(self.folder, saved, mine)
-            if saved.get("content") != self.source.content:
-                raise UserError(
-                    f"{self.folder} holds an unfinished run on other examples: train.data={self._data.path} has changed"
-                    " since; choose another train.output"
-                )
+            checkpoint.check_content(self.folder, saved, self.source.content, self._data.path)
             done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self._others())["step"]
         path = self.folder / journal.FILE
         self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
@@ -327,7 +327,7 @@ class FineTuner:
         weights = self.trained.whole() if self.trained.sharded else None
         if self.accelerator.is_main_process:
             if weights is not None:
-                self.trained = Trained.load(self.model, torch.device("cpu"), self.dtype, self.lora, self.seed)
+                self.trained = self.fresh(torch.device("cpu"))
                 self.trained.network.load_state_dict(weights)
             self.trained.save(self.folder)
             (self.folder / checkpoint.FILE).unlink()

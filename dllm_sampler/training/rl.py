@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -18,7 +19,7 @@ from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.examples import columns_of
-from dllm_sampler.training.finetune import FREE, FineTuner
+from dllm_sampler.training.finetune import FREE, FineTuner, Part
 from dllm_sampler.training.trajectory import Chunk, Trajectories, check
 
 Likelihood = Literal["trajectory", "masked"]
@@ -101,7 +102,16 @@ class PolicyTrainer(FineTuner):
         self._reference: nn.Module | None = None
         self._unscored, self._told_mismatch = 0, False
         if self.beta and self.trained.adapter is None:
-            self._reference = self.trained.frozen()
+            self._reference = self._frozen()
+
+    def _frozen(self) -> nn.Module:
+        """A copy of the network that learns nothing, whose weights are where the network's are."""
+        if not self.trained.sharded:
+            return deepcopy(self.trained.network).requires_grad_(False).eval()
+        other = self.fresh(self.accelerator.device)
+        other.network.requires_grad_(False)
+        other.wrap(self.accelerator, self.shard)
+        return other.network
 
     def _try_rewards(self) -> None:
         some = self.source.draw(f"{self.seed}/rewards", 2)
@@ -137,17 +147,14 @@ class PolicyTrainer(FineTuner):
         if self.beta:
             with self.trained.without_adapters() if self.trained.adapter is not None else nullcontext():
                 reference = self._score_all(self._reference or self.trained.network, views)
-        losses, norms, sums = [], [], {"clipped": 0.0, "kl": 0.0}
+        found: list[dict[str, float]] = []
         learner = torch.zeros_like(result.trace.logprob)  # log-probabilities before the first update
         for update, view in enumerate(views):
             weight = view.weight * (there / there.sum().clamp(min=1))[:, None]
             then = None if old is None else old[update]
             goal = Goal(advantage, weight, then, None if reference is None else reference[update])
-            parts = self._parts(view, goal, sums, None if update else learner)
-            loss, norm = self.update(partial(self.backward, parts), f"step {number}/{update}")
-            losses, norms = [*losses, loss], [*norms, norm]
-        means = {"loss": sum(losses) / len(losses), "gradient": sum(norms) / len(norms)}
-        figures |= means | {key: value / self.updates for key, value in sums.items()}
+            found.append(self.update(self._parts(view, goal, None if update else learner), f"step {number}/{update}"))
+        figures |= {"kl": 0.0} | {name: sum(each[name] for each in found) / self.updates for name in found[0]}
         return figures | self._mismatch(number, result, views[0], learner)
 
     def _mismatch(self, number: int, result: Result, view: Trajectories, learner: Tensor) -> dict[str, float]:
@@ -203,23 +210,23 @@ class PolicyTrainer(FineTuner):
         """Log-probabilities of each view under `network`, once where the views are the same."""
         alike = self.likelihood == "trajectory" and self.transitions is None
         with self.autocast():
-            found = [view.log_probabilities(network, self.batch_tokens) for view in (views[:1] if alike else views)]
+            found = [
+                view.log_probabilities(network, chunks=self._chunks(view)) for view in (views[:1] if alike else views)
+            ]
         return found * len(views) if alike else found
 
-    def _parts(
-        self, view: Trajectories, goal: Goal, sums: dict[str, float], kept: Tensor | None
-    ) -> Iterator[Callable[[], Tensor]]:
-        """The loss in parts of one forward each; adds to `sums`, and writes log-probabilities to `kept`, on the way."""
+    def _chunks(self, view: Trajectories) -> Iterator[Chunk]:
+        return (chunk for chunk, _ in self.trained.together(view.chunks(self.batch_tokens)))
 
-        def part(chunk: Chunk) -> Tensor:
+    def _parts(self, view: Trajectories, goal: Goal, kept: Tensor | None) -> Iterator[Part]:
+        """The loss in parts of one forward each; writes log-probabilities to `kept` on the way."""
+
+        def part(chunk: Chunk) -> tuple[Tensor, Mapping[str, float]]:
             logprob, _ = chunk.to(self.trained.denoiser.spec.device).score(self.trained.wrapped)
             if kept is not None:
                 at = chunk.there
                 kept[chunk.row[:, None].expand_as(at)[at], chunk.columns[at]] = logprob.detach().cpu()[at].to(kept)
-            loss, figures = goal.loss(chunk, logprob, self.epsilon, self.beta)
-            for key, value in figures.items():
-                sums[key] += value
-            return loss
+            return goal.loss(chunk, logprob, self.epsilon, self.beta)
 
         return (partial(part, chunk) for chunk in view.chunks(self.batch_tokens))
 

@@ -64,8 +64,20 @@ def check_run(settings: Mapping[str, Any]) -> None:
         if settings[name] < least:
             raise UserError(f"train.{name} must be at least {least}, not {settings[name]}")
     check_settings(settings)
+    check_model(settings)
+
+
+def check_model(settings: Mapping[str, Any]) -> None:
+    """Refuse what cannot be said of a model that exists and learns, of its tasks, and of the log.
+
+    Args:
+        settings: the fields of a trainer; those that it lacks are not looked at.
+
+    Raises:
+        UserError: the first such field, by its name.
+    """
     for name, choices in WORDS.items():
-        if settings[name] not in choices:
+        if name in settings and settings[name] not in choices:
             raise unknown(f"train.{name}", settings[name], choices)
     if settings["dtype"] == "bfloat16" and settings["lora"] is None:
         raise UserError(

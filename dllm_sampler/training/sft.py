@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -17,7 +17,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.training import masking
 from dllm_sampler.training.encoding import Encoder
 from dllm_sampler.training.examples import Example
-from dllm_sampler.training.finetune import FREE, FineTuner
+from dllm_sampler.training.finetune import FineTuner, Part
 from dllm_sampler.training.masking import Masks, Pair, Rows
 
 Padding = Literal["longest", "block", "none"]
@@ -46,7 +46,6 @@ class SftTrainer(FineTuner):
     random_length: share of the answers that are cut at a random length (LLaDA's pre-training: 0.01)
     max_length: tokens of a prompt with its answer; None: the model's context
     longer: what is done with an example that is longer: `refuse` it, or `drop` it
-    shard: spread weights, gradients and moments over the processes (FSDP2); else each has all of them (DDP)
     """
 
     batch: int
@@ -57,10 +56,8 @@ class SftTrainer(FineTuner):
     random_length: float
     max_length: int | None
     longer: str
-    shard: bool
 
     name: ClassVar[str] = "sft"
-    free: ClassVar[tuple[str, ...]] = (*FREE, "shard")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,11 +71,6 @@ class SftTrainer(FineTuner):
             if not isinstance(self.padding, int):
                 check_choice("train.padding", self.padding, Padding)
             check_count("train.padding", self.padding)
-
-    @property
-    def sharding(self) -> bool:
-        """See `FineTuner.sharding`."""
-        return self.shard
 
     @property
     def spec(self) -> ModelSpec:
@@ -115,16 +107,17 @@ class SftTrainer(FineTuner):
         """One batch."""
         examples = self.source.draw(f"{self.seed}/step {number}", self.batch, number=number)
         rows, draws = self._masked(examples, f"{self.seed}/noise {number}")
-        loss, norm = self.update(partial(self.backward, self._parts(rows, draws)), f"step {number}")
-        loss = self.summed(loss)[0] / self.accelerator.num_processes
+        figures = self.update(self._parts(rows, draws), f"step {number}")
+        figures["loss"] = self.summed(figures["loss"])[0] / self.accelerator.num_processes
         hidden = sum(int(masks.hidden.sum()) for masks in draws)
-        return {"loss": loss, "gradient": norm, "answer_tokens": int(rows.answer.sum()), "hidden": hidden}
+        return {**figures, "answer_tokens": int(rows.answer.sum()), "hidden": hidden}
 
     def measure(self) -> dict[str, float]:
         """See `FineTuner.measure`, and the loss on held-out examples, with the same tokens hidden every time."""
         rows, draws = self._masked(self._held, f"{self.seed}/held noise")
         with torch.no_grad(), self.autocast():
-            loss = sum(float(one()) for one in self._parts(rows, draws))
+            losses = [(float(part()[0]), counts) for part, counts in self.trained.together(self._parts(rows, draws))]
+        loss = sum(loss for loss, counts in losses if counts)
         return {"held_out_loss": self.summed(loss)[0] / self.accelerator.num_processes, **super().measure()}
 
     def _masked(self, examples: Sequence[Example], seed: str) -> tuple[Rows, list[Masks]]:
@@ -138,33 +131,25 @@ class SftTrainer(FineTuner):
         options: dict[str, Any] = {"complementary": self.complementary, "inverse": self.weight == "inverse"}
         return rows, masking.draw(rows, masking.blocks(rows, self.spec), generator, **options)
 
-    def _parts(self, rows: Rows, draws: list[Masks]) -> Iterator[Callable[[], Tensor]]:
+    def _parts(self, rows: Rows, draws: list[Masks]) -> Iterator[Part]:
         """This process's share of the loss times the number of processes, in parts of one forward each."""
         processes = self.accelerator.num_processes
         copies = 1 if self._whole else 2
 
-        def part(some: Tensor, masks: Masks) -> Tensor:
+        def part(some: Tensor, masks: Masks) -> tuple[Tensor, dict[str, float]]:
             few = rows.some(some)
             width = few.ids.shape[1]
             hidden, weight = masks.hidden[some, :width], masks.weight[some, :width]
             one = masking.chunk(few, hidden, hidden, self.spec)
             weight = torch.where(one.there, weight.gather(1, one.columns), 0).to(self.spec.device)
             losses = one.to(self.spec.device).losses(self.trained.wrapped)
-            return (losses * weight.to(losses.dtype)).sum() * processes
+            return (losses * weight.to(losses.dtype)).sum() * processes, {}
 
-        each = []
-        for process in range(processes):
-            mine = torch.arange(len(rows.ids))[process::processes]
-            mine = mine[rows.length[mine].argsort(stable=True)]
-            each.append([mine[some] for some in cuts(rows.length[mine] * copies, self.batch_tokens)])
-        own = each[self.accelerator.process_index]
-        for some in own:
+        mine = torch.arange(len(rows.ids))[self.accelerator.process_index :: processes]
+        mine = mine[rows.length[mine].argsort(stable=True)]
+        for some in cuts(rows.length[mine] * copies, self.batch_tokens):
             for masks in draws:
-                yield partial(part, some, masks)
-        if self.trained.sharded:  # a forward needs all processes: one that is through makes its last again, for nothing
-            for _ in range(max(map(len, each)) - len(own)):
-                for masks in draws:
-                    yield partial(part, own[-1], Masks(masks.hidden, torch.zeros_like(masks.weight)))
+                yield partial(part, mine[some], masks)
 
 
 def cuts(lengths: Tensor, budget: int) -> Iterator[slice]:

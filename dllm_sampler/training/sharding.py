@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dllm_sampler.errors import UserError
@@ -35,6 +35,20 @@ def shard(network: Transformer, device: torch.device, processes: int) -> None:
     for layer in network.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
+
+
+def reshard(network: nn.Module) -> None:
+    """Let go of weights that came together for a forward, so that the next one reads them as they are now."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def anyone(holds: bool, device: torch.device) -> bool:
+    """Whether it holds in any of the processes; all of them must ask."""
+    found = torch.tensor(int(holds), device=device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +21,7 @@ from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training import adapters, sharding
 
+T = TypeVar("T")
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
 UNTRAINABLE = ("quantize", "device_map", "cfg_scale")  # settings of a model that is only sampled from
 
@@ -72,7 +72,7 @@ class Trained:
         Raises:
             UserError: nothing to load there, or a model that cannot be trained.
         """
-        named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
+        named = called(model)
         settings = config.model(model)
         for name in UNTRAINABLE:
             if settings.pop(name):
@@ -124,6 +124,19 @@ class Trained:
         if isinstance(self.denoiser, TransformerDenoiser):
             self.denoiser = replace(self.denoiser, model=self.wrapped)
 
+    def together(self, items: Iterator[T]) -> Iterator[tuple[T, bool]]:
+        """Each item that takes a forward, with True. Processes that share the weights must make as many forwards: one
+        that is through gets its last item again, with False, until all are."""
+        last = next(items)
+        yield last, True
+        while True:
+            item = next(items, None)
+            more = item is not None
+            if not (sharding.anyone(more, self.denoiser.spec.device) if self.sharded else more):
+                return
+            last = last if item is None else item
+            yield last, more
+
     def whole(self) -> dict[str, Tensor]:
         """All weights in main memory; where they are sharded every process must ask."""
         return {name: sharding.whole(tensor) for name, tensor in self.network.state_dict().items()}
@@ -149,10 +162,6 @@ class Trained:
         finally:
             self.adapter.enable_adapter_layers()
 
-    def frozen(self) -> nn.Module:
-        """A copy of the network that learns nothing."""
-        return deepcopy(self.network).requires_grad_(False).eval()
-
     def save(self, folder: Path) -> None:
         """Write the checkpoint in its family's format, adapters merged; before it, apart, the adapters alone.
 
@@ -174,3 +183,8 @@ class Trained:
             return name, 0
         (part,) = saving.family_of(self.source).parts(f"{name}.weight", self.network.config)
         return part.name.removesuffix(".weight"), part.rows.start if part.rows else 0
+
+
+def called(model: str | Mapping[str, Any]) -> str:
+    """What the user called a model."""
+    return str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)

@@ -9,7 +9,7 @@ Letters: B rows of the trace, L its columns, T forwards' rows ("items"), n items
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -168,15 +168,19 @@ class Trajectories:
         return Chunk.merged(torch.cat([noisy, seen.long(), real.long(), begin], 1), found)
 
     @torch.no_grad()
-    def log_probabilities(self, model: nn.Module, batch_tokens: int = 2**14) -> Tensor:
+    def log_probabilities(
+        self, model: nn.Module, batch_tokens: int = 2**14, chunks: Iterable[Chunk] | None = None
+    ) -> Tensor:
         """`[B, L]` on the CPU: log-probability of every token that counts, 0 elsewhere; without a gradient.
 
         For one with a gradient go over the `chunks`, score each and call `backward` on its share of the loss before
         the next: no more than one chunk's activations are alive.
+
+        chunks: those to score; None: all, of `batch_tokens` columns each
         """
         device = next(model.parameters()).device
         found: Tensor | None = None
-        for chunk in self.chunks(batch_tokens):
+        for chunk in self.chunks(batch_tokens) if chunks is None else chunks:
             values = chunk.to(device).score(model)[0].cpu()
             if found is None:
                 found = values.new_zeros(self.trace.ids.shape)

@@ -33,7 +33,7 @@ def test_the_average_is_measured_and_saved(tmp_path: Path, monkeypatch: pytest.M
     weights: list[list[torch.Tensor]] = []
     update = run.update
 
-    def noted(*given: Any) -> tuple[float, float]:
+    def noted(*given: Any) -> dict[str, float]:
         if not weights:
             weights.append([weight.detach().clone() for weight in run.trained.learning()])
         found = update(*given)

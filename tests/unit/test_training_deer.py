@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from dllm_sampler import Sampler
+from dllm_sampler.cli import main as sample
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.training import cli, deer
-from dllm_sampler.training.deer_losses import Rows, distill_mask, masked_loss, refine_mask
+from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export
+from dllm_sampler.training.masking import Rows, collate
 from dllm_sampler.training.tokenizer import build_tokenizer
-from tests import toys
+from tests import tiny, toys
+from tests.sampling import sampled
+from tests.unit.test_training_families import SCORED, gradients, same, sees, trained
 
+FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
 SHAPE: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -142,12 +151,153 @@ def test_stage_one_weighs_by_the_masked_share() -> None:
 def test_stage_two_unweighted_over_the_whole_answer_is_stage_one() -> None:
     network = toys.transformer()
     ids = torch.randint(0, toys.MASK, (2, 6), generator=torch.Generator().manual_seed(1))
-    rows = Rows(ids, torch.ones_like(ids).bool(), ANSWER)
+    rows = Rows(ids, torch.tensor([1, 2]), torch.tensor([6, 6]))  # behind the first answer two separators
     one = distill_mask(ANSWER, torch.Generator().manual_seed(0), 1.0)  # t = 1
     two = refine_mask(ANSWER, torch.Generator().manual_seed(0), 10**9, 1.0)
     assert torch.equal(one[0], two[0])
-    losses = [masked_loss(network, rows, *each, toys.MASK).item() for each in (one, two)]
+    losses = [masked_loss(network, rows, ANSWER, *each, toys.denoiser().spec).item() for each in (one, two)]
     assert losses[0] == losses[1] > 0
     # by hand: the mean over the answers of what the network says to them, masked whole
     logits = network(ids.masked_fill(ANSWER, toys.MASK)).log_softmax(-1)
     assert losses[0] == pytest.approx(-logits.gather(2, ids[..., None])[..., 0][ANSWER].mean().item())
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
+    """Loss and gradients of both stages, against each row by itself."""
+    it = trained(name, tmp_path / name)
+    spec = it.denoiser.spec
+    assert spec.mask_id is not None
+    rows = collate([([7, 9, 30], [41, 5, 5, 6, 12, 3, 8, 2, 9, 50]), ([3] * 6, [11, 13, 50])], spec.eos_id)
+    answer = rows.answer & (torch.arange(rows.ids.shape[1]) < rows.length[:, None] - 1)
+    for corrupt in (partial(distill_mask, least=0.05), partial(refine_mask, longest=5, alpha=1.5)):
+        masked, weight = corrupt(answer, torch.Generator().manual_seed(2))
+        loss = masked_loss(it.network, rows, answer, masked, weight, spec)
+        found, expected = gradients(it, loss), torch.zeros((), dtype=torch.float64)
+        for row in range(2):
+            end = int(rows.length[row])
+            ids = rows.ids[row, :end].masked_fill(masked[row, :end], spec.mask_id)
+            logits = it.network(ids[None], keys=sees(it, end))[0].log_softmax(-1)
+            logits = logits.roll(1, 0) if spec.shift else logits
+            for at in masked[row].nonzero()[:, 0].tolist():
+                expected = expected - weight[row, at] * logits[at, rows.ids[row, at]] / 11
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
+        same(found, gradients(it, expected))
+
+
+@pytest.mark.parametrize("name", sampled(["sdar", "dream", "llada"], lambda name: [name == "sdar"]))
+def test_what_is_learnt_is_what_is_drafted(name: str, tmp_path: Path) -> None:
+    """The logits of a draft of several blocks are those whose loss stage II takes, for a text behind the prompt."""
+    it = trained(name, tmp_path / name)
+    spec, new = it.denoiser.spec, 7
+    drafter = Sampler(it.denoiser, temperature=1.0)
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, **TARGET))
+    speculative = SpeculativeSampler(drafter, target, draft_length=new - 1, separator=50)
+    run, _ = speculative._begin([[7, 9, 30, 4, 4]], new, 0, ())
+    logits = speculative._draft(run.text, [new - 1], run).logits
+    assert logits is not None
+    rows = collate([([7, 9, 30, 4, 4], [*range(10, 9 + new), 50])], spec.eos_id)
+    masked = rows.answer & (torch.arange(rows.ids.shape[1]) < rows.length[:, None] - 1)
+    each = torch.stack(
+        [
+            masked_loss(it.network, rows, masked, masked, 1.0 * (torch.arange(12) == at)[None], spec)
+            for at in range(5, 11)
+        ]
+    )
+    log = logits[0].log_softmax(-1)
+    expected = torch.stack([-log[at, 10 + at] for at in range(new - 1)]) / (new - 1)
+    assert spec.mask_id is not None
+    # The sampler never writes a mask, which the loss takes for a word like any other.
+    plain = it.network(rows.ids.masked_fill(masked, spec.mask_id), keys=sees(it, 12))[0]
+    plain = (plain.roll(1, 0) if spec.shift else plain)[5:11].softmax(-1)[:, spec.mask_id]
+    torch.testing.assert_close(each.detach(), expected - (1 - plain).log() / (new - 1), atol=1e-9, rtol=1e-9)
+
+
+TARGET: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+
+
+def on_facts(output: Path, model: Path, *more: str) -> list[str]:
+    counts = ["target_steps=2", "answers=4", "batch=2", "distill_steps=2", "refine_steps=2", "held_out=2"]
+    options = [f"model={model}", f"output={output}", f"data={FACTS}", "new_tokens=12", "draft_length=4", "device=cpu"]
+    shape = [f"shape.{key}={value}" for key, value in TARGET.items() if "token" not in key]
+    own = ["separator='<unk>'", "learning_rate=1e-2"]
+    return ["train=deer", *(f"train.{word}" for word in [*counts, *options, *shape, *own]), *more]
+
+
+@pytest.mark.parametrize("name", sampled(tiny.EVERY, lambda name: [name == "nemotron-labs-diffusion"]))
+def test_every_family_on_a_users_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drafter is saved in its family's format, and drafts."""
+    model, output = tiny.write(name, tmp_path / "m"), tmp_path / "run"
+    status = cli.main(on_facts(output, model, "train.data.chat=true"))
+    said = " ".join(capsys.readouterr().err.split())
+    if name == "nemotron-labs-diffusion":
+        assert status == 2 and "has a causal context: it cannot draft several blocks in one forward" in said
+        return
+    assert status == 0, said
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, output / "drafter"))
+    assert before.keys() == after.keys()
+    assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
+    report = json.loads((output / "report.json").read_text())["decoding"]["temperature 0"]
+    assert all(arm["same_answer"] == 1 and 0 <= arm["right"] <= 1 for arm in report.values())
+    words = [f"model={output / 'drafter'}", f"target={output / 'target'}", "separator=<unk>", "max_new_tokens=8"]
+    assert sample.main([*words, "device=cpu", "Is it?"]) == 0
+
+
+def test_adapters_of_a_drafter_that_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They alone learn, a run that was cut goes on to the same drafter, and data that changed is refused."""
+    pytest.importorskip("peft")
+    model, data = tiny.write("llada", tmp_path / "m"), tmp_path / "data.jsonl"
+    data.write_text(FACTS.read_text())
+    more = ["train.lora={r: 2, alpha: 4, dropout: 0.1}", "train.precision=bf16"]
+    more += [f"train.data={data}", "train.gradient_checkpointing=true", "train.data.test=" + str(FACTS)]
+    assert cli.main(on_facts(tmp_path / "whole", model, *more)) == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        assert cli.main(on_facts(tmp_path / "parts", model, *more)) == 130
+    assert all("lora" in name for name in load_file(tmp_path / "parts" / "drafter" / "checkpoint.safetensors"))
+    data.write_text("".join(FACTS.read_text().splitlines(True)[:20]))
+    assert cli.main(on_facts(tmp_path / "parts", model, *more)) == 2
+    data.write_text(FACTS.read_text())
+    assert cli.main(on_facts(tmp_path / "parts", model, *more)) == 0
+    before, whole, parts = (
+        load_file(folder / "model.safetensors")
+        for folder in (model, tmp_path / "whole" / "drafter", tmp_path / "parts" / "drafter")
+    )
+    assert all(torch.equal(whole[key], parts[key]) for key in whole | parts)
+    changed = {key for key in before if not torch.equal(before[key], whole[key])}
+    assert changed and not any("wte" in key or "norm" in key for key in changed)
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "sentence"),
+    [
+        ('{"q": "a", "a": "b"}', [], "data.jsonl line 3 has neither a column prompt nor messages (its columns: q, a)"),
+        ('{"prompt": "a"}', [], "data.jsonl line 3 has no answer: it needs a text in the column answer"),
+        ('{"prompt": "aaaaa", "answer": "b"}', ["new_tokens=92"], "has 5 tokens, with train.new_tokens=92 more than"),
+        (f'{{"prompt": "a", "answer": "{"b" * 95}"}}', [], "and there is room for 96: leave it out of train.data"),
+        ('{"prompt": "\u00e9", "answer": "b"}', [], "has 'é', which is not in this model's vocabulary"),
+        ('{"prompt": "a", "answer": "b"}', ["held_out=3"], "train.held_out=3 leaves none to learn from"),
+        ('{"prompt": "a", "answer": "b"}', ["separator=none"], "unknown train.separator 'none'"),
+        ('{"prompt": "a", "answer": "b"}', ["data.path=null"], "does not have mini's tokenizer"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_data(
+    line: str, more: list[str], sentence: str, llada: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is one sentence before the first step."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "c", "answer": "d"}\n{"prompt": "e", "answer": "f"}\n' + line + "\n")
+    changes = ["held_out=1", f"data={data}", *more]
+    assert cli.main(on_facts(tmp_path / "run", llada, *(f"train.{word}" for word in changes))) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert sentence in error, error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaDA with a tokenizer of characters."""
+    return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")

@@ -15,8 +15,10 @@ from dllm_sampler.core import files
 from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import cli, replay
-from dllm_sampler.training.filter import FilterTrainer, fit, judged
+from dllm_sampler.training.filter import FilterTrainer, fit, judged, loss
 from dllm_sampler.training.replay import Records, Replay
+from tests import tiny
+from tests.sampling import sampled
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu",
@@ -65,6 +67,34 @@ def test_learns_a_threshold() -> None:
     scores = judged(layers, fresh, 0.9)
     assert scores["precision"] > 0.99
     assert scores["recall"] > 0.95
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_the_loss_by_hand(committed: bool) -> None:
+    """Loss and gradient of two layers, against one position after the other in plain torch."""
+    draw = torch.Generator().manual_seed(0)
+    known = torch.rand(7, 4, generator=draw, dtype=torch.float64)
+    final, open_, there = (torch.rand(7, 4, generator=draw) < share for share in (0.6, 0.5, 0.8))
+    weights = [torch.randn(size, generator=draw, dtype=torch.float64) for size in ((4, 4), (4,), (4, 4), (4,))]
+    found, expected = ([one.clone().requires_grad_() for one in weights] for _ in range(2))
+    value = loss(
+        ((found[0], found[1]), (found[2], found[3])), Records(known, final, open_ & there, there), committed, 3
+    )
+    first, offset, second, last = expected
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in range(7):
+        hidden = torch.stack([(first[unit] * known[row]).sum() + offset[unit] for unit in range(4)])
+        hidden = hidden * (hidden > 0)
+        for place in range(4):
+            if there[row, place] and (committed or open_[row, place]):
+                chance = 1 / (1 + (-((second[place] * hidden).sum() + last[place])).exp())
+                right, weight = bool(final[row, place]), 1 if final[row, place] else 3
+                total, count = total - weight * (chance if right else 1 - chance).log(), count + weight
+    assert float(value.detach()) == pytest.approx(float(total.detach()) / count, rel=1e-12)
+    value.backward()
+    (total / count).backward()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-10)
 
 
 def test_counts_only_what_is_open_unless_told() -> None:
@@ -183,6 +213,20 @@ def test_a_users_data(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
 
 def always(text: str, answer: str, **_: Any) -> float:
     return 1.0
+
+
+@pytest.mark.parametrize("name", sampled(tiny.EVERY))
+def test_every_family(name: str, tmp_path: Path) -> None:
+    """On a user's data; a filter is good for its own model."""
+    model = tiny.write(name, tmp_path / "m")
+    data = {"path": str(Path(__file__).parents[2] / "examples" / "facts.jsonl")}
+    size = Sampler.from_pretrained(str(model), device="cpu").denoiser.spec.block_length or 4
+    output = trainer(tmp_path / "f.safetensors", model, None, data=data, block_length=size, against=(), steps=2).run()
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert report["records"]["training"] > 0 and report["decoding"]["learn2pd 0.8"]["nfe"] > 0
+    scheduler = {"name": "learn2pd", "filter": str(output)}
+    sampler = Sampler.from_pretrained(str(model), device="cpu", scheduler=scheduler, blocks=FixedBlocks(size))
+    assert sampler.generate("What is the capital of France?", max_new_tokens=8).texts
 
 
 @pytest.mark.parametrize("where", ["collecting", "writing"])

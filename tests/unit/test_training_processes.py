@@ -70,42 +70,79 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
     spawn(worker, (str(tmp_path / "store"), 2), nprocs=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cjgrpo", "distill"])
-def test_trainers_run_in_two_processes(name: str, tmp_path: Path) -> None:
-    small = {
-        "cjgrpo": ["prompts=2", "group=2", "rewards={partly: 1}", "tasks={shuffle: 1}", "new_tokens=10"],
-        "distill": ["answers=8", "batch=2", "tasks={copy: 1}", "new_tokens=16", "teacher.scheduler=threshold"],
-    }[name]
-    common = ["device=cpu", "steps=2", "held_out=2", "checkpoint_every=1", "evaluate_every=9", "output=run", *small]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, "-m", "dllm_sampler.training.cli", f"train={name}", *(f"train.{word}" for word in common)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    log = journal.read(tmp_path / "run" / journal.FILE)
-    assert [line["step"] for line in log] == [0, 1, 2], "one process writes"
-    answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=4)
-    assert answer.texts is not None
-
-
 KILLER = """
 import os, pathlib
 def metric(text, answer, **_):
     if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
         os._exit(9)
     return float(text == answer)
+def letters(completion_ids, **_):
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
 """
 
 
-def torchrun(folder: Path, processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run of `train=sft` in several processes."""
-    few = ["steps=4", "batch=5", "held_out=3", "new_tokens=12", "warmup=0", "dtype=float64", "learning_rate=1e-3"]
-    few += ["evaluate_every=2", "device=cpu", "checkpoint_every=1", "padding=longest", "data.metric=killer:metric"]
+COMMON = [
+    "held_out=3", "new_tokens=12", "warmup=0", "dtype=float64", "learning_rate=1e-3", "evaluate_every=2", "device=cpu",
+    "checkpoint_every=1", "data.metric=killer:metric", "evaluation={}",
+]  # fmt: skip
+POLICY = ["prompts=2", "group=3", "rollout={temperature: 4.0}", "rewards={killer:letters: 1}", "updates=2"]
+TASKS = {
+    "sft": ["batch=5", "padding=longest", "average=0.5"],
+    "cjgrpo": [*POLICY, "beta=0.1", "reference_every=1", "average=0.5", "transitions=4"],
+    "grpo": [*POLICY, "beta=0.1", "reference_every=2"],
+    "distill": ["answers=8", "keep=false", "batch=3", "teacher={}", "average=0.5"],
+}
+
+
+def torchrun(folder: Path, processes: int, task: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of a task in several processes."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    run += ["-m", "dllm_sampler.training.cli", "train=sft", *(f"train.{word}" for word in [*few, *words])]
+    run += ["-m", "dllm_sampler.training.cli", f"train={task}", *(f"train.{word}" for word in [*COMMON, *words])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def ran(folder: Path, processes: int, task: str, *words: str) -> None:
+    done = torchrun(folder, processes, task, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def killed(folder: Path, task: str, *words: str) -> None:
+    """Two processes that end in the second of their steps, while they measure."""
+    (folder / "kill").touch()
+    assert torchrun(folder, 2, task, *words, "output=parts").returncode != 0
+    (folder / "kill").unlink()
+    assert [line["step"] for line in journal.read(folder / "parts" / journal.FILE)] == [0, 1]
+
+
+def same(folder: Path, first: str, *others: str) -> None:
+    """All of these runs have the same figures, and end with the same weights."""
+    logs = {name: journal.read(folder / name / journal.FILE) for name in (first, *others)}
+    weights = {name: load_file(folder / name / "model.safetensors") for name in logs}
+    assert len(logs[first]) > 3 and any(line.get("gradient", 0) > 0 for line in logs[first])
+    for name in others:
+        for line, other in zip(logs[first], logs[name], strict=True):
+            assert {**line, "seconds": 0} == pytest.approx({**other, "seconds": 0}, rel=1e-6, abs=1e-9), name
+        for key, tensor in weights[first].items():
+            torch.testing.assert_close(weights[name][key], tensor, atol=1e-6, rtol=1e-6, msg=f"{name} {key}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("task", TASKS)
+def test_a_killed_run_goes_on_in_two_processes(task: str, lora: bool, tmp_path: Path) -> None:
+    """A run under DDP; one that was killed and goes on; one whose processes share the weights (FSDP2), killed, too."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    words = [f"model={tiny.write('llada', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=3"]
+    words += [*TASKS[task], "batch_tokens=96"]
+    if lora:
+        words += ["lora={r: 2, alpha: 4, dropout: 0}", *(["reference_every=0"] if "grpo" in task else [])]
+    ran(tmp_path, 2, task, *words, "output=whole")
+    for name, more in (("ddp", "shard=false"), ("fsdp2", "shard=true")):
+        killed(tmp_path, task, *words, more)
+        ran(tmp_path, 2, task, *words, "output=parts", more)
+        (tmp_path / "parts").rename(tmp_path / name)
+    same(tmp_path, "whole", "ddp", "fsdp2")
 
 
 @pytest.mark.slow
@@ -114,25 +151,13 @@ def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
     """One process; two with five examples a step; two that share the weights (FSDP2); and two that share them, are
     killed in the second step, and go on without sharing them. All end with the same weights."""
     (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}"]
+    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=4"]
+    words += TASKS["sft"]
     for output, processes, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["shard=true", "batch_tokens=64"])):
-        done = torchrun(tmp_path, processes, *words, f"output={output}", *more)
-        assert done.returncode == 0, done.stderr[-3000:]
-    (tmp_path / "kill").touch()
-    assert torchrun(tmp_path, 2, *words, "output=parts", "shard=true").returncode != 0
-    (tmp_path / "kill").unlink()
-    assert [line["step"] for line in journal.read(tmp_path / "parts" / journal.FILE)] == [0, 1]
-    assert torchrun(tmp_path, 2, *words, "output=parts").returncode == 0
-    names = ("one", "two", "sharded", "parts")
-    one, *others = ([{**line, "seconds": 0} for line in journal.read(tmp_path / name / journal.FILE)] for name in names)
-    weights = load_file(tmp_path / "one" / "model.safetensors")
-    for name, log in zip(names[1:], others, strict=True):
-        assert len(log) == 5
-        for line, other in zip(one, log, strict=True):
-            assert line == pytest.approx(other, rel=1e-7), name
-        found = load_file(tmp_path / name / "model.safetensors")
-        for key, tensor in weights.items():
-            torch.testing.assert_close(found[key], tensor, atol=1e-6, rtol=1e-6, msg=f"{name} {key}")
+        ran(tmp_path, processes, "sft", *words, f"output={output}", *more)
+    killed(tmp_path, "sft", *words, "shard=true")
+    ran(tmp_path, 2, "sft", *words, "output=parts")
+    same(tmp_path, "one", "two", "sharded", "parts")
 
 
 def streamer(rank: int, store: str, processes: int) -> None:
