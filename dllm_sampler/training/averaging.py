@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,11 +15,12 @@ class Average(nn.Module):
     Args:
         learning: the weights, as they are before the first step; they may be spread over processes (FSDP2).
         decay: from 0 (the weights themselves) to below 1; about 1 / (1 - decay) last steps count.
+        changed: called when the weights have others' values.
     """
 
-    def __init__(self, learning: Sequence[nn.Parameter], decay: float):
+    def __init__(self, learning: Sequence[nn.Parameter], decay: float, changed: Callable[[], None] = lambda: None):
         super().__init__()
-        self._learning, self._decay = list(learning), decay
+        self._learning, self._decay, self._changed = list(learning), decay, changed
         self.weights = nn.ParameterList(nn.Parameter(each.detach().clone(), False) for each in learning)
 
     @torch.no_grad()
@@ -35,6 +36,7 @@ class Average(nn.Module):
             kept = weight.detach().clone()
             weight.copy_(mean)
             mean.copy_(kept)
+        self._changed()
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -296,7 +296,8 @@ class FineTuner:
         self.trained.wrap(self.accelerator, self.shard)
         learning = self.trained.learning()
         self.optimizer = torch.optim.AdamW(learning, betas=self.betas, weight_decay=self.weight_decay)
-        self._average = Average(learning if self.average else [], self.average)
+        changed = partial(sharding.reshard, self.trained.network)
+        self._average = Average(learning if self.average else [], self.average, changed)
 
     def _resume(self) -> int:
         """How many steps are done."""

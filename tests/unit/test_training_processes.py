@@ -152,8 +152,9 @@ def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
     killed in the second step, and go on without sharing them. All end with the same weights."""
     (tmp_path / "killer.py").write_text(KILLER)
     words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=4"]
-    words += TASKS["sft"]
-    for output, processes, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, ["shard=true", "batch_tokens=64"])):
+    words += [*TASKS["sft"], "evaluate_every=1"]
+    sharded = ["shard=true", "batch_tokens=64", "checkpoint_every=9"]  # saving would have the weights gathered again
+    for output, processes, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, sharded)):
         ran(tmp_path, processes, "sft", *words, f"output={output}", *more)
     killed(tmp_path, "sft", *words, "shard=true")
     ran(tmp_path, 2, "sft", *words, "output=parts")
