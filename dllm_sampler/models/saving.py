@@ -44,12 +44,16 @@ def save(network: nn.Module, source: Path, target: Path, hub: str | None = None)
     stored = weights.dtypes(source)
     _copy(source, target, hub)
     if isinstance(network, PreTrainedModel):
-        state = _as_stored(network.state_dict(), stored)
-        files.write_folder(target, partial(network.save_pretrained, state_dict=state))
-        _copy(source, target, hub)  # transformers writes a configuration too: its own
-        return
-    assert isinstance(network, Transformer)
-    tensors = _as_stored(named(network, family_of(source), stored), stored)
+        tensors = _as_stored(network.state_dict(), stored)
+        if not stored.keys() <= tensors.keys():  # transformers has other names for them, and knows those of the file
+            files.write_folder(target, partial(network.save_pretrained, state_dict=tensors))
+            _copy(source, target, hub)  # transformers writes a configuration too: its own
+            return
+        # transformers 5.0 renames BERT's norms even where the file has the names that the model has.
+        tensors = {name: tensors[name] for name in stored}
+    else:
+        assert isinstance(network, Transformer)
+        tensors = _as_stored(named(network, family_of(source), stored), stored)
     files.write_folder(target, lambda made: save_torch_state_dict(tensors, made, metadata={"format": "pt"}))
 
 
