@@ -131,6 +131,8 @@ def stale(docs: Path) -> list[str]:
         have, want = {line[0].strip("`") for line in table[1:]}, set(caches())
         found += [f"{docs} has no row for {name}" for name in sorted(want - have)]
         found += [f"{docs} has a row for {name}, which is no cache" for name in sorted(have - want)]
+        timed = table[0].index("ms per step")
+        found += [f"{docs} has a row for {line[0]} without a time" for line in table[1:] if not line[timed]]
     found += [f"{docs} does not mention cache={name}" for name in config.names("cache") if f"`{name}`" not in text]
     if not docs.with_suffix(".png").exists():
         found.append(f"there is no picture {docs.with_suffix('.png')}")

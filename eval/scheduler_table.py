@@ -89,6 +89,8 @@ def stale(docs: Path, setup: Setup) -> list[str]:
     found += [f"{docs} has a row for {name}, which is no method" for name in sorted(have - want)]
     if tuple(head) != HEAD:
         found.append(f"the table of {docs} has other columns")
+    untimed = [name for name, *told, time in lines if name != ORACLE and all(told) and not time]
+    found += [f"{docs} has a row for {name} without a time" for name in untimed]
     picture = docs.with_suffix(".png")
     if not picture.exists():
         found.append(f"there is no picture {picture}")

@@ -112,13 +112,15 @@ def test_another_setup_is_another_measurement(folder: Path, measured: list[str])
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = DOCS.read_text()
     one_less = re.sub(r"^\| \*{0,2}`wino`.*\n", "", text.replace("| `remdm` | fixed", "| remdm | fixed"), flags=re.M)
-    (tmp_path / "schedulers.md").write_text(one_less.replace("`ccd`", "`cdc`"))
+    by_hand = re.sub(r"^(\| `d2f` .*\| )[\d.]+ \|$", r"\1 |", one_less, flags=re.M)
+    (tmp_path / "schedulers.md").write_text(by_hand.replace("`ccd`", "`cdc`"))
     capsys.readouterr()
     assert command(tmp_path, *FEW, "--check") == 1
     said = capsys.readouterr().out
     assert "no row for wino" in said
     assert "a row for cdc, which is no method" in said
     assert "no entries for scheduler=remdm" in said
+    assert "a row for `d2f` without a time" in said
     assert "no picture" in said
 
 
