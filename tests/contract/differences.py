@@ -70,8 +70,9 @@ def fewer_but_other(one: Result, two: Result) -> bool:
 
 
 def takes_back(one: Result, two: Result) -> bool:
-    """Positions were filled again: more forwards than where nothing is taken back, and other tokens."""
-    return bool((one.nfe > two.nfe).any()) and answers_differ(one, two)
+    """Tokens were replaced or filled again, in more forwards than where none is, and others stand in the end."""
+    taken = bool(one.trace.revised.any()) and not bool(two.trace.revised.any())
+    return taken and bool((one.nfe > two.nfe).any()) and answers_differ(one, two)
 
 
 def fills_again(one: Result, two: Result) -> bool:
