@@ -35,8 +35,8 @@ class DPadCache(SuffixCache):
         window: columns behind the block, of which some may stay.
         sigma: how fast the probability falls.
         scale: what the probability is multiplied by.
-        number: columns that `uniform` keeps of the first `window`, each as likely as any other; all that there are
-            behind the block if these are no more.
+        number: columns that `uniform` keeps of the first `window`, each as likely as any other; where no more than
+            these are behind the block, all of them.
     """
 
     dropout: Dropout = "gaussian"
@@ -57,8 +57,9 @@ class DPadCache(SuffixCache):
         """See `SuffixCache.keeps`."""
         columns = canvas.columns().expand_as(canvas.ids)
         distance = columns - canvas.stop[:, None]
-        odds = _odds(self.window, self.sigma, self.scale, self.dropout == "even", canvas.ids.device)
-        odds = odds[distance.clamp(0, self.window)]  # [B, L+1]
+        near = min(self.window, canvas.longest)  # no mask is farther behind the block
+        odds = _odds(near, self.window, self.sigma, self.scale, self.dropout == "even", canvas.ids.device)
+        odds = odds[distance.clamp(0, near)]  # [B, L+1]
         if self.dropout == "even":
             return odds > 0
         # A block's draws are those of its number among steps, counted down from -1: no step draws them too.
@@ -68,16 +69,16 @@ class DPadCache(SuffixCache):
         behind = canvas.end - canvas.stop  # [B]
         every = behind <= self.number
         count = behind.clamp(max=min(self.number, self.window)).masked_fill(every, 0)
-        near = (distance >= 0) & (distance < self.window) & canvas.seen()
-        order = canvas.noise.order(drawn, columns.masked_fill(~near, canvas.length), count)
-        return select.top(order, near, count) | every[:, None]
+        among = (distance >= 0) & (distance < self.window) & canvas.seen()
+        order = canvas.noise.order(drawn, columns.masked_fill(~among, canvas.length), count)
+        return select.top(order, among, count) | every[:, None]
 
 
 @cache  # for good: a recorded step (`engine/graphs.py`) reads the tensor where it is
-def _odds(window: int, sigma: float, scale: float, even: bool, device: torch.device) -> Tensor:
-    """`[window + 1] float64` the probability to stay at each distance, 0 from `window` on; `even`: 0 or 1."""
+def _odds(near: int, window: int, sigma: float, scale: float, even: bool, device: torch.device) -> Tensor:
+    """`[near + 1] float64` the probability to stay at each distance below `near`, and 0; `even`: 0 or 1."""
     rate = sigma / max(window - 1, 1)
-    odds = [scale / sqrt(2 * pi) * exp(-((rate * d) ** 2) / 2) for d in range(window)]
+    odds = [scale / sqrt(2 * pi) * exp(-((rate * d) ** 2) / 2) for d in range(near)]
     if even:
         sums = [0.0]
         for one in odds:

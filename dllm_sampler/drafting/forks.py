@@ -24,8 +24,8 @@ class Forks(NamedTuple):
 
     @classmethod
     def none(cls, canvas: Canvas, count: int) -> Self:
-        """No forks, in room for `count`."""
-        at = torch.full((len(canvas.ids), count), canvas.length, device=canvas.ids.device)
+        """No forks, in room for `count`, or for as many as a block has positions."""
+        at = torch.full((len(canvas.ids), min(count, canvas.width)), canvas.length, device=canvas.ids.device)
         zero = torch.zeros_like(at, dtype=torch.float64)
         return cls(at, at, zero, zero, canvas.stop)
 
@@ -33,6 +33,7 @@ class Forks(NamedTuple):
     def best(cls, canvas: Canvas, query: Query, readout: Readout, score: Tensor, count: int) -> Self:
         """The `count` masks of the active block with the highest `score [B, Q]`, each with its token of `readout`."""
         score = score.masked_fill(~canvas.eligible(query.positions), -torch.inf)
+        count = min(count, canvas.width)
         lack = max(0, count - score.shape[1])
         worth, place = F.pad(score, (0, lack), value=-torch.inf).sort(dim=1, descending=True, stable=True)
         worth, place = worth[:, :count], place[:, :count].clamp(max=score.shape[1] - 1)

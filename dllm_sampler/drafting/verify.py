@@ -67,7 +67,7 @@ class Verifying(DynamicThreshold):
         """Take the vocabulary and whether tokens are drawn, or refuse a model that has no block size 1."""
         spec = context.spec
         if spec.attention != "block_causal" or spec.shift:
-            what = "has a logit shift" if spec.attention == "block_causal" else "is none"
+            what = "has a logit shift" if spec.attention == "block_causal" else "is not one"
             raise UserError(
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
                 f" this model {what}: use scheduler=ssd or scheduler=freedave"

@@ -71,7 +71,7 @@ def ask(plugins: Plugins, state: Generation) -> None:
         query = query.join(canvas, watched & answered, canvas.length)
     elif watched is not None:
         answered = answered & torch.zeros_like(answered).scatter(1, query.positions, True)
-        # A mask that the scheduler does not hear about is not shown to it without a prediction either.
+        # Not the block's masks that the scheduler did not ask about: it would take them for predicted ones.
         query = query.join(canvas, watched & ~(canvas.masked & canvas.in_block()), canvas.length)
     if state.previous is not None:
         query = replace(query, previous=state.previous)

@@ -17,7 +17,7 @@ Sureness = Literal["entropy", "margin", "confidence"]
 
 @dataclass(frozen=True)
 class D2F(Scheduler):
-    """Commit the masks whose confidence is above the threshold; where a block must get on without one, its best mask.
+    """Commit the masks whose confidence is above the threshold; its best mask where a block must commit and none is.
 
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Made for `blocks=pipeline`, which says what
     block must get on; of other blocks the active one must.

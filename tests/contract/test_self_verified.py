@@ -227,9 +227,9 @@ def test_the_published_rule_draws_without_a_temperature(level: float, accepts: b
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("llada", {}, r"scheduler=s2d2 verifies drafts by a block-causal model .* this model is none: use scheduler=ssd"),
-    ("dream", {}, r"scheduler=s2d2 .* this model is none"),
-    ("context", {}, r"scheduler=s2d2 .* this model is none"),
+    ("llada", {}, r"scheduler=s2d2 verifies drafts by a block-causal .* this model is not one: use scheduler=ssd"),
+    ("dream", {}, r"scheduler=s2d2 .* this model is not one"),
+    ("context", {}, r"scheduler=s2d2 .* this model is not one"),
     ("fast", {}, r"scheduler=s2d2 .* has a logit shift"),
     ("causal", {"cache": "sub_block"}, r"scheduler=s2d2 asks about states .* what cache=sub_block keeps changes"),
     ("causal", {"cache": "dual"}, r"cache=dual is for models that see the whole canvas"),

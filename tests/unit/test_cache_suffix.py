@@ -24,8 +24,8 @@ from tests.sampling import crossed
 TOKENS, BLOCK = 20, 4
 RULE = {"name": "threshold", "threshold": 0.8}
 EVERYTHING: list[dict[str, Any]] = [
-    {"name": "dpad", "window": 10**6, "scale": 100.0, "sigma": 0.0},
-    {"name": "dpad", "dropout": "even", "window": 10**6, "scale": 100.0, "sigma": 0.0},
+    {"name": "dpad", "window": 2**31 - 1, "scale": 100.0, "sigma": 0.0},
+    {"name": "dpad", "dropout": "even", "window": 2**31 - 1, "scale": 100.0, "sigma": 0.0},
     {"name": "dpad", "dropout": "uniform", "window": 1, "number": TOKENS},
     {"name": "streaming", "window": TOKENS},
 ]

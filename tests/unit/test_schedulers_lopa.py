@@ -220,6 +220,14 @@ def test_what_the_winner_has_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     assert both == [False, True]
 
 
+def test_a_block_has_no_more_forks_than_positions() -> None:
+    most = Rounds(D2F(0.6), forks=4)
+    found = run(most, blocks={"name": "fixed", "length": 4})
+    every = Rounds(D2F(0.6), forks=10**6)
+    assert same(found, run(every, blocks={"name": "fixed", "length": 4}))
+    assert all(query.ids.shape[1] == 5 for _, query, _ in every.made)
+
+
 @pytest.mark.parametrize(("blocks", "cache", "toy"), crossed(list(BLOCKS), list(CACHES), ["llada", "dream"]))
 def test_given_tokens_are_seen_and_the_masks_before_them_are_not(blocks: str, cache: str, toy: str) -> None:
     """A canvas that always wins is D2F's, so forks and the canvas alone see the same; and a mask behind the open blocks
