@@ -256,13 +256,13 @@ def _check(task: Task, plugins: Plugins, number: int) -> None:
         raise UserError(
             f"prompt {number}: all {len(given)} tokens of the answer are given, so nothing is to be generated"
         )
-    if plugins.scheduler.traits.initial is not None:
-        raise UserError(
-            f"prompt {number} has given tokens in its answer, whose places scheduler={named(plugins.scheduler)} would"
-            " move: use another scheduler, threshold say, or put a beginning into the prompt"
-        )
     first = given.index(FREE)
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
+    if plugins.scheduler.traits.initial is not None and first < last:
+        raise UserError(
+            f"prompt {number} has given tokens behind a gap, whose places scheduler={named(plugins.scheduler)} would"
+            " move: use another scheduler, threshold say, or give a beginning alone"
+        )
     if spec.encoder:
         raise UserError(
             f"prompt {number} has given tokens in its answer, and this model's decoder was made for canvases of noise"

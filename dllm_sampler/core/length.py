@@ -43,7 +43,8 @@ class Resize:
             new = inside & (column <= behind + count)
             source = torch.where(new, behind, torch.where(inside, column - count, column))
             before, opens = before + count, opens | (count[:, 0] > 0)
-        end = torch.where(live, torch.minimum(self.end, room[:, 0]).clamp(min=canvas.first), canvas.end)
+        least = canvas.first if canvas.given is None else canvas.given  # what is given stays
+        end = torch.where(live, torch.minimum(self.end, room[:, 0]).clamp(min=least), canvas.end)
         there, lost = column < end[:, None], end < before[:, 0]
         added = (column >= before) & there
         return Moved(self, live, end, opens | lost, lost, source, (new & there) | added, added, there)

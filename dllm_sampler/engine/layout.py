@@ -40,7 +40,8 @@ def canvas(
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
         given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
             are; None: no row has one, nor will one that joins.
-        initial: columns that each answer begins with (`Traits.initial`); there is room for the others.
+        initial: columns that each answer begins with (`Traits.initial`), a given beginning not counted; there is room
+            for the others.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
@@ -63,7 +64,7 @@ def canvas(
     ids = ids.masked_fill(masked, noise_id)
     frozen = ~masked
     if initial is not None:
-        end = torch.minimum(end, first + initial)
+        end = torch.minimum(end, first + last + initial)
         spare = masked & (torch.arange(length + 1, device=spec.device) >= end[:, None])
         ids, masked = ids.masked_fill(spare, spec.pad_id), masked & ~spare
     sizes = {*decoded, *lengths}

@@ -24,7 +24,7 @@ class Lengthening(Around, ABC):
 
     Args:
         inner: what commits.
-        initial: columns that an answer begins with.
+        initial: columns that an answer begins with, behind those that are given.
         expand: columns of one expansion.
         eos_tokens: how many predicted end tokens the signal looks at.
     """
@@ -73,7 +73,8 @@ class Lengthening(Around, ABC):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The inner scheduler's query and every column of the answer, committed ones too."""
-        answer = canvas.seen() & (canvas.columns() >= canvas.first[:, None])
+        first = canvas.first if canvas.given is None else canvas.given
+        answer = canvas.seen() & (canvas.columns() >= first[:, None])
         return super().ask(canvas, carry).join(canvas, answer, canvas.longest)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:

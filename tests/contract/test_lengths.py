@@ -15,6 +15,7 @@ from dllm_sampler.core.length import Resize
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.trace import aligned
 from dllm_sampler.engine import layout
+from dllm_sampler.infill import FREE, Infill
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
 from tests.contract.cases import Settings, label, settings
@@ -322,12 +323,29 @@ def test_a_stream_shows_canvases_of_their_own_lengths() -> None:
     assert many[-1][1:] == (TOKENS * 5,) * 2
 
 
-def test_given_tokens_are_refused_and_training_too() -> None:
+@pytest.mark.parametrize(("method", "toy", "cache"), crossed(list(METHODS), ["llada", "dream"], ["none", "prefix"]))
+def test_a_beginning_that_is_given_is_as_good_as_in_the_prompt(method: str, toy: str, cache: str) -> None:
+    """Also where it is longer than what answers begin with, and where one of the batch has none."""
+    sampler = toys.sampler(toy, scheduler=METHODS[method], blocks=BLOCKS, cache=cache)
+    starts: list[list[int]] = [[8, 20, 3], [], [7] * 9, [11]]
+    asks = [Infill([*start, *[FREE] * (TOKENS - len(start))], toys.PROMPTS[at]) for at, start in enumerate(starts)]
+    options: dict[str, Any] = {"seed": toys.SEEDS[:4], "max_new_tokens": TOKENS}
+    found = sampler.generate(asks, **options)
+    flown = sampler.generate_many(asks, batch_size=2, order="given", **options)
+    for row, (answer, start) in enumerate(zip(flown, starts, strict=True)):
+        wanted = sampler.generate([toys.PROMPTS[row] + start], max_new_tokens=TOKENS - len(start), seed=toys.SEEDS[row])
+        assert int(found.nfe[row]) == int(wanted.nfe) == answer.nfe
+        assert int(found.lengths[row]) == int(wanted.lengths) + len(start) == answer.length
+        tokens = start + wanted.tokens[0, : int(wanted.lengths)].tolist()
+        assert found.tokens[row, : len(tokens)].tolist() == tokens == answer.tokens[: len(tokens)].tolist()
+
+
+def test_tokens_behind_a_gap_are_refused_and_training_too() -> None:
     sampler: Sampler = toys.sampler(scheduler="daedal")
-    with pytest.raises(UserError, match=r"prompt 1 has given tokens .* scheduler=daedal would move"):
+    with pytest.raises(UserError, match=r"prompt 1 has given tokens behind a gap, .* scheduler=daedal would move"):
         sampler.generate(toys.PROMPTS[0], max_new_tokens=8, suffix=[3])
-    with pytest.raises(UserError, match=r"prompt 1 has given tokens"):
-        list(sampler.generate_many(toys.PROMPTS[:1], max_new_tokens=8, prefix=[3]))
+    with pytest.raises(UserError, match=r"prompt 1 has given tokens behind a gap"):
+        list(sampler.generate_many([Infill([FREE, 3, FREE], [5])], max_new_tokens=3))
     from dllm_sampler.training.trajectory import check, trajectories
 
     with pytest.raises(UserError, match="scheduler=daedal changes the length of answers"):
