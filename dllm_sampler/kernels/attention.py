@@ -2,7 +2,8 @@
 
 The heads that share a key head are packed into one tile of queries, so keys and values are read once for all of them.
 Where queries are few, the keys of a row are dealt to several programs, and a second kernel adds up (flash decoding).
-Nothing is written but the answer: `qkv_rope` writes the slots.
+Nothing is written but the answer: `qkv_rope` writes the slots. Blocks are counted from column 0; what other attention
+there is runs in torch (`models.fused.beyond`).
 """
 
 from __future__ import annotations

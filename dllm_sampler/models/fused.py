@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dllm_sampler.core.packing import Pack
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query
-from dllm_sampler.kernels.backend import DTYPES, LayerKernels
+from dllm_sampler.kernels.backend import DTYPES, LayerKernels, warn
 from dllm_sampler.models.moe import feed
 from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
@@ -33,18 +33,30 @@ def drive(
 ) -> Drive | None:
     """What runs the layers of a packed forward on kernels; None: their modules must. `together`: see `Layer.mlp`."""
     cache = plan.cache
-    if kernels is None or plan.pack is None or query.leave_one_out:
+    if kernels is None or plan.pack is None:
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
-    yarn = model.config.yarn
-    sees = plan.visible
-    known = sees.block is None and sees.causal is None and sees.origin is None
-    if not known or (yarn is not None and yarn.queries):  # the kernels know none of these
+    unknown = beyond(model, query, plan)
+    if unknown is not None:
+        warn(f"Triton's attention does not know {unknown}: the layers of such a forward run in torch")
         return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
     return Fused(kernels, plan, plan.pack, len(model.layers), together)
+
+
+def beyond(model: Transformer, query: Query, plan: Plan) -> str | None:
+    """What a forward has that the kernels do not know; None: nothing."""
+    yarn, sees = model.config.yarn, plan.visible
+    facts = {
+        "shadow rows": query.leave_one_out,
+        "a causal context": sees.block is not None,
+        "queries that are scaled by position": yarn is not None and yarn.queries > 0,
+        "attention that is causal by token": sees.causal is not None,
+        "blocks that are counted from the prompt's end": sees.origin is not None,
+    }
+    return next((fact for fact, holds in facts.items() if holds), None)
 
 
 def plain(layer: nn.Module) -> bool:

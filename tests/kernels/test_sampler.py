@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dllm_sampler import Sampler
+from dllm_sampler.errors import FallbackWarning
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import fused, quantized
@@ -168,9 +169,35 @@ def test_a_cache_that_drives_layers_has_their_modules(cache: str, calls: Counter
     assert not LAYER & set(calls) and "head" in calls
 
 
-def test_shadow_rows_have_the_modules(calls: Counter[str]) -> None:
-    both(denoiser("gqa"), scheduler="wino", cache="none")
-    assert not LAYER & set(calls)
+ORIGIN = {
+    "cache": {"name": "d2f", "attention": "block_causal"},
+    "blocks": {"name": "pipeline", "length": 3},
+    "scheduler": "d2f",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "plugins", "what"),
+    [
+        ({}, {"scheduler": "wino", "cache": "none"}, "shadow rows"),
+        ({"attention": "causal_context", "seeds": True}, {}, "a causal context"),
+        ({}, ORIGIN, "blocks that are counted from the prompt's end"),
+        (
+            {"attention": "block_causal"},
+            {"cache": {"name": "block_causal", "token_causal": True}},
+            "is causal by token",
+        ),
+    ],
+    ids=["shadows", "context", "origin", "causal"],
+)
+def test_attention_that_the_kernel_does_not_know_has_the_modules_and_one_warning(
+    change: dict[str, Any], plugins: dict[str, Any], what: str, calls: Counter[str]
+) -> None:
+    backend.warn.cache_clear()
+    with pytest.warns(FallbackWarning, match=what) as told:
+        both(replace(denoiser("gqa"), **change), **plugins)
+    assert not LAYER & set(calls) and len(told) == 1
+    backend.warn.cache_clear()
 
 
 def test_weights_side_by_side(calls: Counter[str]) -> None:
