@@ -258,7 +258,7 @@ def test_refusals(kind: str, plugins: dict[str, Any], said: str) -> None:
 def test_the_table_of_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where all rounds are verified no row differs, and where some are not some do."""
+    """Where all rounds are verified no row differs, and where some are not some do; none of linear_spec's does."""
     monkeypatch.setattr(verified, "CANVAS", 12)
     monkeypatch.setattr(verified, "LENGTHS", (8,))
     page = tmp_path / "page.md"
@@ -266,8 +266,10 @@ def test_the_table_of_the_docs(
     threads = torch.get_num_threads()
     assert verified.main(["--prompts", "12", "--docs", str(page)]) == 0
     torch.set_num_threads(threads)
-    ((_, *rows),) = tables(page.read_text())
+    (_, *rows), (_, *linear) = tables(page.read_text())
     found = {name: (int(count), int(differ)) for _, name, count, differ, _ in rows}
     assert found["all"] == (12, 0) and max(differ for _, differ in found.values()) > 0
+    assert [differ for *_, differ, _ in linear] == ["0"] * 2
+    assert all(float(forwards) < 12 for *_, forwards in linear), "no draft stands"
     assert verified.main(["--docs", str(tmp_path)]) == 2
     assert "cannot be read" in capsys.readouterr().err
