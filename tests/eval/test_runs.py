@@ -186,6 +186,16 @@ def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not answered
 
 
+@pytest.mark.slow
+def test_a_run_whose_answers_change_in_length_goes_on(tmp_path: Path) -> None:
+    how = ["scheduler=daedal,rho_eos", "scheduler.initial=8", "scheduler.expand=4", "scheduler.eos_tokens=8"]
+    evaluate(tmp_path / "cut", *how, shares=(Share(0, 3), Share(1, 3)))
+    assert not content(tmp_path / "cut"), "nothing is complete"
+    for folder in ("cut", "whole"):
+        evaluate(tmp_path / folder, *how)
+    assert content(tmp_path / "cut") == content(tmp_path / "whole") != {}
+
+
 def alone(words: list[str], folder: Path) -> None:
     """The command, in a process of its own."""
     os.chdir(folder)
