@@ -152,6 +152,8 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
     console.print(table)
     if rows:
         console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
+    if comparison.unsaid:
+        console.print(Text(comparison.unsaid), soft_wrap=True)
     for label, reason in comparison.refused:
         console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
     if comparison.missing:

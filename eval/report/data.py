@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +16,7 @@ from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
-from dllm_sampler.eval.report.labels import named
+from dllm_sampler.eval.report.labels import named, usual
 from dllm_sampler.eval.state import running
 
 RATES = ("answer_tokens_per_forward", "canvas_tokens_per_forward", "tokens_per_second")
@@ -88,7 +88,8 @@ class Method:
 class Comparison:
     """All that a report is about.
 
-    methods: those with samples; tasks: label -> dependency; refused: label -> why
+    methods: those with samples; tasks: label -> dependency; refused: label -> why; usual: plug-ins that labels leave
+    out
     """
 
     methods: Sequence[Method]
@@ -96,6 +97,13 @@ class Comparison:
     refused: Sequence[tuple[str, str]]
     missing: int  # samples of unfinished runs
     environments: Sequence[Mapping[str, Any]]
+    usual: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def unsaid(self) -> str:
+        """A sentence about what labels leave out; empty: nothing."""
+        said = ", ".join(f"{group}={name}" for group, name in self.usual.items())
+        return f"Unless a label says otherwise: {said}." if said else ""
 
     @cached_property
     def views(self) -> dict[str, list[str]]:
@@ -213,6 +221,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         [(f"{label} ({_few(where)})", reason) for (label, reason), where in refused.items()],
         sum(run.missing for run in runs if run.about["refused"] is None),
         list(places.values()),
+        usual(runs),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,20 @@ def _tasks(runs: Sequence[Run]) -> list[str]:
     ]
 
 
+def usual(runs: Sequence[Run]) -> dict[str, str]:
+    """Plug-ins that labels leave out although they vary: the one of a group that more than three quarters have."""
+    found = {}
+    for group in GROUPS[1:]:
+        (name, most), *others = Counter(str(run.about["choices"][group]) for run in runs).most_common()
+        if others and 4 * most > 3 * len(runs):
+            found[group] = name
+    return found
+
+
 def _methods(runs: Sequence[Run]) -> list[tuple[str, str]]:
     """A label and a family for each run: the scheduler, the other plug-ins that vary, the fields that vary."""
     chosen = [{group: str(run.about["choices"][group]) for group in GROUPS} for run in runs]
-    names = {group: {one[group] for one in chosen} for group in GROUPS}
+    names, common = {group: {one[group] for one in chosen} for group in GROUPS}, usual(runs)
     fields = [_fields(run.config, one) for run, one in zip(runs, chosen, strict=True)]
     known: dict[str, set[str]] = {}
     for one in fields:
@@ -64,7 +75,8 @@ def _methods(runs: Sequence[Run]) -> list[tuple[str, str]]:
     told = _names(known)
     found = []
     for one, own in zip(chosen, fields, strict=True):
-        words = [one["scheduler"], *(f"{group}={one[group]}" for group in GROUPS[1:] if len(names[group]) > 1)]
+        plugins = [group for group in GROUPS[1:] if len(names[group]) > 1 and one[group] != common.get(group)]
+        words = [one["scheduler"], *(f"{group}={one[group]}" for group in plugins)]
         varied = {told[key]: value for key, value in own.items() if key in told and value is not None}
         kinds = {key: value for key, value in varied.items() if isinstance(value, str | bool | list)}
         # "threshold 0.9", not "threshold threshold=0.9"

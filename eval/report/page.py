@@ -49,6 +49,8 @@ def notes(found: Comparison) -> list[str]:
     lines = []
     if found.missing:
         lines.append(f"Unfinished: {found.missing} samples are still to come; the figures are of those that are there.")
+    if found.unsaid:
+        lines.append(found.unsaid)
     lines += [f"Could not run: {label}: {reason}" for label, reason in found.refused]
     whole = set(found.figures["all tasks"])
     lines += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.eval.report import markov
@@ -109,11 +110,12 @@ def dependency(found: Comparison) -> bytes:
         rates += [point(name)[0] for name in named]
         tasks = ", ".join(found.views[f"{level} dependency"])
         axes.scatter(*zip(*map(point, named), strict=True), s=14, color=color, alpha=0.45, label=f"{level}: {tasks}")
-        for style, (family, methods) in zip(("-", "--", ":", "-.") * 9, found.families.items(), strict=False):
+        styles = (f"{marker}{line}" for marker in ("", "s", "^", "D", "v") for line in ("-", "--", ":", "-."))
+        for style, (family, methods) in zip(cycle(styles), found.families.items(), strict=False):
             line = sorted(point(method.label) for method in methods if method.label in figures)
             if len(line) > 1:
                 shown = family if level == "high" else None
-                axes.plot(*zip(*line, strict=True), style, color=color, linewidth=1.6, label=shown)
+                axes.plot(*zip(*line, strict=True), style, color=color, linewidth=1.6, markersize=4, label=shown)
     _log(axes, rates)
     axes.set_xlabel(TITLES["canvas_tokens_per_forward"])
     axes.set_ylabel("score, %")

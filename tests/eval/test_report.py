@@ -19,7 +19,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, headline
 from dllm_sampler.eval.report.data import Comparison, compare
-from dllm_sampler.eval.report.page import data, page
+from dllm_sampler.eval.report.page import data, notes, page
 from dllm_sampler.eval.report.pictures import pictures
 from tests.eval.made import comparison, record, run
 
@@ -65,6 +65,19 @@ def test_fields_of_one_name_are_told_apart_by_their_groups() -> None:
     assert found.methods[0].label == "threshold scheduler.threshold=0.3 blocks.threshold=0.2 compat=false"
     only = compare([run([record()], "threshold", threshold=0.9, others={"blocks": {"threshold": w}}) for w in (1, 2)])
     assert [method.label for method in only.methods] == ["threshold blocks.threshold=1", "threshold blocks.threshold=2"]
+
+
+def test_a_plug_in_that_most_runs_have_is_said_once() -> None:
+    plain = [run([record()], "threshold", threshold=bold) for bold in (0.3, 0.5, 0.7, 0.9)]
+    other = replace(plain[0], about={**plain[0].about, "choices": {**plain[0].about["choices"], "cache": "dual"}})
+    found = compare([*plain, other])
+    assert [method.label for method in found.methods] == [
+        "threshold 0.3", "threshold 0.5", "threshold 0.7", "threshold 0.9", "threshold cache=dual 0.3",
+    ]  # fmt: skip
+    said = f"Unless a label says otherwise: cache={plain[0].about['choices']['cache']}."
+    assert found.unsaid == said and said in notes(found)
+    few = compare([plain[0], plain[1], other])
+    assert not few.unsaid and "cache=" in few.methods[0].label
 
 
 def test_the_same_configuration_twice_is_shown_twice() -> None:
