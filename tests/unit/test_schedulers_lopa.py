@@ -41,13 +41,13 @@ def same(one: Result, two: Result) -> bool:
 
 @dataclass(frozen=True)
 class Rounds(LoPA):
-    """`LoPA` that remembers its rounds of one row: ids of the candidates, the winner, its commits."""
+    """`LoPA` that remembers its rounds of one row: the canvas, what was asked, committed and predicted."""
 
     made: list[Any] = field(default_factory=list)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         edit, after = super().tell(canvas, query, readout, carry)
-        self.made.append((canvas, query, edit))
+        self.made.append((canvas, query, edit, readout))
         return edit, after
 
 
@@ -188,7 +188,8 @@ def test_rounds() -> None:
         scheduler.made.clear()
         sampler = toys.sampler(scheduler=scheduler, blocks=PIPELINE | {"add_threshold": 0.5}, cache="d2f")
         result = sampler.generate([prompt], max_new_tokens=TOKENS)
-        for (canvas, query, edit), (later, _, _) in zip(scheduler.made, scheduler.made[1:], strict=False):
+        said: dict[int, float] = {}  # by the forward before, of each column
+        for (canvas, query, edit, readout), (later, *_) in zip(scheduler.made, scheduler.made[1:], strict=False):
             assert query.live is not None and query.stops is not None and edit.candidate is not None
             differ = (query.ids != query.ids[:, :1]).sum(2)[0]  # [K]
             assert differ[0] == 0 and torch.equal(differ[1:], query.live[0, 1:].long())
@@ -198,6 +199,12 @@ def test_rounds() -> None:
             winner = query.ids[0, int(edit.candidate)]
             filled = winner != query.ids[0, 0]
             assert edit.commit[0][filled].all() and torch.equal(edit.ids[0][filled], winner[filled])
+            assert edit.confidence is not None
+            places = zip(query.positions[0][filled].tolist(), edit.confidence[0][filled].tolist(), strict=True)
+            for column, sure in places:
+                assert sure == said[column], "the forward that predicted the token"
+            chosen = readout.confidence[0, int(edit.candidate)].tolist()
+            said = dict(zip(query.positions[0].tolist(), chosen, strict=True))
             won += bool(filled.any())
             apart += int(query.stops[0, edit.candidate]) != int(canvas.stop)
         assert torch.isfinite(result.trace.logprob).all()
