@@ -254,8 +254,8 @@ def _signal(running: Running, how: str) -> None:
 
 def outlived(folder: Path) -> list[str]:
     """The command lines of processes in a folder that are still there after `REST` seconds."""
-    deadline = time.monotonic() + patient(REST)
-    while found := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_in(pid, folder)]:
+    deadline, system = time.monotonic() + patient(REST), Path("/proc")
+    while found := [int(one.name) for one in system.glob("[0-9]*") if _is_in(int(one.name), folder)]:
         if time.monotonic() > deadline:
             lines = []
             for pid in found:
