@@ -13,7 +13,7 @@ from rich.console import Console
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser, positive
-from dllm_sampler.eval.fuzz import harness
+from dllm_sampler.eval.fuzz import harness, patience
 
 HELP = "Try random configurations, bad inputs or killed processes, and report what must not happen."
 EPILOG = """\
@@ -44,14 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, metavar="S", help="of the cases (0)")
     add("--first", type=int, default=0, metavar="NUMBER", help="number of the first case (0)")
     add("--output", type=Path, default=Path("outputs/fuzz"), metavar="FOLDER", help="of failures (outputs/fuzz)")
-    add("--slow", type=positive, default=1, metavar="N", help="all may take N times as long: on a busy machine (1)")
+    add(
+        "--slow",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="all may take N times as long (1)",
+    )
     add("--case", type=Path, metavar="FILE", help="try this saved case only")
 
     def run() -> int:
         options = parser.parse_args(arguments)
         if options.first < 0:
             raise UserError(f"--first should be at least 0, not {options.first}")
-        harness.SLOW[0] = options.slow
+        patience.SLOW[0] = options.slow
         if options.case is not None:
             name, outcome = harness.replayed(options.case)
             print(f"{name}: {outcome.kind}{outcome.about and f', {outcome.about}'}")

@@ -27,11 +27,11 @@ from rich.text import Text
 
 from dllm_sampler.core.files import make_folder, write
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval.fuzz.patience import SLOW, Patience, patient
 from dllm_sampler.eval.fuzz.tally import Outcome, Tally
 
 Case = dict[str, Any]  # as JSON has it
 MEMORY = 12 * 2**30  # bytes of address space that a case may take
-SLOW = [1.0]  # how much longer everything may take: on a machine that does other things, too
 SMALLER = 60  # cases that are tried to make a failure smaller
 PATIENCE = 40.0  # seconds for that
 
@@ -59,11 +59,6 @@ class Fuzz(Protocol):
     def command(self, case: Case) -> str | None:
         """The case as a command of its own, where it is one."""
         ...
-
-
-def patient(seconds: float) -> float:
-    """A time limit on this machine."""
-    return seconds * SLOW[0]
 
 
 def named(name: str) -> Fuzz:
@@ -112,7 +107,7 @@ class Worker:
     """A process that tries one case after another; one that takes too long is ended, and the next gets a new one."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.limit = name, patient(named(name).limit)
+        self.name, self.limit = name, named(name).limit
         self.process: SpawnProcess | None = None
         self.line: Connection | None = None
         self.place = TemporaryDirectory(prefix="dllm-fuzz-", ignore_cleanup_errors=True)  # of all that cases write
@@ -122,7 +117,7 @@ class Worker:
         process, line = self._running()
         try:
             line.send(case)
-            if line.poll(self.limit):
+            if Patience(process.pid or 0).poll(line, self.limit):
                 return Outcome(**line.recv())
         except (EOFError, OSError):
             process.join()
@@ -130,7 +125,7 @@ class Worker:
             self.process = None
             return Outcome("traceback", f"the process ended with status {code}", f"status {code}")
         self.close()
-        return Outcome("hang", f"no end after {self.limit:.0f} s", "hang")
+        return Outcome("hang", f"no end after {patient(self.limit):.0f} s", "hang")
 
     def close(self) -> None:
         """End the process and those that it started."""

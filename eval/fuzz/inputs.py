@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import shlex
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from random import Random
 from typing import ClassVar
 
 from dllm_sampler.eval.fuzz import calls, folders, mutations, scene
-from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome, patient
+from dllm_sampler.eval.fuzz.harness import LONGEST, PASSED, Case, Outcome
 
 CONFORMANCE, ENGINE = "python -m dllm_sampler.eval.conformance", "python -m dllm_sampler.integrations"
 LINES = 12  # of a refusal, warnings included
@@ -161,11 +160,8 @@ class Inputs:
 
     def _judged(self, case: Case) -> Outcome:
         """What the command's end means."""
-        command, words, late = case["command"], case["words"], patient(self.limit - 5)
-        try:
-            ended = scene.started(command, words, late) if case["process"] else scene.called(command, words)
-        except subprocess.TimeoutExpired:
-            return Outcome("hang", f"no end after {late:.0f} s", "hang")
+        command, words = case["command"], case["words"]
+        ended = (scene.started if case["process"] else scene.called)(command, words)
         if "Traceback (most recent call last)" in ended.err:
             last = ended.err.strip().splitlines()[-1][:300]
             return Outcome("traceback", last, last.partition(":")[0])

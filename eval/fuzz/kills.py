@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 
 from dllm_sampler.cli.ending import INTERRUPTED
 from dllm_sampler.eval.fuzz import left, scene
-from dllm_sampler.eval.fuzz.harness import Case, Outcome, patient
+from dllm_sampler.eval.fuzz.harness import Case, Outcome
+from dllm_sampler.eval.fuzz.patience import Patience, patient
 
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}
 MAIN = {  # words of each kind of run; a small one is over in about a second
@@ -81,7 +82,7 @@ class Running:
         """How it ended, by itself or by a signal; None: not yet."""
         said = None
         with suppress(EOFError, OSError):
-            if not self.line.poll(patient(SECONDS)):
+            if not Patience(os.getsid(0)).poll(self.line, SECONDS):
                 return None
             said = scene.Ended(*self.line.recv())
         self.process.join(patient(REST))
@@ -254,9 +255,9 @@ def _signal(running: Running, how: str) -> None:
 
 def outlived(folder: Path) -> list[str]:
     """The command lines of processes in a folder that are still there after `REST` seconds."""
-    deadline, system = time.monotonic() + patient(REST), Path("/proc")
+    patience, system = Patience(os.getsid(0)), Path("/proc")
     while found := [int(one.name) for one in system.glob("[0-9]*") if _is_in(int(one.name), folder)]:
-        if time.monotonic() > deadline:
+        if patience.spent() > patient(REST):
             lines = []
             for pid in found:
                 with suppress(OSError):  # it has ended now

@@ -148,8 +148,8 @@ def called(command: str, words: Sequence[str], given: str = "") -> Ended:
     return Ended(status, *said)
 
 
-def started(command: str, words: Sequence[str], seconds: float, given: str = "") -> Ended:
+def started(command: str, words: Sequence[str], given: str = "") -> Ended:
     """The same in a process of its own, as an installed command begins it."""
     line = [sys.executable, "-c", f"import sys; from {MODULES[command]} import main; sys.exit(main())", *words]
-    done = subprocess.run(line, input=given.encode(), capture_output=True, timeout=seconds, check=False)
+    done = subprocess.run(line, input=given.encode(), capture_output=True, check=False)
     return Ended(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -18,9 +19,10 @@ from rich.console import Console
 
 from dllm_sampler import UserError
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, kills, left, mutations, rows, scene
+from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, kills, left, mutations, patience, rows, scene
 from dllm_sampler.eval.fuzz.__main__ import main
 from dllm_sampler.eval.fuzz.harness import PASSED, Case, Outcome, crashed, drawn, guarded, sentence, shrunk
+from dllm_sampler.eval.fuzz.patience import Patience, members
 
 QUIET = Console(quiet=True)
 
@@ -39,8 +41,7 @@ def test_a_row_is_the_row_alone_whatever_the_configuration() -> None:
     assert tally.counts["passed"] >= 6 and tally.counts["refused"] >= 2
 
 
-def test_bad_inputs_end_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "SLOW", [8.0])  # other tests run
+def test_bad_inputs_end_in_a_sentence() -> None:
     tally = tried("inputs", 7, first=100)
     assert tally.failed == 0, tally.faults
     assert tally.counts["refused"] >= 3
@@ -148,7 +149,7 @@ def test_without_a_mistake_everything_runs() -> None:
 
 
 def test_a_command_in_a_process_of_its_own_runs() -> None:
-    assert "dllm-sample: unknown flag '--nothing'" in scene.started("dllm-sample", ["--nothing"], 60).err
+    assert "dllm-sample: unknown flag '--nothing'" in scene.started("dllm-sample", ["--nothing"]).err
 
 
 @pytest.mark.parametrize(("words", "file"), [(["a", "b", "mistake"], None), (["a"], {"name": "f", "content": ""})])
@@ -262,12 +263,37 @@ def test_what_hangs_or_dies_is_told_and_the_next_case_is_tried(monkeypatch: pyte
 
     monkeypatch.setattr(harness, "named", lambda name: Planted())
     monkeypatch.setattr(harness.multiprocessing, "get_context", lambda kind: get_context("fork"))
-    monkeypatch.setattr(harness, "SLOW", [0.5])
-    assert harness.patient(Planted.limit) == 0.5
+    monkeypatch.setattr(patience, "SLOW", [0.5])
+    assert patience.patient(Planted.limit) == 0.5
     worker = harness.Worker("planted")
     kinds = [worker({"items": items}).kind for items in (["sleep"], ["die"], ["refuse"], [1], [2])]
     worker.close()
     assert kinds == ["hang", "traceback", "refused", "passed", "wrong"]
+
+
+def test_what_a_process_waits_for_a_core_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = iter([{1: 5.0, 2: 7.0}, {1: 6.0, 2: 15.0}, {1: 9.0, 3: 1.0}, {}])  # seconds, in all, of some processes
+    monkeypatch.setattr(Patience, "_waited", lambda self: next(waits).items())
+    clock = iter([100.0, 110.0, 120.0, 130.0, 131.0])
+    monkeypatch.setattr(patience.time, "monotonic", lambda: next(clock))
+    one = Patience(0)
+    assert [one.spent() for _ in range(4)] == [10 - 8, 20 - 8 - 3, 30 - 8 - 3, 30 - 8 - 3]
+
+
+def test_waits_for_a_core_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes that compute all the time, on one core: each waits half of it."""
+    code = "import time, os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); end = time.monotonic() + 1.5\n"
+    code += "while time.monotonic() < end: pass"
+    monkeypatch.setattr(patience, "LOOK", 0.2)
+    begun = time.monotonic()
+    (one, other) = [subprocess.Popen([sys.executable, "-c", code], start_new_session=True) for _ in range(2)]
+    assert members(one.pid) == [one.pid]
+    found, spent = Patience(one.pid), 0.0
+    while one.poll() is None:
+        spent = found.spent()
+        time.sleep(0.05)
+    assert 0 < spent < 0.8 * (time.monotonic() - begun)
+    other.wait()
 
 
 def test_mistakes_of_the_command_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,6 +328,7 @@ def test_lost_and_doubled_records_are_seen(tmp_path: Path) -> None:
 
 def test_processes_that_are_left_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kills, "REST", 0.1)
+    monkeypatch.setattr(patience, "LOOK", 0.1)
     assert kills.outlived(tmp_path) == []
     process = subprocess.Popen(["sleep", "60"], cwd=tmp_path)
     assert kills.outlived(tmp_path) == ["sleep 60 "]
@@ -313,7 +340,6 @@ DISTURBED = [*product(["sample", "eval", "train", "sft", "tune"], ["kill", "int"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "how"), [*DISTURBED, *product(["workers"], ["kill", "term", "int", "worker"])])
-def test_a_disturbed_run_is_completed(what: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "SLOW", [8.0])  # other tests run
+def test_a_disturbed_run_is_completed(what: str, how: str) -> None:
     case = {"what": what, "troubles": [{"how": how, "share": 0.5, "delay": 0}], "seed": 1}
     assert guarded(kills.FUZZ.check, case) == Outcome("passed", f"{what} after {how}")
