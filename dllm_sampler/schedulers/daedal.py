@@ -71,7 +71,8 @@ class Daedal(Lengthening):
             reopen=early,
         )
         close = None if edit.close_block is None else edit.close_block & ~early
-        edit = replace(edit, commit=edit.commit & ~early[:, None], close_block=close, resize=resize)
+        commit = edit.commit & ~early[:, None] & (edit.ids != self.mask)  # under `compat` it may be chosen
+        edit = replace(edit, commit=commit, close_block=close, resize=resize)
         over = ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
         edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ~early)
         return edit, (grows, choose(~early, inner, before, canvas.length))

@@ -194,6 +194,18 @@ def test_daedal_commits_nothing_until_it_sees_an_end() -> None:
         assert all(torch.equal(canvas.end[row], own[first][0].end[row]) for canvas, _ in own[first:]), "no insertion"
 
 
+def test_a_chosen_mask_token_is_still_noise() -> None:
+    """`compat` lets the model choose it: no row is complete then."""
+    spy, inner = toys.Spy(toys.denoiser(), raise_mask=2.0), {"name": "threshold", "threshold": 0.5}
+    options: dict[str, Any] = {
+        "scheduler": {"name": "daedal", "initial": 6, "expand": 3, "eos_tokens": 2, "inner": inner}
+    }
+    sampler = Sampler(spy, **options, blocks={"name": "fixed", "length": 4}, stop="none", compat=True)
+    found = sampler.generate(toys.PROMPTS, max_new_tokens=14, seed=toys.SEEDS)
+    masks = (found.trace.ids == toys.MASK).any(1)
+    assert masks.any() and not (masks & found.complete).any()
+
+
 def test_rho_eos_counts_in_float32_and_settles() -> None:
     def columns(share: float, **options: Any) -> int:
         return int(RhoEos(**options)._columns(torch.tensor([share]))[0])
