@@ -28,7 +28,7 @@ from dllm_sampler.errors import UserError, short
 
 Message = Mapping[str, str]
 
-SECONDS = 10.0  # a template takes a millisecond
+SECONDS = 10.0  # of processor time: a template takes a millisecond, and waits for nothing
 CHARACTERS = 4_000_000  # of a prompt: no model's context has room for more
 MEMORY = 2 << 30  # bytes that a template may add to those of the process
 IDLE = 5.0  # seconds that the process of templates waits for another prompt
@@ -158,7 +158,7 @@ def _limited(
             _end()
             raise
     if not said:
-        return "time" if ended == signal.SIGALRM else "memory", ""
+        return "time" if ended == signal.SIGPROF else "memory", ""
     why, text = json.loads(said)
     return why, text
 
@@ -180,17 +180,17 @@ def _end() -> int:
 def _serve(tokenizer: PreTrainedTokenizerBase, asks: int, answers: int) -> NoReturn:
     """Answer lines until there are no more, and end this process, or be ended by the system when a time is over."""
     try:
-        for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGPIPE):
+        for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)  # it ends the process, whatever Python is doing
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the other process
         with open(asks, "rb") as file:
             while select.select([asks], [], [], IDLE)[0] and (line := file.readline()):
                 seconds, memory, chat, options = json.loads(line)
-                signal.setitimer(signal.ITIMER_REAL, seconds)
+                signal.setitimer(signal.ITIMER_PROF, seconds)
                 _limit_memory(memory)
                 said = _said(partial(tokenizer.apply_chat_template, chat, tokenize=False, **options))
                 files.put(answers, (json.dumps(said) + "\n").encode())
-                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
     finally:
         os._exit(0)
 
