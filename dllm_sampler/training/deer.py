@@ -24,7 +24,7 @@ from dllm_sampler.paths import expanded
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler
-from dllm_sampler.training import checkpoint, journal
+from dllm_sampler.training import checkpoint, journal, sharding
 from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.deer_report import measured
 from dllm_sampler.training.encoding import Encoder
@@ -128,6 +128,7 @@ class DeerTrainer:
             UserError: a finished run, one of other settings, a model that does not fit, or a mistake in the examples.
             KeyboardInterrupt: after Ctrl-C, with the state saved.
         """
+        sharding.check_alone("deer")
         logging.disable_progress_bar()  # ours is the one to look at
         self.folder, self._device = expanded("train.output", self.output), as_device(self.device)
         if (self.folder / "report.json").exists():

@@ -89,6 +89,7 @@ class DistillTrainer(FineTuner):
                 f"train.model={self.trained.named} is block-causal: it takes train.masking=block and"
                 f" train.block_length={spec.block_length}"
             )
+        self.check_prompts()
         path = self.folder / f"answers{self.accelerator.process_index or ''}.json"
         if not path.exists():
             write_json(path, self._answer())

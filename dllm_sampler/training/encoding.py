@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import chat, prompts
@@ -136,3 +138,16 @@ class Encoder:
 
 def _is_chat(example: Example) -> bool:
     return isinstance(example.prompt, list) and bool(example.prompt) and isinstance(example.prompt[0], dict)
+
+
+def check_prompts(
+    examples: Iterable[Example], tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, new_tokens: int
+) -> None:
+    """Refuse examples of a user's data whose answers could not be sampled, before the first is.
+
+    Raises:
+        UserError: naming the line and what is wrong with it.
+    """
+    encode = Encoder(tokenizer, spec, spec.max_positions)
+    for example in examples:
+        encode.prompt(example, new_tokens)

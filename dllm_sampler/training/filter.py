@@ -29,14 +29,16 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.training import journal, tasks
+from dllm_sampler.training import journal, sharding, tasks
 from dllm_sampler.training.checkpoint import write_json, write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
+from dllm_sampler.training.encoding import check_prompts
 from dllm_sampler.training.examples import Data, Example, Stored
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
 from dllm_sampler.training.settings import check_settings
 from dllm_sampler.training.tokenizer import vocabulary
+from dllm_sampler.training.trained import called
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
 SLOPE, CENTRE = 40.0, 0.9
@@ -114,6 +116,7 @@ class FilterTrainer:
         Raises:
             UserError: the file exists, too few prompts, or a model or file that cannot be read.
         """
+        sharding.check_alone("filter")
         path = expanded("train.output", self.output)
         if path.exists():
             raise UserError(f"{path} already exists; choose another train.output or remove it")
@@ -158,7 +161,7 @@ class FilterTrainer:
         prompts: list[Prompt]
         checks: list[Check] | None = None
         if self.prompts is not None or self._data.path is not None:
-            prompts, right = self._given()
+            prompts, right = self._given(reference)
             if len(prompts) < 10:
                 named = "prompts" if self.prompts is not None else "data"
                 raise UserError(f"train.{named} holds {len(prompts)} prompts; at least 10 are needed")
@@ -174,7 +177,7 @@ class FilterTrainer:
             prompts = [*drawn]
         return [prompts[2 * tenth :], prompts[tenth : 2 * tenth], prompts[:tenth]], checks
 
-    def _given(self) -> tuple[list[Prompt], list[Check] | None]:
+    def _given(self, reference: Sampler) -> tuple[list[Prompt], list[Check] | None]:
         """The user's prompts, shuffled, and what judges an answer to each, where their right answers are known."""
         if self.prompts is not None:
             prompts: list[Prompt] = list(inputs.read([], self.prompts, None).prompts)
@@ -183,6 +186,9 @@ class FilterTrainer:
         source = self._data.load(self.seed, 1, answers=False)
         every = [*source.held, *source.train]
         some = Random(self.seed).sample(every, len(every))[: self.count]
+        if reference.tokenizer is None:
+            raise UserError(f"train.model={called(self.model)} has no tokenizer, and train.data holds texts")
+        check_prompts(some, reference.tokenizer, reference.denoiser.spec, self.new_tokens)
         known = all(isinstance(one.answer, str) for one in some)
         checks = [partial(_right, source, one) for one in some] if known else None
         return [one.prompt for one in some], checks

@@ -28,6 +28,7 @@ from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal, sharding
 from dllm_sampler.training.averaging import Average
+from dllm_sampler.training.encoding import check_prompts
 from dllm_sampler.training.examples import Data, Example, Source
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.settings import check_run
@@ -166,6 +167,11 @@ class FineTuner:
                 figures[name] = figures.get(name, 0.0) + value
         return figures
 
+    def check_prompts(self) -> None:
+        """Refuse examples whose answers could not be sampled."""
+        some = [*self.source.all(), *self.examples("held", self.held_out, held=True)]
+        check_prompts(some, self.trained.tokenizer, self.trained.denoiser.spec, self.new_tokens)
+
     def autocast(self) -> torch.autocast:
         """What every forward runs under, a rollout's too; bfloat16 has the range of float32, so no loss is scaled."""
         return torch.autocast(self.trained.denoiser.spec.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -277,8 +283,6 @@ class FineTuner:
                 if done is not None:
                     done()
         return found
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def _load(self) -> None:
         """Data, model, optimizer."""

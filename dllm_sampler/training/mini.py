@@ -20,7 +20,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.paths import expanded
-from dllm_sampler.training import checkpoint, journal
+from dllm_sampler.training import checkpoint, journal, sharding
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
@@ -79,6 +79,7 @@ class MiniTrainer:
             UserError: the folder holds a finished model, or a run of another configuration
             KeyboardInterrupt: after Ctrl-C, with the state saved
         """
+        sharding.check_alone("mini")
         folder = expanded("train.output", self.output)
         if (folder / "model.safetensors").exists():
             raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")

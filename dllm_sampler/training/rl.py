@@ -94,7 +94,8 @@ class PolicyTrainer(FineTuner):
         return False
 
     def prepare(self) -> None:
-        """Rewards, the rollouts' sampler and the reference."""
+        """Checks of the examples, rewards, the rollouts' sampler and the reference."""
+        self.check_prompts()
         self._rewards = {name: (rewards.find(name), weight) for name, weight in self.rewards.items()}
         self._try_rewards()
         self.rollouts = self.sampler(**{**self.rollout, "entropy": True})

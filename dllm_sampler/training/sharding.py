@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ def start(device: torch.device) -> tuple[Accelerator, torch.device]:
     if found.distributed_type not in kinds:
         raise UserError(f"dllm-train runs in one process or under DDP, not {found.distributed_type.value}")
     return found, device if found.num_processes == 1 else found.device
+
+
+def check_alone(task: str) -> None:
+    """Refuse several processes where a trainer knows nothing of others.
+
+    Raises:
+        UserError: there are some.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"train={task} runs in one process, and this is one of several: start it without torchrun")
 
 
 def shard(network: Transformer, device: torch.device, processes: int) -> None:

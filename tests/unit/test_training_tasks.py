@@ -55,3 +55,35 @@ def test_every_task_and_family(chosen: tuple[str, str], tmp_path: Path, capsys: 
     assert len(changed) > len(before) / 2 and not any("expert_bias" in key for key in changed)
     assert sample.main([f"model={output}", "What is the capital of France?", "max_new_tokens=8", "device=cpu"]) == 0
     assert " tokens in " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["sft", "cjgrpo", "grpo", "distill", "filter", "deer"])
+def test_a_prompt_without_room_is_told_before_the_first_step(
+    task: str, llada: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By its line, although no step may come to it; and no answer has been sampled."""
+    data, output = tmp_path / "data.jsonl", tmp_path / "run"
+    lines = [{"prompt": "a" * (600 if line == 7 else 2), "answer": "b"} for line in range(20)]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [f"model={llada}", f"data={data}", f"output={output}", "device=cpu"]
+    more = {"filter": ["against=[]"], "deer": ["held_out=2", "separator=null"]}.get(task)
+    words += [*COMMON, *TASKS[task]] if more is None else more
+    assert cli.main([f"train={task}", *(f"train.{word}" for word in words)]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"data.jsonl line 8 has {602 if task == 'sft' else 600} tokens" in error, error
+    assert not list(output.glob("*")) and not list(tmp_path.glob("run.*"))
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaDA with a tokenizer of characters."""
+    return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")
+
+
+@pytest.mark.parametrize("task", ["filter", "deer", "mini"])
+def test_what_runs_in_one_process_says_so(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main([f"train={task}", f"train.output={tmp_path / 'run'}"]) == 2
+    assert f"train={task} runs in one process, and this is one of several" in capsys.readouterr().err
