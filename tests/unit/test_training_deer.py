@@ -246,6 +246,7 @@ def test_every_family_on_a_users_data(name: str, tmp_path: Path, capsys: pytest.
     assert sample.main([*words, "device=cpu", "Is it?"]) == 0
 
 
+@pytest.mark.slow
 def test_adapters_of_a_drafter_that_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They alone learn, a run that was cut goes on to the same drafter, and data that changed is refused."""
     pytest.importorskip("peft")
