@@ -110,6 +110,8 @@ class _Renderer:
         """Its answer to a line, a line; nothing: it has ended."""
         with suppress(BrokenPipeError):
             files.put(self._ask, question)
+        while not select.select([self._answer], [], [], 0.2)[0]:
+            pass  # a signal that comes just before a wait does not end it: Ctrl-C is seen after this one at the latest
         with open(self._answer, "rb", closefd=False) as file:
             return file.readline()
 

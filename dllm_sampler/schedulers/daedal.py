@@ -57,10 +57,11 @@ class Daedal(Lengthening):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         early, before = carry  # [B]
+        ready = ~early
         edit, inner = self.inner.tell(canvas, query, readout, before)
         signal, room = self.signal(canvas, query, readout), canvas.end < canvas.first + canvas.new_tokens
         grows, (behind, count) = early & room & (signal < self.grow), self._gap(canvas, query, readout, edit)
-        count = count * (~early & room & (signal < self.insert))
+        count = count * (ready & room & (signal < self.insert))
         more = torch.where(grows, self.expand, self.eos_tokens // 2)
         resize = Resize(
             end=canvas.end + torch.where(early, more, count),
@@ -70,12 +71,12 @@ class Daedal(Lengthening):
             count=count,
             reopen=early,
         )
-        close = None if edit.close_block is None else edit.close_block & ~early
-        commit = edit.commit & ~early[:, None] & (edit.ids != self.mask)  # under `compat` it may be chosen
+        close = None if edit.close_block is None else edit.close_block & ready
+        commit = edit.commit & ready[:, None] & (edit.ids != self.mask)  # under `compat` it may be chosen
         edit = replace(edit, commit=commit, close_block=close, resize=resize)
         over = ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
-        edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ~early)
-        return edit, (grows, choose(~early, inner, before, canvas.length))
+        edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ready)
+        return edit, (grows, choose(ready, inner, before, canvas.length))
 
     def _gap(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Tensor, Tensor]:
         """`[B]` the least sure mask that the block is left with, the first of equals, and `[B]` masks it asks for."""

@@ -28,7 +28,9 @@ from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
 from dllm_sampler.eval.conformance.lopa import Rounds
 from dllm_sampler.eval.conformance.published import (
     ForcedFirst,
+    LeavesAtEnd,
     PublishedFreeDave,
+    PublishedRhoEos,
     SeededBlocks,
     SeededContext,
     StaleMasks,
@@ -61,12 +63,14 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     PublishedFreeDave: PublishedFreeDave,
     Forking: Forking,
     LoPA: LoPA,
+    LeavesAtEnd: LeavesAtEnd,
     Noted: Noted,
     Rounds: Rounds,
     PublishedEager: lambda inner: PublishedEager(
         inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
     ),
     RhoEos: RhoEos,
+    PublishedRhoEos: PublishedRhoEos,
     SelfSpeculative: SelfSpeculative,
     Choosing: lambda inner: SoftValueGuided(inner, reward=toys.reward, value="masked"),
     SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward),

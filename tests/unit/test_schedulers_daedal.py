@@ -30,7 +30,7 @@ def test_no_block_or_row_is_over_before_the_answer_has_room() -> None:
     canvas = layout.canvas(toys.PROMPTS, 18, toys.SEEDS, spec, blocks, CounterNoise(), False, initial=4)
     carry: Any = rule.init(canvas)
     query = rule.ask(canvas, carry)
-    readout = Readout(query.ids, torch.full(query.ids.shape, 0.5).double())
+    readout = Readout(torch.ones_like(query.ids), torch.full(query.ids.shape, 0.5).double())
     for early in (True, False):
         edit, _ = rule.tell(canvas, query, readout, (torch.full_like(canvas.done, early), carry[1]))
         assert edit.close_block is not None and edit.finish is not None
