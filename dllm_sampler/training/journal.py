@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,6 +68,7 @@ class Journal:
         active: bool = True,
     ):  # fmt: skip
         self._path, self._active, self._tracker = path, active, tracker
+        self._place = path.with_suffix(".tensorboard")
         self._board: Any = None
         if not active:
             return
@@ -73,7 +76,9 @@ class Journal:
         files.write(path, "".join(json.dumps(line) + "\n" for line in kept))
         if tracker == "tensorboard":
             writer = import_module("torch.utils.tensorboard").SummaryWriter
-            self._board = writer(str(path.with_suffix(".tensorboard")), purge_step=done + 1 if done else None)
+            _hush()
+            with files.reported(self._place):
+                self._board = writer(str(self._place), purge_step=done + 1 if done else None)
         elif tracker == "trackio":
             run = path.resolve().parent if path.name == FILE else path.resolve().with_suffix("")
             about = json.loads(json.dumps(settings or {}))
@@ -89,10 +94,11 @@ class Journal:
             return line
         files.append(self._path, json.dumps(line) + "\n")
         if self._tracker == "tensorboard":
-            for key, value in line.items():
-                if key != "step":
-                    self._board.add_scalar(key, value, step)
-            self._board.flush()
+            with files.reported(self._place):
+                for key, value in line.items():
+                    if key != "step":
+                        self._board.add_scalar(key, value, step)
+                self._board.flush()
         elif self._tracker == "trackio":
             self._board.log({key: value for key, value in line.items() if key != "step"}, step=step)
         return line
@@ -100,7 +106,20 @@ class Journal:
     def close(self) -> None:
         """Nothing more is coming."""
         if self._tracker == "tensorboard" and self._board is not None:
-            self._board.close()
+            with files.reported(self._place):
+                self._board.close()
         elif self._tracker == "trackio" and self._board is not None:
             with redirect_stdout(sys.stderr):
                 self._board.finish()
+
+
+@cache
+def _hush() -> None:
+    """Let tensorboard's thread end without a traceback: the next call raises what it met."""
+    plain = threading.excepthook
+
+    def hook(met: threading.ExceptHookArgs) -> None:
+        if not isinstance(met.exc_value, OSError) or type(met.thread).__module__.partition(".")[0] != "tensorboard":
+            plain(met)
+
+    threading.excepthook = hook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler import UserError
+from dllm_sampler.errors import NotWrittenError, UserError
 from dllm_sampler.training import journal
 from dllm_sampler.training.journal import Journal
+from tests.disks import full_after
 
 
 class Trackio(ModuleType):
@@ -67,6 +69,28 @@ def test_tensorboard_gets_the_same(tmp_path: Path) -> None:
     found = EventAccumulator(str(tmp_path / "log.tensorboard"))
     found.Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(1, 0.5), (2, 0.125)]
+
+
+def test_a_disk_that_is_too_full_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that standard output cannot be written, behind a traceback of tensorboard's thread."""
+    pytest.importorskip("tensorboard")
+    told: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    journal._hush.cache_clear()
+    log = Journal(tmp_path / "log.jsonl", 0, "tensorboard")
+
+    def notes() -> None:
+        for step in range(5):
+            log.note(step, {"a": 1, "b": 2})
+
+    with full_after(200), pytest.raises(NotWrittenError, match=r"log\.tensorboard cannot be written: File too large"):
+        notes()
+    assert 0 < len(journal.read(tmp_path / "log.jsonl")) < 5 and told == []
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    assert len(told) == 1, "others are told"
+    journal._hush.cache_clear()
 
 
 def test_trackio_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
