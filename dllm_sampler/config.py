@@ -189,13 +189,14 @@ def checkpoint(name: str) -> str:
     )
 
 
-def check(owner: str, target: Any, values: Mapping[str, object]) -> dict[str, Any]:
+def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = False) -> dict[str, Any]:
     """`values` as arguments of `target`, every name and type checked against its signature.
 
     Args:
         owner: what an error calls the target, as in `scheduler=threshold`; empty for the root's options.
         target: a class or a function.
         values: what it is to be called with.
+        whole: with nothing besides: what has no default must be there.
 
     Raises:
         UserError: naming the argument and what it should be.
@@ -206,6 +207,9 @@ def check(owner: str, target: Any, values: Mapping[str, object]) -> dict[str, An
         if key not in parameters:
             raise unknown(f"field of {owner}" if owner else "option", key, parameters)
         checked[key] = _typed(f"{owner}: {key}" if owner else key, target, key, value)
+    for key, one in parameters.items() if whole else ():
+        if one.default is one.empty and key not in values and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+            raise UserError(f"{owner}: the field {key} is missing")
     return checked
 
 
@@ -256,7 +260,7 @@ def _one(group: str, spec: object) -> Any:
         _check_size(owner, key, value)
     if name:
         typed(cls, str(name))
-    return cls(**check(owner, cls, nested))
+    return cls(**check(owner, cls, nested, whole=True))
 
 
 def _made(group: str, plugin: object) -> object:

@@ -325,7 +325,7 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
         rest.append("output=outputs/tune")
     for line in lines(rest):  # a mistake shows here, before the search's space imports torch
         composition(EVAL, [values(word)[0] for word in line])
-    return Tuning(**config.check("tune", Tuning, settings)), rest
+    return Tuning(**config.check("tune", Tuning, settings, whole=True)), rest
 
 
 def main(words: Sequence[str] | None = None) -> int:

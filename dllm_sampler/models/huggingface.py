@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,6 +151,10 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
+    if layers := sorted(name for name in report["unexpected_keys"] if re.search(r"layers?\.\d+\.", name)):
+        raise UserError(
+            f"{source}: the checkpoint {folder} has tensors of more layers, among them {', '.join(layers[:3])}"
+        )
     if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
         weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)

@@ -99,7 +99,7 @@ def trainer(words: Sequence[str]) -> Any:
     cls: Any = function(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
         raise UserError(f"train={name}: _target_ should name a dataclass with a method run, and {target} is none")
-    return cls(**config.check(f"train={name}", cls, settings))
+    return cls(**config.check(f"train={name}", cls, settings, whole=True))
 
 
 def _run(words: list[str]) -> int:

@@ -143,7 +143,7 @@ class Data:
         Raises:
             UserError: an unknown field, or a value of the wrong type.
         """
-        return cls(**config.check("train.data", cls, {"path": None, **settings}))
+        return cls(**config.check("train.data", cls, {"path": None, **settings}, whole=True))
 
     def source(
         self, tasks: Mapping[str, float], seed: int, held_out: int, *, answers: bool, processes: int = 1

@@ -178,14 +178,16 @@ class Inputs:
         return Outcome("refused", lines[-1])
 
     def simpler(self, case: Case) -> Iterator[Case]:
-        """Without one of the words; those that keep the run short stay."""
+        """Without one of the words; those that keep the run short stay, and what names the file with the mistake."""
         if case["command"] == "call":
             return
         if case["process"]:
             yield case | {"process": False}
         mistaken = 1 if case["must"] and case["file"] is None else 0  # the last word: without it all is right
         for at in range(len(case["words"]) - mistaken):
-            if case["words"][at].partition("=")[0] not in BOUNDS:
+            key, _, value = case["words"][at].partition("=")
+            named = case["must"] and case["file"] and value and case["file"]["name"].startswith(value)
+            if key not in BOUNDS and not named:
                 yield case | {"words": case["words"][:at] + case["words"][at + 1 :]}
 
     def command(self, case: Case) -> str | None:

@@ -152,6 +152,13 @@ def test_a_command_in_a_process_of_its_own_runs() -> None:
     assert "dllm-sample: unknown flag '--nothing'" in scene.started("dllm-sample", ["--nothing"]).err
 
 
+def test_what_names_the_file_with_the_mistake_stays() -> None:
+    """Without `model=BERT` its config is not read, and the command is right."""
+    file = {"name": "BERT/config.json", "content": ""}
+    case = {"command": "dllm-sample", "words": ["a", "model=BERT"], "file": file, "must": "x", "process": False}
+    assert [one["words"] for one in inputs.FUZZ.simpler(case)] == [["model=BERT"]]
+
+
 @pytest.mark.parametrize(("words", "file"), [(["a", "b", "mistake"], None), (["a"], {"name": "f", "content": ""})])
 def test_a_mistake_is_not_taken_out(words: list[str], file: dict[str, str] | None) -> None:
     case = {"command": "dllm-sample", "words": words, "file": file, "must": "a mistake", "process": False}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, ModernBertConfig, Qwen2Config
+from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, Qwen2Config
 
 from dllm_sampler.cli.main import main
 from dllm_sampler.errors import NoEffectWarning, UserError
-from dllm_sampler.models import diffusion_gemma, loading
+from dllm_sampler.models import diffusion_gemma, huggingface, loading
 from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import DREAM, FAMILIES, ILLADA, LLADA, LLADA2, LLADA_MOE, to_checkpoint
@@ -387,6 +387,17 @@ def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
     assert unread(ModernBertConfig(), older) == {}, "what it converts"
     assert unread(ModernBertConfig(), older | {"layer_norm_eps": 1e-6}) == {"layer_norm_eps": 1e-6}
     assert unread(Qwen2Config(), {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}) == {}
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_fewer_layers_than_a_masked_lm_has(tmp_path: Path, layers: int):
+    """transformers leaves out the others."""
+    config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": layers}))
+    with pytest.raises(UserError, match=rf"tensors of more layers, among them bert\.encoder\.layer\.{layers}\."):
+        huggingface.load(tmp_path, None, None, torch.device("cpu"))
 
 
 def test_tied_heads_by_the_name_of_another_family():

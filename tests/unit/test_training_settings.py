@@ -1,5 +1,7 @@
 """Numbers with which nothing can be trained are refused before anything runs."""
 
+import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,15 @@ def test_numbers_of_an_optimizer(name: str, value: Any, said: str) -> None:
 def test_every_trainer_checks_its_numbers(train: str) -> None:
     with pytest.raises(UserError, match=r"train\.seed must be a whole number up to"):
         trainer([f"train={train}", "train.seed=99999999999"])
+
+
+def test_a_file_without_a_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = (files("dllm_sampler.conf") / "train/sft.yaml").read_text()
+    (tmp_path / "conf/train").mkdir(parents=True)
+    (tmp_path / "conf/train/own.yaml").write_text(re.sub("(?m)^lora:.*\n", "", whole))
+    with pytest.raises(UserError, match=r"^train=own: the field lora is missing$"):
+        trainer(["train=own"])
 
 
 @pytest.mark.parametrize(
