@@ -46,10 +46,6 @@ class Daedal(Lengthening):
         """`[B] bool` rows that have not begun to decode; inner."""
         return ~canvas.done, super().init(canvas)
 
-    def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
-        return carry[1]
-
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`: forwards that commit nothing, and commits that a cut takes away."""
         return super().bound(tokens) + 1 + -(-max(0, tokens - self.initial) // self.expand) + self.expand

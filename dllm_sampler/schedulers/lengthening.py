@@ -1,6 +1,5 @@
 """The base of schedulers around another one that change the length of answers by how sure the end token is."""
 
-from abc import ABC
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -19,7 +18,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 
 @dataclass(frozen=True)
-class Lengthening(Around, ABC):
+class Lengthening(Around):
     """Commit as the inner scheduler does, and ask for all of the answer besides.
 
     Args:
@@ -71,6 +70,10 @@ class Lengthening(Around, ABC):
         mask = spec.pad_id if spec.mask_id is None else spec.mask_id  # without a mask token it is refused
         return learned(super().bind(context), eos=spec.eos_id, mask=mask, draws=context.draws)
 
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`: behind what the rule remembers of each row."""
+        return carry[1]
+
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The inner scheduler's query and every column of the answer, committed ones too."""
         first = canvas.first if canvas.given is None else canvas.given
@@ -89,11 +92,8 @@ class Lengthening(Around, ABC):
         return (token == self.eos) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
 
     def signal(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """`[B] float64` the probabilities of the last `eos_tokens` predicted end tokens, their sum over that number.
-
-        All of the answer counts, as far as the forward computes it (a cache may leave out what stands before the
-        block). Rounded to the digits that a sum has in any order, so that a row's signal is the same in every batch.
-        """
+        """`[B] float64` sum of the probabilities of the last `eos_tokens` predicted end tokens, over that number."""
         ends, sure = self.ends(canvas, query, readout)
         last = ends.flip(1).cumsum(1).flip(1) <= self.eos_tokens
+        # A sum has these digits in any order, so a row's signal is the same in every batch.
         return significant(torch.where(ends & last, sure, 0).sum(1), torch.float64) / self.eos_tokens

@@ -62,10 +62,6 @@ class RhoEos(Lengthening):
         """`[B] bool` rows whose length is final; inner."""
         return torch.zeros_like(canvas.done), super().init(canvas)
 
-    def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
-        return carry[1]
-
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`: after the last change each step commits, but one that finds a cut block full."""
         return super().bound(tokens) + STEPS + 1
