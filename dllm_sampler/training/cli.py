@@ -120,7 +120,9 @@ def _run(words: list[str]) -> int:
     else:
         chosen = trainer(words)
         with _alone(chosen):
-            print(chosen.run())
+            found = chosen.run()
+        if os.environ.get("RANK", "0") == "0":  # of processes that train together one says it
+            print(found)
     return 0
 
 

@@ -23,6 +23,7 @@ from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.filter import Layers, about, judge
+from dllm_sampler.models.loading import as_device
 from dllm_sampler.paths import expanded
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.sampler import Sampler
@@ -50,7 +51,8 @@ _SAME = ("model", "new_tokens", "block_length", "batch")
 class FilterTrainer:
     """Trains a filter on the sampler's own answers, one token per step, and measures what it buys.
 
-    Most of the time goes into the answers, which an interrupted run does not make again. Writes the filter;
+    Most of the time goes into the answers, which an interrupted run does not make again. Several processes answer a
+    batch of prompts each; the first trains and measures, as one alone would with these answers. Writes the filter;
     next to it, with the ending .json, the settings and the printed figures, and with .log.jsonl the losses.
 
     output: safetensors file to write; as `filter.safetensors` in the model's folder it is that model's default
@@ -116,12 +118,12 @@ class FilterTrainer:
         Raises:
             UserError: the file exists, too few prompts, or a model or file that cannot be read.
         """
-        sharding.check_alone("filter")
         path = expanded("train.output", self.output)
         if path.exists():
             raise UserError(f"{path} already exists; choose another train.output or remove it")
+        accelerator, device = sharding.start(as_device(self.device))
         reference = Sampler.from_pretrained(
-            self.model, device=self.device, scheduler=FixedSteps(), blocks=FixedBlocks(self.block_length), stop="none"
+            self.model, device=device, scheduler=FixedSteps(), blocks=FixedBlocks(self.block_length), stop="none"
         )
         splits, checks = self._splits(reference)
         run = {name: getattr(self, name) for name in _SAME}
@@ -131,8 +133,10 @@ class FilterTrainer:
         files.make_folder(path.parent)
         unfinished = path.with_name(path.name + ".unfinished")
         training, validation, test = collect(
-            reference, splits, self.new_tokens, self.block_length, self.batch, unfinished, run
+            reference, splits, self.new_tokens, self.block_length, self.batch, unfinished, run, accelerator
         )
+        if not accelerator.is_main_process:
+            return path
         log = journal.Journal(path.with_name(f"{path.stem}.log.jsonl"), 0, self.tracker, asdict(self))
         layers, least = fit(
             training, validation, depth=self.depth, committed=self.committed, caution=self.caution, steps=self.steps,

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -84,9 +86,11 @@ class Replay(Scheduler):
 
 def collect(
     reference: Sampler, splits: Sequence[Sequence[Prompt]], new_tokens: int, size: int, batch: int,
-    path: Path, run: Mapping[str, Any],
+    path: Path, run: Mapping[str, Any], accelerator: Accelerator,
 ) -> list[Records]:  # fmt: skip
-    """The records of each split's prompts; after every batch what there is goes to a file, and is taken up from it.
+    """The records of each split's prompts; what there is goes to a file, and is taken up from it.
+
+    Each process answers a batch at a time; the records are the same however many there are.
 
     Args:
         reference: decodes one token per step, in blocks of `size`.
@@ -96,27 +100,32 @@ def collect(
         batch: prompts decoded together.
         path: of the unfinished run's file.
         run: what must be the same for an unfinished run to go on; anything JSON can say.
+        accelerator: knows the processes, all of which get the records; the first one writes.
 
     Raises:
         UserError: the file is damaged or of another run.
     """
     batches = [prompts[first : first + batch] for prompts in splits for first in range(0, len(prompts), batch)]
     counts, parts = _resume(path, run)
+    accelerator.wait_for_everyone()  # the file is written to when all have read it
+    process, processes = accelerator.process_index, accelerator.num_processes
     with bar("collecting answers", len(batches), len(counts)) as progress:
-        for prompts in batches[len(counts) :]:
-            part = replay(reference, list(prompts), new_tokens, size)
-            counts.append(len(part))
-            parts = [Records.join([*parts, part])]
-            tensors = {one.name: getattr(parts[0], one.name) for one in fields(Records)}
-            checkpoint.write_tensors(path, tensors, {"state": json.dumps({"run": dict(run), "counts": counts})})
-            progress.advance(progress.task_ids[0])
-    found, row = [], 0
+        for first in range(len(counts), len(batches), processes):
+            mine = batches[first : first + processes][process : process + 1]  # none, where the last round is short
+            found = gather_object([replay(reference, list(prompts), new_tokens, size) for prompts in mine])
+            counts += [len(part) for part in found]
+            parts = [Records.join([*parts, *found])]
+            if accelerator.is_main_process:
+                tensors = {one.name: getattr(parts[0], one.name) for one in fields(Records)}
+                checkpoint.write_tensors(path, tensors, {"state": json.dumps({"run": dict(run), "counts": counts})})
+            progress.advance(progress.task_ids[0], len(found))
+    each, row = [], 0
     for prompts in splits:
         here = -(-len(prompts) // batch)
         last = row + sum(counts[:here])
-        found.append(parts[0].rows(row, last))
+        each.append(parts[0].rows(row, last))
         counts, row = counts[here:], last
-    return found
+    return each
 
 
 def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int) -> Records:

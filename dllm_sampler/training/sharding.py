@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.models.transformer import Transformer
 
 
 def start(device: torch.device) -> tuple[Accelerator, torch.device]:
@@ -40,12 +40,21 @@ def check_alone(task: str) -> None:
         raise UserError(f"train={task} runs in one process, and this is one of several: start it without torchrun")
 
 
-def shard(network: Transformer, device: torch.device, processes: int) -> None:
+def shard(network: nn.Module, device: torch.device, processes: int) -> None:
     """Spread a network's weights over all processes, in place; a layer's come together when it is run."""
     mesh = init_device_mesh(device.type, (processes,))
-    for layer in network.layers:
+    for layer in list(_layers(network)):
         fully_shard(layer, mesh=mesh)
     fully_shard(network, mesh=mesh)
+
+
+def _layers(network: nn.Module) -> Iterator[nn.Module]:
+    """What the outermost lists of modules hold: the layers, in our networks and in those of transformers."""
+    for child in network.children():
+        if isinstance(network, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _layers(child)
 
 
 def reshard(network: nn.Module) -> None:

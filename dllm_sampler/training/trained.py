@@ -108,17 +108,10 @@ class Trained:
         """Average gradients over processes, where there are several, and `shard` the weights over them.
 
         Before there is an optimizer: sharding replaces the weights.
-
-        Raises:
-            UserError: a masked LM of transformers cannot be sharded.
         """
         self.sharded = shard and accelerator.num_processes > 1
         if self.sharded:
-            if not isinstance(self.network, Transformer):
-                raise UserError(
-                    f"train.shard is for networks of our own, and train.model={self.named} is one of transformers"
-                )
-            sharding.shard(self.network, accelerator.device, accelerator.num_processes)
+            sharding.shard(self.inner, accelerator.device, accelerator.num_processes)
         elif accelerator.num_processes > 1:
             self.wrapped = accelerator.prepare_model(self.network, device_placement=False)
         if isinstance(self.denoiser, TransformerDenoiser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
@@ -72,6 +74,14 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
 
 KILLER = """
 import os, pathlib
+from dllm_sampler.training import replay
+calls, plain = [], replay.replay
+def dying(*arguments):
+    calls.append(0)
+    if pathlib.Path("kill").exists() and len(calls) == 3:
+        os._exit(9)
+    return plain(*arguments)
+replay.replay = dying
 def metric(text, answer, **_):
     if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
         os._exit(9)
@@ -97,14 +107,16 @@ TASKS = {
 def torchrun(folder: Path, processes: int, task: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A run of a task in several processes."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    run += ["-m", "dllm_sampler.training.cli", f"train={task}", *(f"train.{word}" for word in [*COMMON, *words])]
+    words = (*COMMON, *words) if task in TASKS else words
+    run += ["-m", "dllm_sampler.training.cli", f"train={task}", *(f"train.{word}" for word in words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
-def ran(folder: Path, processes: int, task: str, *words: str) -> None:
+def ran(folder: Path, processes: int, task: str, *words: str) -> str:
     done = torchrun(folder, processes, task, *words)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def killed(folder: Path, task: str, *words: str) -> None:
@@ -146,7 +158,7 @@ def test_a_killed_run_goes_on_in_two_processes(task: str, lora: bool, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dream", "llada2-moe"])
+@pytest.mark.parametrize("name", ["dream", "llada2-moe", "bert"])
 def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
     """One process; two with five examples a step; two that share the weights (FSDP2); and two that share them, are
     killed in the second step, and go on without sharing them. All end with the same weights."""
@@ -159,6 +171,26 @@ def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
     killed(tmp_path, "sft", *words, "shard=true")
     ran(tmp_path, 2, "sft", *words, "output=parts")
     same(tmp_path, "one", "two", "sharded", "parts")
+
+
+@pytest.mark.slow
+def test_processes_do_not_change_a_filter(tmp_path: Path) -> None:
+    """One process; two, of which one has a batch less; two that are killed in their third batch, and go on."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    words = [f"model={tiny.write('llada', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "device=cpu"]
+    words += ["data.metric=killer:metric", "count=30", "new_tokens=8", "block_length=4", "batch=4", "against=[]"]
+    words += ["steps=60"]
+    for name, processes in (("one", 1), ("two", 2)):
+        assert ran(tmp_path, processes, "filter", *words, f"output={name}") == f"{name}\n"
+    (tmp_path / "kill").touch()
+    assert torchrun(tmp_path, 2, "filter", *words, "output=parts").returncode != 0
+    (tmp_path / "kill").unlink()
+    with safe_open(tmp_path / "parts.unfinished", "pt") as file:
+        assert len(json.loads(file.metadata()["state"])["counts"]) == 4
+    ran(tmp_path, 2, "filter", *words, "output=parts")
+    logs = [journal.read(tmp_path / f"{name}.log.jsonl") for name in ("one", "two", "parts")]
+    assert len(logs[0]) == 3 and logs[0] == logs[1] == logs[2]
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes() == (tmp_path / "parts").read_bytes()
 
 
 def streamer(rank: int, store: str, processes: int) -> None:

@@ -80,7 +80,7 @@ def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")
 
 
-@pytest.mark.parametrize("task", ["filter", "deer", "mini"])
+@pytest.mark.parametrize("task", ["deer", "mini"])
 def test_what_runs_in_one_process_says_so(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
