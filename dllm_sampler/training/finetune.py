@@ -127,6 +127,11 @@ class FineTuner:
         """One step: any number of `update`s. Returns figures for the log."""
         raise NotImplementedError
 
+    def read(self) -> Source:
+        """Where its examples come from."""
+        processes = self.accelerator.num_processes
+        return self._data.source(self.tasks, self.seed, self.held_out, answers=self.needs_answers, processes=processes)
+
     # What it can use --------------------------------------------------------------------------------------------------
 
     def sampler(self, **settings: Any) -> Sampler:
@@ -211,15 +216,13 @@ class FineTuner:
         self.prepare()
         done = self._resume()
         with bar(self.name, self.steps, done) as self._bar, interrupts() as interrupted:
-            if done == 0:
-                self._log(0, self._measured())
+            if done == 0 and (figures := self._measured()):
+                self._log(0, figures)
             for number in range(done, self.steps):
                 began = time.perf_counter()
-                rate = self.learning_rate * self._share(number)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = rate
-                figures = self.step(number)
-                figures["seconds"] = time.perf_counter() - began
+                    group["lr"] = self.learning_rate * self._share(number)
+                figures = {**self.step(number), "seconds": time.perf_counter() - began}
                 last = number + 1 == self.steps
                 if last or (number + 1) % self.evaluate_every == 0:
                     figures |= self._measured()
@@ -287,8 +290,7 @@ class FineTuner:
     def _load(self) -> None:
         """Data, model, optimizer."""
         self.accelerator, device = sharding.start(as_device(self.device))
-        options = {"answers": self.needs_answers, "processes": self.accelerator.num_processes}
-        self.source: Source = self._data.source(self.tasks, self.seed, self.held_out, **options)
+        self.source: Source = self.read()
         self.trained = self.fresh(device)
         if self._data.path is None and self.trained.tokenizer.get_vocab() != vocabulary():
             raise UserError(
@@ -306,16 +308,15 @@ class FineTuner:
     def _resume(self) -> int:
         """How many steps are done."""
         mine = {key: value for key, value in asdict(self).items() if key not in self.free}
-        self._settings = json.loads(json.dumps(mine))
-        self._settings["content"] = self.source.content
+        self._settings = json.loads(json.dumps({**mine, "content": self.source.content}))
         done = 0
         if (self.folder / checkpoint.FILE).exists():
             saved = checkpoint.peek(self.folder)["config"]
             checkpoint.check_same(self.folder, saved, mine)
             checkpoint.check_content(self.folder, saved, self.source.content, self._data.path)
             done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self._others())["step"]
-        path = self.folder / journal.FILE
-        self._journal = journal.Journal(path, done, self.tracker, mine, self.accelerator.is_main_process)
+        path, main = self.folder / journal.FILE, self.accelerator.is_main_process
+        self._journal = journal.Journal(path, done, self.tracker, mine, main)
         return done
 
     def _others(self) -> dict[str, nn.Module]:
@@ -324,8 +325,7 @@ class FineTuner:
     def _save(self, done: int) -> None:
         state, main = {"step": done, "config": self._settings}, self.accelerator.is_main_process
         if main or self.trained.sharded:
-            network = self.trained.network
-            checkpoint.save(self.folder, network, self.optimizer, state, self._others(), write=main)
+            checkpoint.save(self.folder, self.trained.network, self.optimizer, state, self._others(), write=main)
 
     def _finish(self) -> Path:
         self._average.swap()

@@ -114,7 +114,7 @@ class Trained:
             sharding.shard(self.inner, accelerator.device, accelerator.num_processes)
         elif accelerator.num_processes > 1:
             self.wrapped = accelerator.prepare_model(self.network, device_placement=False)
-        if isinstance(self.denoiser, TransformerDenoiser):
+        if isinstance(self.denoiser, TransformerDenoiser) and isinstance(self.network, Transformer):
             self.denoiser = replace(self.denoiser, model=self.wrapped)
 
     def together(self, items: Iterator[T]) -> Iterator[tuple[T, bool]]:

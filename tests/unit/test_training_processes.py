@@ -74,14 +74,16 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
 
 KILLER = """
 import os, pathlib
-from dllm_sampler.training import replay
-calls, plain = [], replay.replay
-def dying(*arguments):
-    calls.append(0)
-    if pathlib.Path("kill").exists() and len(calls) == 3:
-        os._exit(9)
-    return plain(*arguments)
-replay.replay = dying
+from dllm_sampler.training import deer_stages, replay
+def dying(module, name):
+    calls, plain = [], getattr(module, name)
+    def third(*arguments):
+        if calls.append(0) or len(calls) == 3 and pathlib.Path("kill").exists():
+            os._exit(9)
+        return plain(*arguments)
+    setattr(module, name, third)
+dying(replay, "replay")
+dying(deer_stages, "masked_loss")
 def metric(text, answer, **_):
     if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
         os._exit(9)
@@ -191,6 +193,47 @@ def test_processes_do_not_change_a_filter(tmp_path: Path) -> None:
     logs = [journal.read(tmp_path / f"{name}.log.jsonl") for name in ("one", "two", "parts")]
     assert len(logs[0]) == 3 and logs[0] == logs[1] == logs[2]
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes() == (tmp_path / "parts").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "lora"), [("sdar", False), ("llada", True), ("bert", False)])
+def test_processes_do_not_change_a_drafter(name: str, lora: bool, tmp_path: Path) -> None:
+    """One process; two with three rows a step; two that share the weights (FSDP2), are killed in the third step of
+    stage I, and go on. The target learns in float32."""
+    (tmp_path / "killer.py").write_text(KILLER)
+    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "device=cpu"]
+    words += [
+        "data.metric=killer:metric",
+        "target_steps=4",
+        "answers=8",
+        "batch=3",
+        "distill_steps=4",
+        "refine_steps=4",
+    ]
+    words += ["new_tokens=8", "draft_length=4", "held_out=2", "separator='<unk>'", "checkpoint_every=1"]
+    words += ["dtype=float64", "learning_rate=1e-3", *(["lora={r: 2, alpha: 4, dropout: 0}"] if lora else [])]
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 96}
+    words += [f"shape.{key}={value}" for key, value in shape.items()]
+    for output, processes in (("one", 1), ("two", 2)):
+        assert ran(tmp_path, processes, "deer", *words, f"output={output}") == f"{output}/drafter\n"
+    (tmp_path / "kill").touch()
+    assert torchrun(tmp_path, 2, "deer", *words, "output=parts", "shard=true").returncode != 0
+    (tmp_path / "kill").unlink()
+    assert [line["step"] for line in journal.read(tmp_path / "parts" / "distilled" / journal.FILE)] == [1, 2]
+    ran(tmp_path, 2, "deer", *words, "output=parts", "shard=true")
+    for stage in ("distilled", "drafter"):
+        same(tmp_path, *(f"{run}/{stage}" for run in ("one", "two", "parts")))
+    runs = [tmp_path / run for run in ("one", "two", "parts")]
+    answers, losses, reports = (
+        [json.loads((run / "answers.json").read_text()) for run in runs],
+        [[line["loss"] for line in journal.read(run / "target" / journal.FILE)] for run in runs],
+        [json.loads((run / "report.json").read_text())["decoding"]["temperature 0"] for run in runs],
+    )
+    assert answers[0] == answers[1] == answers[2] and len(losses[0]) == 4
+    for run in (1, 2):
+        assert losses[run] == pytest.approx(losses[0], rel=1e-5)
+        assert [arm["rounds"] for arm in reports[run].values()] == [arm["rounds"] for arm in reports[0].values()]
 
 
 def streamer(rank: int, store: str, processes: int) -> None:
