@@ -70,7 +70,7 @@ class Traits:
     # a block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
     scope: Literal["block", "answer", "model"] = "block"
     initial: int | None = None  # columns an answer begins with, whose number then changes; None: all, for good
-    horizon: int | None = None  # columns from the first noise on that the model sees (`Canvas.visible_end`); None: all
+    horizon: int | None = None  # columns from the first noise on in which the model sees masks; None: all
 
 
 def learned(plugin: Made, **values: object) -> Made:

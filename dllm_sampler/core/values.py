@@ -106,10 +106,6 @@ class Canvas:
         noise = self.masked & (column >= self.start[:, None])
         return torch.where(noise, column, self.end[:, None]).amin(1)
 
-    def visible_end(self, horizon: int | None) -> Tensor | None:
-        """`[B]` first hidden column when the model sees `horizon` columns from the first noise on; None: none is."""
-        return None if horizon is None else given.shown(self, torch.minimum(self.frontier() + horizon, self.end))
-
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
         return (self.masked & self.in_block()).sum(1)

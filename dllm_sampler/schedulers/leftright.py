@@ -1,7 +1,8 @@
 """Left to right: a fixed number of tokens per step, or as many as another rule accepts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
@@ -32,17 +33,25 @@ class Leftmost(Scheduler):
         return Traits(asks_block=False, exact=True, ranks_by_confidence=False, horizon=horizon, scope=scope)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The masks up to the horizon, beyond which nothing is seen."""
-        limit, masks, width = canvas.visible_end(self.max_lookahead), canvas.masked & canvas.in_block(), canvas.width
-        if limit is not None:
-            masks = masks & (canvas.columns() < limit[:, None])
-            width = min(width, self.max_lookahead or width)
-        return replace(Query.at(canvas, select.columns(masks, width)), limit=limit)
+        """The masks up to the horizon, behind which no mask is seen."""
+        if self.max_lookahead is None:
+            return Query.masks(canvas)
+        horizon = self.horizon(canvas, self.max_lookahead)
+        near = canvas.masked & canvas.in_block() & (canvas.columns() < horizon[:, None])
+        masks = select.columns(near, min(canvas.width, self.max_lookahead))
+        return Query.at(canvas, masks).before(canvas, horizon)
 
     def draft(self, canvas: Canvas, query: Query) -> Tensor:
         """`[B, Q] bool` the positions asked about that this step may commit."""
         eligible = canvas.eligible(query.positions)
-        return eligible if query.limit is None else eligible & (query.positions < query.limit[:, None])
+        if self.max_lookahead is None:
+            return eligible
+        return eligible & (query.positions < self.horizon(canvas, self.max_lookahead)[:, None])
+
+    @staticmethod
+    def horizon(canvas: Canvas, columns: int) -> Tensor:
+        """`[B]` the first column that is too far: `columns` from the first mask on, or the row's end."""
+        return torch.minimum(canvas.frontier() + columns, canvas.end)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given, select
+from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import Traits
@@ -58,8 +58,8 @@ class SlowFast(Threshold):
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
         masks = select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), canvas.width)
-        shown = torch.where(fast > 0, given.shown(canvas, edge), canvas.end) if self.truncate else None
-        return replace(Query.at(canvas, masks), limit=shown)
+        query = Query.at(canvas, masks)
+        return query.before(canvas, torch.where(fast > 0, edge, canvas.end)) if self.truncate else query
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

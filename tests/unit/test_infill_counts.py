@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dllm_sampler import Edit, Sampler
-from dllm_sampler.core import given
+from dllm_sampler.core import given, packing
 from dllm_sampler.core.given import FREE
 from tests import toys
 from tests.unit.test_infill import PROMPT, made
@@ -35,15 +35,25 @@ def test_a_method_counts_what_is_free() -> None:
     never = {"name": "prophet", "early": float("inf"), "mid": 0.0, "late": 0.0}
     late = made(scheduler={"name": "fixed"}, stop=never, blocks=blocks)
     assert late.generate([PROMPT], max_new_tokens=16, suffix=suffix).nfe[0] == 3, "a third of what is free"
-    for scheduler in (
-        {"name": "leftright", "tokens_per_step": 1, "max_lookahead": 2},
-        {"name": "slowfast", "threshold": 0.9, "glimpse": 0.6, "slow": 1},
+    for scheduler, shown in (
+        ({"name": "leftright", "tokens_per_step": 1, "max_lookahead": 2}, [2] * 10 + [1]),
+        ({"name": "slowfast", "threshold": 0.9, "glimpse": 0.6, "slow": 1}, [11, 9, 5, 2, 1, 2, 1]),
     ):
         spy = toys.Spy(toys.denoiser())
         hides = Sampler(spy, scheduler=scheduler, blocks="full", stop="none")
         hides.generate([PROMPT], max_new_tokens=12, suffix=[3])
         limits = [int(query.limit) for _, query, _ in spy.calls if query.limit is not None]
-        assert {*limits} == {len(PROMPT) + 12}, "masks are hidden, and given tokens are not"
+        assert {*limits} == {len(PROMPT) + 12}, "given tokens are not hidden"
+        seen = [int((canvas.masked & packing.computable(canvas, query, None)).sum()) for canvas, query, _ in spy.calls]
+        assert seen == shown, "masks are, those before a given token too"
+
+
+def test_a_mask_behind_the_horizon_waits() -> None:
+    """The second mask is not within two columns of the first, and a given token behind it makes no difference."""
+    scheduler = {"name": "leftright", "tokens_per_step": 2, "max_lookahead": 2}
+    pinned = [FREE, 1, 1, FREE, 1]
+    result = made(scheduler=scheduler, blocks="full").generate([PROMPT], max_new_tokens=5, pinned=pinned)
+    assert result.step_map[0].tolist() == [0, -1, -1, 1, -1]
 
 
 def test_nothing_cuts_what_is_given_off() -> None:
