@@ -64,7 +64,12 @@ class SuffixCache(Cache, ABC):
             inner = self.inner.bind(context)
         except UserError as error:
             raise UserError(f"cache={named(self)}: {str(error).replace('cache=', 'cache.inner=')}") from None
-        if inner.hides or (inner.keeps_noise and not inner.refreshes):
+        if inner.hides:
+            raise UserError(
+                f"cache={named(self)} and cache.inner={named(self.inner)} both choose which masks behind the block"
+                " stay: use cache.inner=prefix, dual or none"
+            )
+        if inner.keeps_noise and not inner.refreshes:
             raise UserError(
                 f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
                 " compute all that it is shown when a block opens: use cache.inner=prefix, dual or none"

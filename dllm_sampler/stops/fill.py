@@ -32,7 +32,7 @@ class FillStop(PrefixStop):
         stopped = super().__call__(canvas, after, query, readout, edit)
         at, ended = query.positions, first_of(self.ends(after))  # [B, Q], [B]
         other = (after.ids.gather(1, at) != self.eos) | after.masked.gather(1, at)
-        fill = other & (at > ended[:, None]) & (at < canvas.length) & ~canvas.frozen.gather(1, at)
+        fill = other & (at > ended[:, None]) & ~canvas.frozen.gather(1, at)
         if edit.remask is not None:
             fill = fill & after.block_over(edit)[:, None]
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence

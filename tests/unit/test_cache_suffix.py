@@ -318,6 +318,12 @@ def test_caches_that_serve_what_a_block_did_not_compute_are_refused_inside(inner
         toys.sampler(cache={"name": "streaming", "inner": inner}, scheduler="random_order")
 
 
+def test_of_two_caches_that_hide_masks_both_are_named() -> None:
+    said = "cache=dpad and cache.inner=streaming both choose which masks behind the block stay"
+    with pytest.raises(UserError, match=said):
+        toys.sampler(cache={"name": "dpad", "inner": "streaming"})
+
+
 @pytest.mark.parametrize("inner", ["none", "exact", "prefix", "dual", "periodic_dual", "vicinity", "trailing", "dkv"])
 def test_others_run_inside(inner: str) -> None:
     _, found = answer(cache={"name": "dpad", "inner": inner, "window": 6}, kind="dream")

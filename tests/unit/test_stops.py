@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dllm_sampler import Canvas, Edit, Query
+from dllm_sampler import Canvas, Edit, Query, Readout
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop
+from dllm_sampler.stops.fill import FillStop
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 
@@ -90,3 +91,41 @@ def test_a_plug_in_is_bound_to_one_model_at_a_time():
     unbound = PrefixStop()
     bound = unbound.bind(toys.context())
     assert bound.eos == toys.EOS and unbound.eos == -1
+
+
+def filled(canvas: Canvas, edit: Edit) -> tuple[Edit, list[int], list[int]]:
+    """What `stop=fill` makes of an edit at all columns and the empty slot; what it commits and takes back."""
+    positions = torch.arange(canvas.length + 1)[None]
+    ids, sure = edit.ids[:, None], torch.full((1, 1, canvas.length + 1), 0.5, dtype=torch.float64)
+    stop, after = FillStop().bind(toys.context()), canvas.apply(positions, edit)
+    found = stop(canvas, after, Query.at(canvas, positions), Readout(ids, sure), edit)
+    assert found.remask is not None, "a token that is written over counts as taken back"
+    return found, found.commit[0].nonzero()[:, 0].tolist(), found.remask[0].nonzero()[:, 0].tolist()
+
+
+def test_fill():
+    """Behind the first end token other tokens and masks become end tokens; what is one stays as it was committed."""
+    canvas = at([1, M, E, 7, M, E])
+    nothing = torch.zeros(1, 7, dtype=torch.bool)
+    edit = Edit(torch.full((1, 7), 9), nothing)
+    found, commit, remask = filled(canvas, edit)
+    assert (commit, remask) == ([3, 4], [])
+    assert found.ids.tolist() == [[9, 9, 9, E, E, 9, 9]]
+    assert found.confidence is not None and found.confidence.tolist() == [[0.5, 0.5, 0.5, 1, 1, 0.5, 0.5]]
+    assert found.finish is not None and not found.finish, "a mask is left before it"
+    first = torch.arange(7)[None] == 1
+    found, commit, _ = filled(canvas, replace(edit, commit=first, confidence=torch.full((1, 7), 0.25)))
+    assert commit == [1, 3, 4] and bool(found.finish)
+    assert found.confidence is not None and found.confidence[0, :4].tolist() == [0.25, 0.25, 0.25, 1]
+    back = torch.arange(7)[None] == 4
+    assert filled(canvas, replace(edit, remask=back))[1:] == ([], [4]), "the block is not over"
+    over = replace(edit, remask=back, close_block=torch.tensor([True]))
+    assert filled(canvas, over)[1:] == ([3, 4], [])
+    frozen = canvas.frozen | (torch.arange(7) == 3)
+    assert filled(replace(canvas, frozen=frozen), edit)[1] == [4]
+
+
+def test_where_an_end_token_may_fill():
+    canvas = at([1, M, E, M, M, 2])
+    canvas = replace(canvas, frozen=canvas.frozen | (torch.arange(7) == 4), end=torch.tensor([5]))
+    assert FillStop().positions(canvas)[0].nonzero()[:, 0].tolist() == [2, 3]
