@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive
 from dllm_sampler.core.values import Canvas, Readout
+from dllm_sampler.errors import UserError
 
 Policy = Literal["mask_span_length", "score_threshold", "score_hysteresis", "contextual_bandit_ucb"]
 Estimator = Literal["soft_entropy_negexp", "hard_margin_threshold"]
@@ -39,7 +40,7 @@ class Routing:
             one (length of the span, share of the block that is committed, mean entropy), by an upper confidence bound.
         min_span: the shortest span that `mask_span_length` verifies, in masks.
         least: bound of `score_threshold`, a score.
-        enter, leave: bounds of `score_hysteresis`, scores.
+        enter, leave: bounds of `score_hysteresis`, scores; `leave` is the lower one.
         cost: what is subtracted from the expected gain.
         cost_above: the cost is for each mask of the block whose probability exceeds this (it could be committed
             unverified); None: for the round.
@@ -70,6 +71,11 @@ class Routing:
         check_number("scheduler.cost_above", self.cost_above, "a probability", optional=True)
         for name in ("least", "enter", "leave", "cost"):
             check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
+        if self.policy == "score_hysteresis" and self.leave > self.enter:
+            raise UserError(
+                f"scheduler.leave must be at most scheduler.enter, {self.enter}, not {self.leave}: a score between them"
+                " would begin and end verification by turns"
+            )
         check_positive("scheduler.entropy_weight", self.entropy_weight)
         check_number("scheduler.margin", self.margin, "a probability")
         check_number("scheduler.beta", self.beta, finite=True)

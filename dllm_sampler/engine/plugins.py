@@ -15,6 +15,7 @@ from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.naming import described, named
+from dllm_sampler.schedulers.around import Around
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -226,7 +227,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
                 " dual say"
             )
     if plugins.blocks.several:
-        yield from _of_several(scheduler, traits, blocks)
+        yield from _of_several(plugins.scheduler, blocks)
     if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
         yield (
             f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"
@@ -270,17 +271,27 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
 
 
-def _of_several(scheduler: str, traits: Traits, blocks: str) -> Iterator[str]:
+def _of_several(scheduler: Scheduler, blocks: str) -> Iterator[str]:
     """Why a scheduler cannot run where several blocks are open."""
+    inner = scheduler.inner if isinstance(scheduler, Around) else None
+    inside = [] if inner is None else _of_one_block(inner.traits)
+    for fact in _of_one_block(scheduler.traits):
+        too = f", as scheduler.inner={named(inner)} does" if fact in inside else ""
+        yield (
+            f"scheduler={named(scheduler)} {fact}{too}, and {blocks} opens several blocks at once: use"
+            " scheduler=threshold"
+        )
+
+
+def _of_one_block(traits: Traits) -> list[str]:
+    """What a scheduler does that has a meaning in single blocks only."""
     facts = {
         "takes back or replaces tokens, which a finished block cannot have": traits.revises,
         "plans what a forward commits": traits.plans,
         "goes by the block's length, or by the forwards made in it": traits.scheduled,
         f"was trained on single blocks of {traits.block_length} positions": traits.block_length is not None,
     }
-    for fact, holds in facts.items():
-        if holds:
-            yield f"{scheduler} {fact}, and {blocks} opens several blocks at once: use scheduler=threshold"
+    return [fact for fact, holds in facts.items() if holds]
 
 
 def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Iterator[str]:

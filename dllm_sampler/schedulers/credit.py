@@ -16,7 +16,8 @@ class Credit(DInferThreshold):
     """Raise the logits of tokens that were candidates in earlier steps, then commit by dInfer's threshold.
 
     Source: credit decoding, arXiv 2510.06133, as in dInfer. In each step all credit decays, and each mask's candidate
-    earns its probability to the power gamma; alpha log(1 + credit) is added to its logit. Credit ends with the block.
+    earns its probability to the power gamma; alpha log(1 + credit) is added to its logit. Credit ends with the block,
+    that of several open blocks with the first of them.
     The published matrix has a number per position and token; here a position remembers its `memory` best-credited
     tokens, which differs only after more tokens than that have been candidates there. With a temperature the sampled
     candidates earn credit, and the one whose probability with credit is highest is committed.
@@ -26,7 +27,7 @@ class Credit(DInferThreshold):
         alpha: weight of the credit; 0 leaves confidences as they are.
         gamma: power of the probability a candidate earns.
         decay: what is left of the credit after a step (beta).
-        memory: tokens remembered per position.
+        memory: tokens remembered per position, 1024 at most.
     """
 
     alpha: float = 0.7
@@ -39,7 +40,7 @@ class Credit(DInferThreshold):
         check_number("scheduler.alpha", self.alpha, most=64)  # a power of alpha must stay finite
         check_number("scheduler.gamma", self.gamma, most=64)
         check_share("scheduler.decay", self.decay)
-        check_count("scheduler.memory", self.memory)
+        check_count("scheduler.memory", self.memory, most=1024)  # 16 bytes a token and column
 
     @property
     def traits(self) -> Traits:

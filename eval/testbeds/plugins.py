@@ -95,7 +95,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.s2d2": [
         {},
         {"threshold": 0.6, "steps": 3, "policy": "score_threshold", "least": 1.5, "estimator": "hard_margin_threshold"},
-        {"policy": "score_hysteresis", "leave": 1.5, "cost": 0.5, "cost_above": 0.5},
+        {"policy": "score_hysteresis", "enter": 1.5, "leave": 1.0, "cost": 0.5, "cost_above": 0.5},
         {"policy": "contextual_bandit_ucb", "tempering": 0.5, "score": "margin"},
     ],
     "scheduler.s2d2_editing": [{"edit": 0.3, "extra": 3}, {"edit": 0.2, "extra": 1, "min_span": 3, "threshold": 0.5}],

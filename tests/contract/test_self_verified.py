@@ -243,6 +243,11 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
         r"scheduler=s2d2: policy should be 'mask_span_length', 'score",
     ),
     ("causal", {"scheduler": {"name": "s2d2", "tempering": 0.0}}, r"scheduler.tempering must be a number above 0"),
+    (
+        "causal",
+        {"scheduler": {"name": "s2d2", "policy": "score_hysteresis", "leave": 2.0}},
+        r"scheduler.leave must be at most scheduler.enter, 1.0, not 2.0",
+    ),
     ("causal", {"scheduler": {"name": "s2d2", "cost": float("nan")}}, r"scheduler.cost must be a score"),
     ("causal", {"scheduler": {"name": "s2d2", "cost": -float("inf")}}, r"scheduler.cost must be a score, not -inf"),
     ("context", {"scheduler": "fixed", "cache": CAUSAL}, r"cache.token_causal=true .* is causal already: leave it out"),

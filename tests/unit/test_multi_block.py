@@ -151,7 +151,12 @@ def test_rows_in_flight_come_out_as_alone() -> None:
 
 REFUSED = {
     "scheduler=fixed goes by the block's length, or by the forwards made in it": {"scheduler": "fixed"},
-    "scheduler=freedave goes by the block's length, or by the forwards made in it": {"scheduler": "freedave"},
+    "scheduler=freedave goes by the block's length, or by the forwards made in it, and": {
+        "scheduler": {"name": "freedave", "inner": "threshold"}
+    },
+    "scheduler=lopa goes by the block's length, .*, as scheduler.inner=fixed does, and": {
+        "scheduler": {"name": "lopa", "inner": "fixed"}
+    },
     "scheduler=wino takes back or replaces tokens": {"scheduler": "wino"},
     "scheduler=learn2pd was trained on single blocks of": {"scheduler": {"name": "learn2pd", "filter": toys.FILTER}},
     "stop=block ends a row with the block that holds an end token": {"stop": "block"},

@@ -205,6 +205,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (Credit, {"alpha": -1.0}, "scheduler.alpha"),
     (Credit, {"decay": 1.1}, "scheduler.decay"),
     (Credit, {"memory": 0}, "scheduler.memory"),
+    (Credit, {"memory": 10**9}, "scheduler.memory must be at most 1024"),
     (CertaintyPrior, {"sigma": 0.0}, "scheduler.sigma"),
     (CertaintyPrior, {"score": "entropy"}, "scheduler.score"),
     (Coherent, {"warmup": 0}, "scheduler.warmup"),
