@@ -243,6 +243,9 @@ def _one(group: str, spec: object) -> Any:
         return _made(group, spec)
     given = {str(key): value for key, value in spec.items()}
     name, target = given.pop("name", None), given.pop("_target_", None)
+    if "_target_" in spec and target is None:
+        owner = f"{group}={name}" if name else group
+        raise UserError(f"{owner}: _target_ should name a class, as in package.module.Class, and there is none")
     if target is None and name is None:
         raise UserError(f'{group} settings need a name, as in {{"name": "{names(group)[-1]}"}}')
     if target is None:

@@ -49,16 +49,17 @@ def answers(
     forms = texts.check_forms(forms, plugins.forms)
     if max_length is not None:  # no prompt with its answer is longer than the context
         max_length = min(max_length, sampler.denoiser.spec.max_positions)
-    if isinstance(new_tokens, int):
+    # Infills say themselves how long they are.
+    asked = not isinstance(prompts, list | tuple) or not all(isinstance(one, texts.Infill) for one in prompts)
+    if asked and isinstance(new_tokens, int):
         texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
-    else:
-        for number, one in enumerate(new_tokens, 1):
-            texts.check_new_tokens(one, sampler.denoiser.spec, f"max_new_tokens of prompt {number}")
+    for number, one in enumerate(new_tokens, 1) if asked and not isinstance(new_tokens, int) else ():
+        texts.check_new_tokens(one, sampler.denoiser.spec, f"max_new_tokens of prompt {number}")
     for one in [seed] if isinstance(seed, int) else seed:
         if abs(one) >= 2**62:
             raise UserError(f"seed must be a whole number of 62 bits, not {one!r}")
     check_progress(progress)
-    if max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
+    if asked and max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
         raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
     for name, value, choices in (
         ("order", order, ("finished", "given")), ("on_error", on_error, ("raise", "yield")),

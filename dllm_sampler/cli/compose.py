@@ -134,7 +134,12 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
     if not isinstance(found, dict) or not found:
         raise UserError(f"no {group}: say {group}=NAME, with one of {', '.join(choices(group))}")
-    return _inner(group, {"name": str(chosen.get(group)), **found})
+    return _inner(group, _from_file(str(chosen.get(group)), found))
+
+
+def _from_file(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What a choice's file says; `config.build` must not look elsewhere for a class that it lacks."""
+    return {"name": name, "_target_": None, **found}
 
 
 def _inner(group: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def _inner(group: str, found: dict[str, Any]) -> dict[str, Any]:
         return found
     check(group, str(given.get("name")))
     if given.get("name") in own(group):
-        given = {**entry(group, given["name"]).settings, **given}
+        given = _from_file(given["name"], {**entry(group, given["name"]).settings, **given})
     return {**found, "inner": _inner(group, given) if given != {"name": inner} else inner}
 
 
@@ -156,7 +161,7 @@ def _guides(found: object) -> list[object]:
         if not isinstance(given, dict):
             raise UserError(f"guide.{name} should be a guide's settings, as in guide={name}, not {given!r}")
         guides[str(name)] = given
-    return [{"name": name, **given} for name, given in guides.items()]
+    return [_from_file(name, given) for name, given in guides.items()]
 
 
 def literal(word: str) -> Sequence[str]:

@@ -151,6 +151,7 @@ WRONG = [
         ["scheduler._target_=no.such.Thing"],
         "scheduler=threshold: _target_ no.such.Thing cannot be had: no module 'no' is installed, and",
     ),
+    (["scheduler._target_=null"], "scheduler=threshold: _target_ should name a class, as in package.module.Class, and"),
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "guide.top_p should be a guide's settings"),
     (["max_new_tokens=0"], "max_new_tokens should be at least 1, not 0"),

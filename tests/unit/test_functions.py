@@ -76,3 +76,5 @@ def test_a_plug_in_of_the_working_directory(tmp_path: Path) -> None:
     assert config.build("blocks", {"name": "mine", "_target_": "own_blocks.Mine", "length": 4}).length == 4
     with pytest.raises(UserError, match=r"blocks=mine: _target_ own_gone.Mine cannot be had"):
         config.build("blocks", {"name": "mine", "_target_": "own_gone.Mine"})
+    with pytest.raises(UserError, match=r"blocks=mine: _target_ should name a class, .* and there is none"):
+        config.build("blocks", {"name": "mine", "_target_": None, "length": 4})

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Infill, Result, Sampler, UserError
+from dllm_sampler.core.given import FREE
 from dllm_sampler.core.trace import FIELDS
 from dllm_sampler.training.trajectory import trajectories
 from tests import toys
@@ -153,6 +154,16 @@ def test_a_place_is_no_larger_than_the_context() -> None:
     prompts = [[5] * length for length in (3, 47, 50)]
     assert len(list(sampler.generate_many(prompts, max_new_tokens=14, batch_size=1))) == 3
     assert max(canvas.length for canvas, _, _ in spy.calls) == 64
+
+
+@pytest.mark.parametrize("context", [{}, {"max_length": 10}])
+def test_answers_that_say_themselves_how_long_they_are(context: dict[str, Any]) -> None:
+    """The default of `max_new_tokens` is longer than this model's context, and so is every answer that asks for it."""
+    sampler, own = toys.sampler(), Infill([5, FREE, FREE, 3], [7])
+    (found,) = sampler.generate_many([own], **context)
+    assert found.tokens.shape == (4,) and found.tokens[-1] == 3
+    with pytest.raises(UserError, match="max_new_tokens=128 leaves no room for a prompt"):
+        sampler.generate_many([own, [5, 11]], **context)
 
 
 @pytest.mark.parametrize(
