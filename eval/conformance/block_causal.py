@@ -47,8 +47,10 @@ class Sampling(BaseModel):
         return guides
 
 
-class SdarArguments(Sampling):
-    """What SDAR's `block_diffusion_generate` takes, with its defaults."""
+class SdarLoop(BaseModel):
+    """What SDAR's `block_diffusion_generate` takes, besides how it draws, with its defaults."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
     gen_length: Size = 128
     block_length: Size = 8
@@ -59,6 +61,10 @@ class SdarArguments(Sampling):
     confidence_threshold: float = 0.85
     stopping_criteria_idx: list[Count] | None = None
     mask_id: int | None = None
+
+
+class SdarArguments(Sampling, SdarLoop):
+    """All that it takes."""
 
 
 class Llada2Arguments(Sampling):

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.drafting.routing import Estimator, Policy
-from dllm_sampler.eval.conformance.block_causal import NEVER, to_block_end
+from dllm_sampler.eval.conformance.block_causal import NEVER, SdarLoop, to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
-from dllm_sampler.eval.conformance.lines import Count, Line, Size
+from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified, StopAt
 from dllm_sampler.sampler import Sampler
 
 
-class Arguments(BaseModel):
-    """What the loop takes, with its defaults, and how a line drew."""
+class Arguments(SdarLoop):
+    """What S2D2 adds to SDAR's loop, with its defaults, and how a line drew."""
 
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    gen_length: Size = 128
-    block_length: Size = 8
-    denoising_steps: Size = 8
-    remasking_strategy: Literal["low_confidence_static", "low_confidence_dynamic", "sequential"] = (
-        "low_confidence_dynamic"
-    )
-    confidence_threshold: float = 0.85
-    stopping_criteria_idx: list[Count] | None = None
-    mask_id: int | None = None
     cache_ver: bool = False
     draft_ver: bool = False
     min_ssd_span_length: Size = 1
