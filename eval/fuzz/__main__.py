@@ -15,6 +15,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser, positive
 from dllm_sampler.eval.fuzz import harness, patience
 
+COMMAND = "python -m dllm_sampler.eval.fuzz"
 HELP = "Try random configurations, bad inputs or killed processes, and report what must not happen."
 EPILOG = """\
 batches  configurations of all plug-ins on tiny models of all families: a row of a batch, and one in flight, is the
@@ -32,7 +33,7 @@ exit status: 0 nothing failed, 1 something did, 2 a mistake in the arguments
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = Parser(
-        prog="python -m dllm_sampler.eval.fuzz",
+        prog=COMMAND,
         description=HELP,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{count} of {fault}: {tally.saved[fault]}")
         return int(tally.failed > 0)
 
-    return ending("fuzz", run, "interrupted; --first with the `next` of the tally in --output goes on from there")
+    return ending(COMMAND, run, "interrupted; --first with the `next` of the tally in --output goes on from there")
 
 
 if __name__ == "__main__":

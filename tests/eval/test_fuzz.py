@@ -313,7 +313,7 @@ def test_mistakes_of_the_command_itself(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         assert main(words) == 2
     assert main(["batches", "--case", str(tmp_path / "x.json")]) == 2
-    assert capsys.readouterr().err.count("fuzz: ") == 5
+    assert capsys.readouterr().err.count("python -m dllm_sampler.eval.fuzz: ") == 5
 
 
 def test_lost_and_doubled_records_are_seen(tmp_path: Path) -> None:

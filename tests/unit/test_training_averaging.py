@@ -27,7 +27,7 @@ def test_by_hand() -> None:
 
 
 def test_the_average_is_measured_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three steps, interrupted after each: what is saved is their average, and steps begin where the last ended."""
+    """The average over three steps is what is measured and saved; each step goes on from the weights themselves."""
     changes: dict[str, Any] = {"steps": 3, "updates": 1, "learning_rate": 1e-3, "warmup": 0}
     run = trainer("cjgrpo", tmp_path / "plain", average=0.0, **changes)
     weights: list[list[torch.Tensor]] = []
