@@ -123,6 +123,8 @@ def test_fill():
     assert filled(canvas, over)[1:] == ([3, 4], [])
     frozen = canvas.frozen | (torch.arange(7) == 3)
     assert filled(replace(canvas, frozen=frozen), edit)[1] == [4]
+    noise = canvas.ids.scatter(1, torch.tensor([[4]]), E)
+    assert filled(replace(canvas, ids=noise), edit)[1] == [3, 4], "noise may look like an end token (uniform diffusion)"
 
 
 def test_where_an_end_token_may_fill():
