@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from dllm_sampler.kernels import backend
 os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
 torch.set_num_threads(1)  # two workers share two cores, and the tests' tensors are small
 os.environ["OMP_NUM_THREADS"] = "1"  # so do the processes that tests start
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # so a shell starts what it runs with &: no Ctrl-C would come
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # collecting tests imports half of Python: a quarter of that time went into looking for garbage
 

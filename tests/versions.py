@@ -35,8 +35,8 @@ class Environment:
 
 
 ENVIRONMENTS = [
-    # diffusers 0.42 asks for a newer huggingface-hub and safetensors than the package does
-    Environment("py3.11-oldest", "3.11", "2.8.0", "3.4.0", "2.0.0", "5.0.0", "0.16.0", "oldest", ("diffusers",)),
+    # diffusers 0.42 asks for a newer huggingface-hub and safetensors than the package does, trl 1.16 for newer datasets
+    Environment("py3.11-oldest", "3.11", "2.8.0", "3.4.0", "2.0.0", "5.0.0", "0.16.0", "oldest", ("diffusers", "trl")),
     Environment("py3.11-tested", "3.11", "2.13.0", "3.7.1", "2.4.6", "5.23.0", "0.18.0", "constraints.txt"),
     Environment(
         "py3.12-torch2.9", "3.12", "2.9.1", "3.5.1", "2.2.6", "5.5.4", "0.17.0"

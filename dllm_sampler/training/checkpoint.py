@@ -114,10 +114,10 @@ def _opened(folder: Path) -> Iterator[Any]:
         raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run again") from None
 
 
-def peek(folder: Path) -> dict[str, Any]:
-    """The `state` alone, to see whether the rest would fit."""
+def settings(folder: Path) -> dict[str, Any]:
+    """The settings, `config` of the `state`, to see whether the rest would fit."""
     with _opened(folder) as file:
-        return parsed(file.metadata()["state"])
+        return parsed(file.metadata()["state"])["config"]
 
 
 def load(

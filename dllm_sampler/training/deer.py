@@ -52,7 +52,7 @@ class DeerTrainer:
     dtype: of its weights: `float32` or `float64`; `bfloat16` where adapters learn
     target: a causal LM with the drafter's tokenizer; None: train one, on right answers
     checkpoint_every: steps between two saved states
-    data: settings of `examples.Data`; where its path is null, mini's tasks
+    data: your own examples (docs/training.md); where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
     shape: fields of transformers' `LlamaConfig`, of the target that is trained
     target_steps, target_learning_rate: of its training

@@ -60,7 +60,7 @@ class FilterTrainer:
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
     prompts: text or JSONL file of prompts; None: those of `data`, or, where it names none, the tasks of `mini`, each as
         often, of which the test prompts are drawn from those that no training uses
-    data: settings of `examples.Data`; where all examples have answers, its metric judges the test prompts' answers
+    data: your own examples (docs/training.md); where all have answers, its metric judges the test prompts' answers
     count: prompts used at most; a tenth of them validates, another tests
     new_tokens, block_length: of each answer; a filter is good for one block length
     batch: prompts decoded together

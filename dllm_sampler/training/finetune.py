@@ -57,7 +57,7 @@ class FineTuner:
     dtype: of the weights: `float32` or `float64`; `bfloat16` where adapters learn
     steps: in all
     checkpoint_every: steps between two saved states
-    data: settings of `examples.Data`; where its path is null, mini's tasks
+    data: your own examples (docs/training.md); where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
     new_tokens: length of an answer that is sampled
     learning_rate, warmup, schedule: peak, steps to reach it, then `constant` or `cosine`
@@ -311,7 +311,7 @@ class FineTuner:
         self._settings = json.loads(json.dumps({**mine, "content": self.source.content}))
         done = 0
         if (self.folder / checkpoint.FILE).exists():
-            saved = checkpoint.peek(self.folder)["config"]
+            saved = checkpoint.settings(self.folder)
             checkpoint.check_same(self.folder, saved, mine)
             checkpoint.check_content(self.folder, saved, self.source.content, self._data.path)
             done = checkpoint.load(self.folder, self.trained.network, self.optimizer, self._others())["step"]

@@ -126,7 +126,7 @@ class MiniTrainer:
         fresh = {"step": 0, "pool": 0, "place": 0, "tokens": 0, "seconds": 0.0, "loss_sum": 0.0, "loss_steps": 0}
         if not (folder / checkpoint.FILE).exists():
             return {**fresh, "config": mine}
-        checkpoint.check_same(folder, checkpoint.peek(folder)["config"], mine)
+        checkpoint.check_same(folder, checkpoint.settings(folder), mine)
         state = checkpoint.load(folder, self.network, self.optimizer)
         return {**state, "loss_sum": 0.0, "loss_steps": 0}
 

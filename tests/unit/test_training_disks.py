@@ -91,10 +91,11 @@ def test_the_log_is_written_before_the_state_that_vouches_for_it(
 
 
 def test_states_that_were_damaged(tmp_path: Path) -> None:
-    save_file({"model.a": torch.zeros(1)}, tmp_path / checkpoint.FILE)  # of something else: it has no state
-    for text in ("{", "[" * 100_000, "\xff"):
+    others: list[dict[str, str] | None] = [None, {"state": '{"step": 1}'}, {"state": "{"}]  # the first: something else
+    for text, metadata in zip(("{", "[" * 100_000, "\xff"), others, strict=True):
+        save_file({"model.a": torch.zeros(1)}, tmp_path / checkpoint.FILE, metadata)
         (tmp_path / "answers.json").write_text(text, encoding="latin-1")
-        for read in (lambda: checkpoint.read_json(tmp_path / "answers.json"), lambda: checkpoint.peek(tmp_path)):
+        for read in (lambda: checkpoint.read_json(tmp_path / "answers.json"), lambda: checkpoint.settings(tmp_path)):
             with pytest.raises(UserError, match=r"is damaged \(.*\); remove it to start the run again$"):
                 read()
 
