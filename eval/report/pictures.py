@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FEW = 10  # points that all get a label; of more, those of the front do
 LOW, HIGH = "#2563eb", "#c2410c"
 TITLES = {
     "answer_tokens_per_forward": "tokens per forward",
@@ -67,7 +68,8 @@ def pareto(found: Comparison) -> bytes:
         _log(place, [point.point[0] for point in points])
         place.set_xlabel(TITLES[rate] + (f" (much worse, not shown: {below})" if below else ""))
         place.legend(loc="lower left", frameon=False)
-        todo.append((place, [one for one in points if one.method in best or one.method == ORACLE], best, points))
+        named = [one for one in points if len(whole) <= FEW or one.method in best or one.method == ORACLE]
+        todo.append((place, [one for one in named if one.point[1] >= least], best, points))
     axes[0].set_ylabel("score, %")
     figure.canvas.draw()
     for place, named, best, points in todo:

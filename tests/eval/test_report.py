@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
@@ -20,7 +21,8 @@ from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, headline
 from dllm_sampler.eval.report.data import Comparison, compare
 from dllm_sampler.eval.report.page import data, notes, page
-from dllm_sampler.eval.report.pictures import pictures
+from dllm_sampler.eval.report.pictures import Point, pareto, pictures
+from dllm_sampler.eval.scheduler_runs import ORACLE
 from tests.eval.made import comparison, record, run
 
 NASTY = (
@@ -219,8 +221,19 @@ def test_places_of_the_page_are_filled_once() -> None:
     assert text.count('"replays":') == page(comparison("a"), "T", 2).count('"replays":')
 
 
-def test_pictures() -> None:
-    drawn = pictures(comparison())
+def test_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = list[set[str]]()
+
+    def label(axes: object, rows: Sequence[Point], best: set[str], shown: object) -> None:
+        named.append({row.method for row in rows})
+
+    monkeypatch.setattr("dllm_sampler.eval.report.pictures.label", label)
+    found = comparison()
+    drawn, methods = pictures(found), {*found.figures["all tasks"]}
+    assert named == [methods | {ORACLE}, methods - {"threshold 0.3"}]  # of a few all but the too low
+    monkeypatch.setattr("dllm_sampler.eval.report.pictures.FEW", 0)
+    pareto(found)
+    assert named[3] < methods
     assert set(drawn) == {"front", "tasks", "dependency"}
     assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in drawn.values())
 
