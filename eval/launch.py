@@ -109,7 +109,8 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
     with initialize_config_module(PACKAGED, job_name=EVAL.name, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         try:
-            cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
+            with files.uninterrupted():  # as in `cli.compose`
+                cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
             context = HydraContext(config_loader=loader, callbacks=_callbacks())
             piece = Piece(tuple(found), workers, parent)

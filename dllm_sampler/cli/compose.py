@@ -19,6 +19,7 @@ from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
 from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.yours import PACKAGED, check, choices, entry, holders, own
+from dllm_sampler.core.files import uninterrupted
 from dllm_sampler.errors import UserError, first_line, unknown
 
 # What Hydra raises for input it does not like; from YAMLError on they come from its own code, unprepared for it.
@@ -105,7 +106,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
 
 
 def _compose(app: App, words: list[str]) -> tuple[DictConfig, dict[str, Any]]:
-    with initialize_config_module(PACKAGED, job_name=app.root, version_base="1.3"):
+    # OmegaConf cleans up after an exception: Ctrl-C at the wrong moment would end as an AttributeError of its own.
+    with uninterrupted(), initialize_config_module(PACKAGED, job_name=app.root, version_base="1.3"):
         cfg = compose(app.root, overrides=words, return_hydra_config=True)
     chosen = OmegaConf.to_container(cfg.hydra.runtime.choices)
     OmegaConf.set_struct(cfg, False)

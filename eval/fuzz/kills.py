@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory, mkdtemp
+from traceback import extract_tb
 from typing import Any, ClassVar
 
 from dllm_sampler.cli.ending import INTERRUPTED
@@ -107,6 +108,10 @@ def alone(folder: str, words: list[str], command: str, trouble: dict[str, Any], 
     try:
         ended = scene.called(command, words)
         line.send((ended.status, ended.out, ended.err))
+    except KeyboardInterrupt as stop:
+        where = extract_tb(stop.__traceback__)[-1].name
+        around = where in ("alone", "called", "main", "ending")  # a command hears it from `ending` on, until that ends
+        line.send((1, "", "Ctrl-C before or after the command" if around else f"Traceback: Ctrl-C in {where}"))
     except BaseException as error:
         line.send((1, "", f"Traceback (most recent call last): {type(error).__name__}: {error}"))
     line.close()

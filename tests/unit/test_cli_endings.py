@@ -1,6 +1,7 @@
 """How `dllm-sample` ends before its time: Ctrl-C, logits that are not finite, a reader that leaves."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import sampler
+from dllm_sampler.cli import compose
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.main import main
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -131,3 +133,21 @@ def test_a_long_word_is_not_quoted_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert ending("it", run) == 2
     said = capsys.readouterr().err
     assert len(said) < 200 and said.startswith("it: there is no file xxx") and said.endswith("xend: name one\n")
+
+
+def test_ctrl_c_while_settings_are_composed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OmegaConf cleans up after an exception, and fails there where the exception came at the wrong moment."""
+    plain = compose.compose
+
+    def cleans(*given: Any, **options: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            raise AttributeError("'NoneType' object has no attribute") from None
+        return plain(*given, **options)
+
+    monkeypatch.setattr(compose, "compose", cleans)
+    assert main(["copy: Ada"]) == 130
+    assert capsys.readouterr().err == "dllm-sample: interrupted\n"
