@@ -228,9 +228,10 @@ class FineTuner:
                     figures |= self._measured()
                 self._log(number + 1, figures)
                 self._bar.advance(self._bar.task_ids[0])
-                if last or (number + 1) % self.checkpoint_every == 0 or interrupted.is_set():
+                stop = sharding.anyone(interrupted.is_set(), self.accelerator.device)
+                if last or (number + 1) % self.checkpoint_every == 0 or stop:
                     self._save(number + 1)
-                if interrupted.is_set() and not last:
+                if stop and not last:
                     raise KeyboardInterrupt
         return self._finish()
 
@@ -263,13 +264,9 @@ class FineTuner:
         return torch.as_tensor(self.accelerator.reduce(tensor, "sum")).tolist()
 
     def answered(
-        self,
-        sampler: Sampler,
-        prompts: Sequence[Prompt],
-        seed: int = 0,
-        samples: int = 1,
+        self, sampler: Sampler, prompts: Sequence[Prompt], seed: int = 0, samples: int = 1,
         done: Callable[[], object] | None = None,
-    ) -> list[Answer]:
+    ) -> list[Answer]:  # fmt: skip
         """Answers in the order of the prompts; `done` is called after each.
 
         Raises:

@@ -65,7 +65,9 @@ def reshard(network: nn.Module) -> None:
 
 
 def anyone(holds: bool, device: torch.device) -> bool:
-    """Whether it holds in any of the processes; all of them must ask."""
+    """Whether it holds in any of the processes, of which there may be one; all of them must ask."""
+    if not torch.distributed.is_initialized():
+        return holds
     found = torch.tensor(int(holds), device=device)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     return bool(found)

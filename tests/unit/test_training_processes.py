@@ -73,7 +73,7 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
 
 
 KILLER = """
-import os, pathlib
+import os, pathlib, signal
 from dllm_sampler.training import deer_stages, replay
 def dying(module, name):
     calls, plain = [], getattr(module, name)
@@ -87,6 +87,8 @@ dying(deer_stages, "masked_loss")
 def metric(text, answer, **_):
     if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
         os._exit(9)
+    if pathlib.Path("interrupt").exists() and os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGINT)
     return float(text == answer)
 def letters(completion_ids, **_):
     return [sum(ids) % 97 / 97 for ids in completion_ids]
@@ -157,6 +159,23 @@ def test_a_killed_run_goes_on_in_two_processes(task: str, lora: bool, tmp_path: 
         ran(tmp_path, 2, task, *words, "output=parts", more)
         (tmp_path / "parts").rename(tmp_path / name)
     same(tmp_path, "whole", "ddp", "fsdp2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["shard=false", "shard=true"])
+def test_ctrl_c_that_one_process_hears_ends_all_after_the_same_step(more: str, tmp_path: Path) -> None:
+    (tmp_path / "killer.py").write_text(KILLER)
+    words = [f"model={tiny.write('llada', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=4"]
+    words += [*TASKS["sft"], more, "checkpoint_every=9"]
+    ran(tmp_path, 2, "sft", *words, "output=whole")
+    (tmp_path / "interrupt").touch()
+    stopped = torchrun(tmp_path, 2, "sft", *words, "output=parts")
+    assert stopped.returncode != 0 and "the same command" in stopped.stderr
+    (tmp_path / "interrupt").unlink()
+    assert (tmp_path / "parts" / "checkpoint.safetensors").exists()  # the first process writes it
+    assert [line["step"] for line in journal.read(tmp_path / "parts" / journal.FILE)] == [0, 1]
+    ran(tmp_path, 2, "sft", *words, "output=parts")
+    same(tmp_path, "whole", "parts")
 
 
 @pytest.mark.slow
