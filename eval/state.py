@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from dllm_sampler.core import locks, telling
+from dllm_sampler.core import files, locks, telling
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job
 
@@ -40,7 +40,7 @@ def running(paths: Sequence[Path]) -> list[str]:
     lines, found = [], set[Path]()
     for path in paths:
         with suppress(OSError, ValueError):  # a name that is too long, or has a NUL: whoever reads it says so
-            found |= {file.resolve() for pattern in (FILES, LOCKS) for file in path.rglob(pattern)}
+            found |= {file.resolve() for file in files.under(path, FILES, LOCKS)}
             place = path.resolve()
             found.add(place.with_name(f".{place.name}.lock"))  # a training makes its folder in the end
     for file in sorted(found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fnmatch
 import os
 import re
 import signal
@@ -222,6 +223,13 @@ def same(one: str | Path, other: str | Path) -> bool:
     with suppress(OSError):
         return os.path.samefile(one, other) and not is_stream(one)
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def under(folder: str | Path, *patterns: str) -> Iterator[Path]:
+    """Files at any depth whose names fit one of the patterns; skip folders that cannot be listed (some of /proc)."""
+    for where, _, names in os.walk(folder):
+        for pattern in patterns:
+            yield from (Path(where, name) for name in fnmatch.filter(names, pattern))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check(options.output)
         for line in (lines := running(runs)):
             print(line, file=sys.stderr)
-        there = (file for path in options.runs if os.path.isdir(path) for file in Path(path).rglob(ABOUT))
+        there = (file for path in options.runs if os.path.isdir(path) for file in files.under(path, ABOUT))
         if lines and options.csv is None and options.output is None and next(there, None) is None:
             return 0  # of a training that is all there is to say
         if options.csv is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
@@ -188,7 +189,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
             there = False
         if not there:
             raise UserError(f"there is no folder {path}: name directories that dllm-eval wrote")
-        folders |= dict.fromkeys(sorted(file.parent.resolve() for file in path.rglob(ABOUT)))
+        folders |= dict.fromkeys(sorted(file.parent.resolve() for file in files.under(path, ABOUT)))
     runs = []
     for folder in folders:
         about = RunFolder(folder).about()

@@ -1,9 +1,11 @@
 """The report: self-contained, escaped, and alive in a browser."""
 
 import csv
+import errno
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +14,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -294,6 +297,22 @@ def test_the_csv_of_the_page() -> None:
     assert (first["configuration"], second["configuration"]) == ("plain", 'a "b", c')
     assert (first["samples"], first["score"], first["nfe"]) == ("8", "1", "2")
     assert first["validity"] == "", "what is not known is empty"
+
+
+def test_folders_that_cannot_be_listed_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net").mkdir()
+    listed = os.scandir
+
+    def refusing(path: str = ".") -> Any:  # as in /proc
+        if os.path.basename(path) == "net":
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert command.main([str(tmp_path)]) == 2
+    assert "there are no samples under" in capsys.readouterr().err
 
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
