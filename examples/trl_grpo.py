@@ -1,6 +1,6 @@
 """Rollouts of this sampler in TRL's GRPOTrainer: data, rewards, loss, logging and checkpoints are TRL's.
 
-    pip install trl && python examples/trl_grpo.py --steps 20
+    pip install -c constraints.txt -e '.[trl]' && python examples/trl_grpo.py --steps 20
 
 TRL asks a trainer for two things that a masked-diffusion model does in its own way: to answer prompts, and to say how
 likely the answers are. Each token is scored by the state that it was committed from, as in CJ-GRPO (arXiv 2509.23924).
@@ -16,7 +16,8 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports] (an extra)
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
 
 from dllm_sampler import Sampler, Trace
 from dllm_sampler.models import saving
@@ -50,12 +51,13 @@ class DiffusionGRPOTrainer(GRPOTrainer):
     def __init__(self, sampler: Sampler, **options: Any):
         check(sampler)  # can its trajectories be scored again?
         self._sampler, self._traces = sampler, dict[bool, Trace]()
-        network: nn.Module = sampler.denoiser.transformer  # pyright: ignore[reportAttributeAccessIssue]
-        super().__init__(model=Policy(network), processing_class=sampler.tokenizer, **options)
+        self.network: nn.Module = sampler.denoiser.transformer  # pyright: ignore[reportAttributeAccessIssue]
+        super().__init__(model=Policy(self.network), processing_class=sampler.tokenizer, **options)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         """Tokens of an answer to each prompt, and their log-probabilities; prompts come repeated for each group."""
-        training = self.model.training
+        assert self.max_completion_length is not None
+        training = self.network.training
         seed = 1_000_003 * self.state.global_step + self.accelerator.process_index
         result = self._sampler.generate(prompt_ids, max_new_tokens=self.max_completion_length, seed=seed)
         self._traces[training], self._rows = result.trace, torch.arange(len(prompt_ids))
@@ -76,7 +78,7 @@ class DiffusionGRPOTrainer(GRPOTrainer):
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor, None]:
         """`[B, logits_to_keep]` of the tokens, each by the state it was committed from, and the entropies there."""
-        trace = self._traces[self.model.training]
+        trace = self._traces[self.network.training]
         view = trajectories(trace.row(*self._rows.tolist()), self._sampler.denoiser.spec)
         found: list[Tensor] = [torch.zeros(len(input_ids), trace.generated.shape[1], device=input_ids.device)] * 2
         for chunk in view.chunks(batch_tokens=8192):
@@ -108,7 +110,7 @@ def main(words: list[str] | None = None) -> float:
     trainer = DiffusionGRPOTrainer(sampler, reward_funcs=reward, args=settings, train_dataset=data)
     trainer.train()
     folder = sampler.denoiser.folder  # pyright: ignore[reportAttributeAccessIssue]
-    saving.save(trainer.model.network, folder, options.output, None)
+    saving.save(trainer.network, folder, options.output, None)
     found = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     for step, mean in enumerate(found, 1):
         print(f"step {step}  reward {mean:.3f}")
