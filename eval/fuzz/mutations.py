@@ -10,7 +10,7 @@ from typing import Any
 # What is no number, no known name and no short text. The last ones are long.
 WORDS = (
     "", " ", "0", "-1", "-0", "1.5", "1e400", "nan", "-inf", "true", "null", "None", "[]", "{}", "[1,2]", "{a:1}",
-    "a,b", "1" * 40, "0x10", "1_000", "٣", "½", "é", "e\u0301", "\u202e", "\ufeff", "\ud800", "🙂", "\x00", "\n", "\t",
+    "a,b", "1" * 40, "0x10", "1_0", "٣", "½", "é", "e\u0301", "\u202e", "\ufeff", "\ud800", "🙂", "\x00", "\n", "\t",
     "'", '"', "\\", "${seed}", "${oc.env:HOME}", "${x", "$(id)", "%s%n", "../../etc/passwd", "~", "~nobody/x",
     "/dev/null", "/", ".", "glob(*)", "range(1,3)", "choice(1,2)", "_target_", "a=b", "@", "<script>", "(" * 300,
     "[" * 300 + "]" * 300, "x" * 5000,
