@@ -246,6 +246,11 @@ def _check_numbers(source: Path) -> None:
     chosen, experts = own.size("top_k_experts", default=1), own.get("num_experts")
     if experts is not None and chosen > own.size("num_experts"):
         raise UserError(f"{own.source}: top_k_experts should be at most num_experts, which is {experts}")
+    rope, kinds = text.get("rope_parameters"), {"full_attention", "sliding_attention"}
+    if isinstance(rope, dict) and kinds & rope.keys():  # else transformers puts them there
+        for kind in sorted(kinds):
+            if not isinstance(rope.get(kind), dict):
+                raise UserError(f"{own.source}: rope_parameters should have an object for {kind}")
 
 
 def wrap(

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
 from dllm_sampler import config
 from dllm_sampler.cli import inputs
+from dllm_sampler.core import files
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
 from dllm_sampler.metrics import Metric
@@ -21,6 +23,7 @@ from dllm_sampler.training.tasks import LESSONS, draw_example
 
 JSON = (".jsonl", ".json")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+MOST = 10_000  # files of a data set
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,8 @@ class Data:
             if (file / "dataset_info.json").is_file() or (file / "dataset_dict.json").is_file():
                 found: Any = datasets.load_from_disk(str(file))
                 return found[split] if isinstance(found, datasets.DatasetDict) else found
+            if file.is_dir() and next(islice(files.under(file, "*"), MOST, None), None):  # it would look at each
+                raise ValueError(f"the folder has more than {MOST} files: name that of the data set")
             return datasets.load_dataset(str(file) if file.is_dir() else path, self.subset, split=split)
         except Exception as error:  # whatever datasets, the network or the disk raise
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)

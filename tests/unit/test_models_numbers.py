@@ -91,6 +91,10 @@ def gemma(folder: Path, text: dict[str, Any], whole: dict[str, Any]) -> None:
         ("sliding_window", (None, 0, -1, 2.5, 10**18)),
         ("top_k_experts", (0, 5, -1)),
         ("canvas_length", (None, 0, -1, 10**9, "x")),
+        (
+            "rope_parameters",
+            ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": None}, {"full_attention": {}}),
+        ),
     ],
 )
 def test_numbers_that_transformers_takes_as_they_are(tmp_path: Path, key: str, values: tuple[Any, ...]):

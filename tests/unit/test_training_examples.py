@@ -41,7 +41,7 @@ def test_lines_are_learnt_from_once_an_epoch_and_held_out_ones_never(tmp_path: P
     assert columns_of(source.draw("", 2))["level"] == [one.fields["level"] for one in source.draw("", 2)]
 
 
-def test_held_out_files_tables_and_data_sets(tmp_path: Path) -> None:
+def test_held_out_files_tables_and_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     train, test = write(tmp_path / "train.jsonl", LINES), write(tmp_path / "test.jsonl", LINES[:3])
     assert (load(train, 5, test=test).size, len(load(train, 5, test=test).held)) == (10, 3)
@@ -55,6 +55,9 @@ def test_held_out_files_tables_and_data_sets(tmp_path: Path) -> None:
     assert (found.size, len(found.held)) == (10, 2)
     with pytest.raises(UserError, match=r"train\.data=.* with the split tiny cannot be loaded"):
         load(str(tmp_path / "set"), split="tiny")
+    monkeypatch.setattr("dllm_sampler.training.examples.MOST", 2)  # a home folder, say: datasets would take minutes
+    with pytest.raises(UserError, match=r"cannot be loaded \(the folder has more than 2 files: name"):
+        load(str(tmp_path), split="train")
 
 
 def test_messages_and_chat_templates(tmp_path: Path) -> None:
