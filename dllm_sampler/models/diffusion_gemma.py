@@ -243,14 +243,20 @@ def _check_numbers(source: Path) -> None:
     context, canvas = own.length("max_position_embeddings", default=131_072), whole.length("canvas_length", default=256)
     if canvas > context:
         raise UserError(f"{source}: a canvas_length of {canvas} does not fit a context of {context} positions")
-    chosen, experts = own.size("top_k_experts", default=1), own.get("num_experts")
-    if experts is not None and chosen > own.size("num_experts"):
+    experts = own.get("num_experts")
+    if experts is not None and own.size("top_k_experts") > own.size("num_experts"):
         raise UserError(f"{own.source}: top_k_experts should be at most num_experts, which is {experts}")
     rope, kinds = text.get("rope_parameters"), {"full_attention", "sliding_attention"}
     if isinstance(rope, dict) and kinds & rope.keys():  # else transformers puts them there
         for kind in sorted(kinds):
-            if not isinstance(rope.get(kind), dict):
-                raise UserError(f"{own.source}: rope_parameters should have an object for {kind}")
+            given = rope.get(kind)
+            if not isinstance(given, dict) or not isinstance(given.get("rope_type"), str):
+                raise UserError(f"{own.source}: rope_parameters should have an object for {kind}, with its rope_type")
+            if given["rope_type"] != "proportional" and given.get("partial_rotary_factor", 1) != 1:
+                raise UserError(
+                    f"{own.source}: rope_parameters of {kind} should have the rope_type proportional, which a"
+                    " partial_rotary_factor needs"
+                )
 
 
 def wrap(

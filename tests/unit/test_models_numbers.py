@@ -89,11 +89,15 @@ def gemma(folder: Path, text: dict[str, Any], whole: dict[str, Any]) -> None:
     [
         ("final_logit_softcapping", (None, 0, -3.0, math.nan, "x", True)),
         ("sliding_window", (None, 0, -1, 2.5, 10**18)),
-        ("top_k_experts", (0, 5, -1)),
+        ("top_k_experts", (0, 5, -1, None)),
         ("canvas_length", (None, 0, -1, 10**9, "x")),
         (
             "rope_parameters",
-            ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": None}, {"full_attention": {}}),
+            (
+                {"full_attention": {"rope_theta": 1e6}, "sliding_attention": None},
+                {"full_attention": {}},
+                {"full_attention": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}},
+            ),
         ),
     ],
 )
