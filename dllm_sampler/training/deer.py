@@ -200,11 +200,9 @@ class DeerTrainer:
     def _train(self, kind: type[Stage], **changes: Any) -> Path:
         """The folder of a stage, which runs unless it is through: the weights of a model are written last."""
         folder = self.folder / kind.name
-        return (
-            folder
-            if saving.finished(folder)
-            else kind(self, folder, **{"learning_rate": self.learning_rate, **changes}).run()
-        )
+        if saving.finished(folder):
+            return folder
+        return kind(self, folder, **{"learning_rate": self.learning_rate, **changes}).run()
 
     # Data -------------------------------------------------------------------------------------------------------------
 
