@@ -20,7 +20,7 @@ from dllm_sampler.result import Result
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.examples import columns_of
 from dllm_sampler.training.finetune import FREE, FineTuner, Part
-from dllm_sampler.training.trajectory import Chunk, Trajectories, check
+from dllm_sampler.training.trajectory import Chunk, Trajectories, check, trajectories
 
 Likelihood = Literal["trajectory", "masked"]
 PATIENCE = 10  # steps in a row without a single score before the run ends
@@ -199,12 +199,13 @@ class PolicyTrainer(FineTuner):
         """What of the answers one update scores."""
         spec, generator = self.trained.denoiser.spec, torch.Generator()
         generator.manual_seed(Random(f"{self.seed}/view/{number}/{update}").getrandbits(62))
-        common: dict[str, Any] = {"after_eos": self.after_eos, "shift": spec.shift}
+        blocks = self.rollouts.plugins.blocks.lookahead(self.new_tokens)
+        common: dict[str, Any] = {"after_eos": self.after_eos, "blocks": blocks}
         if self.likelihood == "masked":
             blank = torch.rand(result.trace.ids.shape, generator=generator) < self.mask_prompt
             blank &= torch.arange(blank.shape[1]) < result.trace.origin
-            return Trajectories(result.trace, spec.eos_id, single=True, blank=blank, **common)
-        view = Trajectories(result.trace, spec.eos_id, **common)
+            return trajectories(result.trace, spec, single=True, blank=blank, **common)
+        view = trajectories(result.trace, spec, **common)
         return view if self.transitions is None else view.sample(self.transitions, generator)
 
     def _score_all(self, network: nn.Module, views: list[Trajectories]) -> list[Tensor]:

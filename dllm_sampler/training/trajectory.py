@@ -40,6 +40,10 @@ class Trajectories:
             as the slowest block has steps instead of one per step, each twice as long; the values are the same.
         single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of the states that
             were; `blank [B, L]` are prompt tokens masked besides.
+        blocks: the model's context is causal, and it decoded blocks of this length, counted from the answer's first
+            token. Its states are scored as with `parallel`: a finished block is read from left to right, so that no
+            row of one copy is both.
+        seeds: the token before a block predicts the block's first one (Nemotron-Labs-Diffusion).
 
     Raises:
         UserError: a trace whose states cannot be rebuilt.
@@ -52,6 +56,8 @@ class Trajectories:
     parallel: bool = False
     single: bool = False
     blank: Tensor | None = None
+    blocks: int | None = None
+    seeds: bool = False
     valid: Tensor = field(init=False)  # [B, L] bool tokens that count, each in one transition
     weight: Tensor = field(init=False)  # [B, L] float64: 1 / (transitions of the row * tokens of the transition)
 
@@ -69,7 +75,7 @@ class Trajectories:
                 "the answers of this trace changed in length, so its states have other columns than it has: use a"
                 " scheduler that leaves it as it is, fixed or threshold say"
             )
-        if self.parallel and trace.grid is None:
+        if self.parallel and trace.grid is None and self.blocks is None:
             raise UserError("only states of block-causal models can be scored side by side: use parallel=false")
         column = torch.arange(trace.ids.shape[1])
         valid = (column >= trace.origin) & (trace.step_map >= 0) & (trace.gone < 0)
@@ -102,13 +108,20 @@ class Trajectories:
         """`[B, L]` what items are told apart by: the step of each token, or its number inside its block."""
         if self.single:
             return torch.zeros_like(self.trace.step_map)
-        return self._inside if self.parallel else self.trace.step_map
+        return self._inside if self.copied else self.trace.step_map
+
+    @property
+    def copied(self) -> bool:
+        """Whether items have a clean copy of the row in front of the noisy one."""
+        return self.parallel or self.blocks is not None
 
     @property
     def _block(self) -> Tensor:
-        """`[B, L]` block of each column, counted from the row's first token."""
+        """`[B, L]` block of each column, counted from the row's first token; in a causal context 0 is the prompt."""
+        column = torch.arange(self.trace.ids.shape[1]).expand_as(self.trace.ids)
+        if self.blocks is not None:
+            return torch.where(column < self.trace.origin, 0, (column - self.trace.origin) // self.blocks + 1)
         assert self.trace.grid is not None
-        column = torch.arange(self.trace.ids.shape[1])
         return (column - self.trace.begin[:, None]).div(self.trace.grid, rounding_mode="floor")
 
     @property
@@ -125,7 +138,7 @@ class Trajectories:
 
     def chunks(self, batch_tokens: int) -> Iterator[Chunk]:
         """All items, as many to a chunk as `batch_tokens` columns hold, but one at least: the bound of the memory."""
-        width = self.trace.ids.shape[1] * (2 if self.parallel else 1)
+        width = self.trace.ids.shape[1] * (2 if self.copied else 1)
         for items in self.items().split(max(1, batch_tokens // width)):
             yield self.chunk(items)
 
@@ -136,8 +149,8 @@ class Trajectories:
         begin = trace.begin[row, None]
         step, ids = trace.step_map[row], trace.ids[row]
         step_of = number[:, None].expand_as(step)  # [n, L] the step whose state each column belongs to
-        block = self._block[row].clamp(min=0) if self.parallel else torch.zeros_like(step)
-        if self.parallel:
+        block = self._block[row].clamp(min=0) if self.copied else torch.zeros_like(step)
+        if self.copied:
             first = (step - self._inside[row]).masked_fill(step < 0, 0)
             # every column of a block gets the block's first step, the prompt's columns in it too
             step_of = step_of + torch.zeros_like(step).scatter_reduce(1, block, first, "amax").gather(1, block)
@@ -152,16 +165,23 @@ class Trajectories:
         columns = select.columns(torch.cat([asked, torch.zeros_like(asked[:, :1])], 1), width)  # [n, Q]
         there = columns < len(column)
         columns = torch.where(there, columns, trace.origin)
-        answers = torch.where(columns > begin, columns - 1, columns) if self.shift else columns
+        answers = torch.where(columns > begin, columns - 1, columns) if self.shift or self.seeds else columns
+        if self.seeds:
+            answers = torch.where(block.gather(1, answers) < block.gather(1, columns), answers, columns)
         positions, keys = column - begin, seen
         if trace.grid is not None:
             keys = seen[:, None] & block_causal(positions, positions, trace.grid)
-        if self.parallel:
+        if self.copied:
             # Under a shift a block's first token is predicted by the row before the block, which is clean.
             within = block.gather(1, answers) == block.gather(1, columns)
             answers = answers + torch.where(within, len(column), 0)
-            noisy, positions = torch.cat([ids, noisy], 1), torch.cat([positions] * 2, 1)
-            keys = clean_and_noisy(block, real, seen)
+            context = noisy if self.single else ids
+            noisy, positions = torch.cat([context, noisy], 1), torch.cat([positions] * 2, 1)
+            keys = clean_and_noisy(block, real, seen, causal=self.blocks is not None)
+            if self.blocks is not None:
+                # Padding stands before a causal row. It sees itself, at a position that exists: NaN would spread.
+                keys = keys | torch.eye(keys.shape[1], dtype=torch.bool)
+                positions = positions.clamp(min=0)
         tokens = ids.gather(1, columns)
         found = Chunk(row, columns, there, tokens, noisy, positions, keys, answers, trace.mask_id or 0)
         # Answers to one prompt begin with the same states, and often go on so.
@@ -189,9 +209,34 @@ class Trajectories:
         return torch.zeros(self.trace.ids.shape) if found is None else found
 
 
-def trajectories(trace: Trace, spec: ModelSpec, *, after_eos: bool = False, parallel: bool = False) -> Trajectories:
-    """The trajectories of a trace of the model that `spec` describes."""
-    return Trajectories(trace, spec.eos_id, after_eos=after_eos, shift=spec.shift, parallel=parallel)
+def trajectories(
+    trace: Trace,
+    spec: ModelSpec,
+    *,
+    after_eos: bool = False,
+    parallel: bool = False,
+    single: bool = False,
+    blank: Tensor | None = None,
+    blocks: int | None = None,
+) -> Trajectories:
+    """The trajectories of a trace of the model that `spec` describes.
+
+    Args:
+        trace: of a sampler that `check` accepts.
+        spec: of the model.
+        after_eos, parallel, single, blank: see `Trajectories`.
+        blocks: length of the blocks that were decoded, which matters in a causal context alone; None: the model's own.
+
+    Raises:
+        UserError: a trace whose states cannot be rebuilt.
+    """
+    length = (blocks or spec.block_length) if spec.attention == "causal_context" else None
+    if length is None and spec.attention == "causal_context":
+        raise UserError("this model's context is causal and it names no block length: give blocks, that of the sampler")
+    return Trajectories(
+        trace, spec.eos_id, after_eos=after_eos, shift=spec.shift, parallel=parallel, single=single, blank=blank,
+        blocks=length, seeds=spec.seeds,
+    )  # fmt: skip
 
 
 def check(sampler: Sampler) -> None:
@@ -233,9 +278,10 @@ def check(sampler: Sampler) -> None:
                 f"guide={named(guide)} changes the probabilities that are recorded, and training needs the"
                 " model's own: leave it out, or let it only choose"
             )
-    if spec.attention == "causal_context":
+    if spec.attention == "causal_context" and (plugins.blocks.sizes_on_open or plugins.blocks.several):
         raise UserError(
-            "trajectories cannot be scored of a model whose context is causal: its states are forwards of their own"
+            f"blocks={named(plugins.blocks)} has blocks of several lengths, and of a model whose context is causal"
+            " trajectories can be scored with one length only: use blocks=fixed"
         )
     if spec.prompt_block:
         raise UserError("trajectories cannot be scored of a model whose blocks are counted from the prompt's end")

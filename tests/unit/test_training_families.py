@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,26 @@ from dllm_sampler.training.distill import DistillTrainer, certainty_loss, split
 from dllm_sampler.training.masking import Rows, chunk, collate
 from dllm_sampler.training.rl import Goal, PolicyTrainer
 from dllm_sampler.training.trained import Trained
-from dllm_sampler.training.trajectory import Trajectories, trajectories
+from dllm_sampler.training.trajectory import check, trajectories
 from tests import tiny
 from tests.sampling import crossed, sampled
 from tests.unit.test_training_sft import FACTS, lines
 
-SCORED = tuple(name for name in tiny.EVERY if name != "nemotron-labs-diffusion")
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16]]
 
 
-def trained(name: str, folder: Path) -> Trained:
-    return Trained.load(str(tiny.write(name, folder)), torch.device("cpu"), "float64", None, 0)
+def trained(name: str, folder: Path, blocks: int | None = None) -> Trained:
+    """A tiny model in float64; where its context is causal, in `blocks` shorter than an answer."""
+    it = Trained.load(str(tiny.write(name, folder)), torch.device("cpu"), "float64", None, 0)
+    if blocks is not None and it.denoiser.spec.attention == "causal_context":
+        it.denoiser = replace(it.denoiser, block_length=blocks)  # pyright: ignore[reportArgumentType]
+    return it
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", tiny.EVERY)
 def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     """The log-probabilities of ragged rows, as they were recorded, with a gradient."""
-    it = trained(name, tmp_path / name)
+    it = trained(name, tmp_path / name, blocks=4)
     sampler = Sampler(it.denoiser, scheduler="random_order", temperature=1.0, stop="none")
     trace = sampler.generate(PROMPTS, max_new_tokens=9, seed=1).trace
     view = trajectories(trace, it.denoiser.spec, after_eos=True)
@@ -42,12 +46,45 @@ def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     assert all(weight.grad is not None for weight in it.learning())
 
 
-def by_hand(it: Trained, ids: Tensor, keys: Tensor | None = None) -> Tensor:
+@pytest.mark.parametrize("length", [1, 5, 9, None])
+def test_a_causal_context_in_blocks_of_any_length(length: int | None, tmp_path: Path) -> None:
+    """Trajectories take the length of the blocks that were decoded; one of blocks that differ is refused."""
+    it = trained("nemotron-labs-diffusion", tmp_path / "m")
+    blocks = "full" if length is None else {"name": "fixed", "length": length}
+    rule = {"name": "threshold", "threshold": 0.1}
+    sampler = Sampler(it.denoiser, scheduler=rule, blocks=blocks, cache="block_causal", temperature=1.0, stop="none")
+    check(sampler)
+    trace = sampler.generate(PROMPTS, max_new_tokens=9, samples=3, seed=1).trace
+    view = trajectories(trace, it.denoiser.spec, after_eos=True, blocks=length or 9)
+    found = view.log_probabilities(it.network, 100)
+    torch.testing.assert_close(found[view.valid], trace.logprob[view.valid].double(), atol=1e-10, rtol=1e-9)
+    with pytest.raises(UserError, match="blocks=ascending has blocks of several lengths"):
+        check(Sampler(it.denoiser, scheduler="ascending", blocks="ascending", temperature=1.0))
+    with pytest.raises(UserError, match="give blocks, that of the sampler"):
+        trajectories(trace, replace(it.denoiser.spec, block_length=None))
+
+
+def by_hand(it: Trained, ids: Tensor, prompt: int) -> Tensor:
     """Logits `[L, V]` of one row without padding, row i for token i; the mask token is no answer."""
     spec = it.denoiser.spec
-    logits = it.network(ids[None], keys=keys)[0]
+    if spec.attention == "causal_context":  # a forward for each block, whose first token the row before it predicts
+        assert spec.block_length is not None
+        logits = torch.zeros(len(ids), it.inner.config.vocab_size, dtype=torch.float64)  # pyright: ignore
+        for first in range(prompt, len(ids), spec.block_length):
+            keys, last = inside(len(ids), first, spec.block_length), first + spec.block_length
+            found = it.network(ids[None], keys=keys)[0]
+            logits = torch.cat([logits[:first], found[first - 1 : first], found[first + 1 : last], logits[last:]])
+    else:
+        logits = it.network(ids[None], keys=sees(it, len(ids)))[0]
     logits = logits.roll(1, 0) if spec.shift else logits
     return logits.masked_fill(torch.arange(logits.shape[-1]) == spec.mask_id, -torch.inf)
+
+
+def inside(length: int, first: int, size: int) -> Tensor:
+    """`[1, L, L]` what tokens see in a causal context, of which the block from `first` on sees itself whole."""
+    column = torch.arange(length)
+    block = (column >= first) & (column < first + size)
+    return ((column[None] <= column[:, None]) | (block[None] & block[:, None]))[None]
 
 
 def sees(it: Trained, length: int) -> Tensor | None:
@@ -71,10 +108,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         torch.testing.assert_close(gradient, other[key], atol=1e-10, rtol=1e-8, msg=key)
 
 
-@pytest.mark.parametrize(("name", "likelihood"), crossed(SCORED, ["trajectory", "masked"]))
+@pytest.mark.parametrize(("name", "likelihood"), crossed(tiny.EVERY, ["trajectory", "masked"]))
 def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> None:
     """Clipped ratios and the divergence of a padded batch with equal states, against each state by itself."""
-    it = trained(name, tmp_path / name)
+    it = trained(name, tmp_path / name, blocks=4)
     spec, (epsilon, beta) = it.denoiser.spec, (0.2, 0.1)
     assert spec.mask_id is not None
     sampler = Sampler(it.denoiser, scheduler={"name": "threshold", "threshold": 0.05}, temperature=1.0, stop="none")
@@ -83,7 +120,7 @@ def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> 
     blank = torch.zeros_like(trace.ids, dtype=torch.bool)
     if single:
         blank[2:4, trace.origin - 3] = True  # a token of the second prompt is hidden too
-    view = Trajectories(trace, spec.eos_id, shift=spec.shift, single=single, blank=blank if single else None)
+    view = trajectories(trace, spec, single=single, blank=blank if single else None)
     generator = torch.Generator().manual_seed(5)
     noise = [0.3 * torch.randn(trace.ids.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
     now = view.log_probabilities(it.network)
@@ -105,7 +142,7 @@ def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> 
         for group in groups:
             hidden = (steps >= (0 if single else steps[group[0]])) & (torch.arange(len(steps)) >= trace.origin)
             ids = trace.ids[row].masked_fill(hidden | (blank[row] if single else hidden), spec.mask_id)[begin:]
-            chances = by_hand(it, ids, sees(it, len(ids))).log_softmax(-1)
+            chances = by_hand(it, ids, trace.origin - begin).log_softmax(-1)
             for at in group:
                 log = chances[at - begin, trace.ids[row, at]]
                 ratio = (log - goal.old[row, at]).exp()  # pyright: ignore[reportOptionalSubscript]
@@ -137,8 +174,7 @@ def test_the_loss_of_distillation(name: str, tmp_path: Path) -> None:
             keys, column, first = sees(it, end), torch.arange(end), 0
             if spec.attention == "causal_context":
                 first = prompt + (int(masked[row].nonzero()[0]) - prompt) // size * size
-                inside = (column >= first) & (column < first + size)
-                keys = ((column[None] <= column[:, None]) | (inside[None] & inside[:, None]))[None]
+                keys = inside(end, first, size)
             logits = it.network(seen[None], keys=keys if causal else None)
             logits = logits.roll(1, 1) if spec.shift else logits
             if spec.seeds:
