@@ -217,8 +217,8 @@ def test_processes_do_not_change_a_filter(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "lora"), [("sdar", False), ("llada", True), ("bert", False)])
 def test_processes_do_not_change_a_drafter(name: str, lora: bool, tmp_path: Path) -> None:
-    """One process; two with three rows a step; two that share the weights (FSDP2), are killed in the third step of
-    stage I, and go on. The target learns in float32."""
+    """One process; two with three rows a step; two that are killed in the third step of stage I and go on, under DDP
+    and where they share the weights (FSDP2). The target learns in float32."""
     (tmp_path / "killer.py").write_text(KILLER)
     words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "device=cpu"]
     words += [
@@ -236,23 +236,28 @@ def test_processes_do_not_change_a_drafter(name: str, lora: bool, tmp_path: Path
     words += [f"shape.{key}={value}" for key, value in shape.items()]
     for output, processes in (("one", 1), ("two", 2)):
         assert ran(tmp_path, processes, "deer", *words, f"output={output}") == f"{output}/drafter\n"
-    (tmp_path / "kill").touch()
-    assert torchrun(tmp_path, 2, "deer", *words, "output=parts", "shard=true").returncode != 0
-    (tmp_path / "kill").unlink()
-    assert [line["step"] for line in journal.read(tmp_path / "parts" / "distilled" / journal.FILE)] == [1, 2]
-    ran(tmp_path, 2, "deer", *words, "output=parts", "shard=true")
+    for output, more in (("ddp", "shard=false"), ("fsdp2", "shard=true")):
+        (tmp_path / "kill").touch()
+        assert torchrun(tmp_path, 2, "deer", *words, f"output={output}", more).returncode != 0
+        (tmp_path / "kill").unlink()
+        assert [line["step"] for line in journal.read(tmp_path / output / "distilled" / journal.FILE)] == [1, 2]
+        ran(tmp_path, 2, "deer", *words, f"output={output}", more)
+    names = ("one", "two", "ddp", "fsdp2")
     for stage in ("distilled", "drafter"):
-        same(tmp_path, *(f"{run}/{stage}" for run in ("one", "two", "parts")))
-    runs = [tmp_path / run for run in ("one", "two", "parts")]
+        same(tmp_path, *(f"{run}/{stage}" for run in names))
+    runs = [tmp_path / run for run in names]
     answers, losses, reports = (
         [json.loads((run / "answers.json").read_text()) for run in runs],
         [[line["loss"] for line in journal.read(run / "target" / journal.FILE)] for run in runs],
         [json.loads((run / "report.json").read_text())["decoding"]["temperature 0"] for run in runs],
     )
-    assert answers[0] == answers[1] == answers[2] and len(losses[0]) == 4
-    for run in (1, 2):
+    assert len(losses[0]) == 4
+    for run in (1, 2, 3):
+        assert answers[run] == answers[0]
         assert losses[run] == pytest.approx(losses[0], rel=1e-5)
         assert [arm["rounds"] for arm in reports[run].values()] == [arm["rounds"] for arm in reports[0].values()]
+    few = torchrun(tmp_path, 2, "deer", *words, "output=few", "batch=1")
+    assert few.returncode != 0 and "train.batch=1 is less than the 2 processes" in " ".join(few.stderr.split())
 
 
 def streamer(rank: int, store: str, processes: int) -> None:
