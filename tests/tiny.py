@@ -36,6 +36,7 @@ def write(name: str, folder: Path) -> Path:
             if (source / file).exists():
                 shutil.copyfile(source / file, folder / file)
         raw = json.loads((folder / "config.json").read_text())
+        raw |= raw.get("text_config", {})  # of DiffusionGemma, to whose model the mask token is one like any other
         last = raw["vocab_size"] - 1
         mask, eos = raw.get("mask_token_id", 286 if last > 286 else last), raw["eos_token_id"]
     unknown = 200 if mask > 200 else 150

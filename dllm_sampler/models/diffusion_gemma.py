@@ -6,7 +6,7 @@ sees the encoder's keys and values of everything before the active block, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -76,12 +76,14 @@ class DiffusionGemmaDenoiser:
 
     model: the module
     eos_id, pad_id, eot_id: its special tokens
+    folder: of the checkpoint it was loaded from
     """
 
     model: DiffusionGemmaForBlockDiffusion
     eos_id: int
     pad_id: int
     eot_id: int | None = None
+    folder: Path | None = None
 
     @property
     def text(self) -> Any:
@@ -145,9 +147,7 @@ class DiffusionGemmaDenoiser:
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`, in float32 and softly capped."""
-        cap = self.model.final_logit_softcapping
-        logits = self.model.lm_head(hidden)
-        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_().mul_(cap)
+        return capped(self.model, hidden)
 
     def _encode(self, canvas: Canvas, plan: Plan) -> tuple[Memory, Tensor]:
         """The memory, up to the active blocks, and the `[B]` positions that this took."""
@@ -164,9 +164,10 @@ class DiffusionGemmaDenoiser:
         key = canvas.columns()[:, None]  # [1, 1, L+1]
         causal = key <= at[..., None]  # [B, W, L+1]
         near = causal & (at[..., None] - key < self.text.sliding_window)
+        kinds = (("full_attention", causal), ("sliding_attention", near))
         self.model.model.encoder.language_model(
             input_ids=canvas.ids.gather(1, at),
-            attention_mask={"full_attention": self._mask(causal), "sliding_attention": self._mask(near)},
+            attention_mask={kind: additive(seen, self.model.dtype) for kind, seen in kinds},
             position_ids=at,
             past_key_values=memory,
         )
@@ -181,13 +182,20 @@ class DiffusionGemmaDenoiser:
         near = text & (key > start - self.text.sliding_window)
         block = (columns < canvas.length) & (columns < end)  # [B, W]
         kinds = (("full_attention", text), ("sliding_attention", near))
-        return [(kind, self._mask(torch.cat([seen, block], 1)[:, None])) for kind, seen in kinds]
-
-    def _mask(self, seen: Tensor) -> Tensor:
-        """`[B, Q, S] bool` as every attention of transformers takes it: `[B, 1, Q, S]`, added to the scores."""
         dtype = self.model.dtype
-        hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
-        return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None]
+        return [(kind, additive(torch.cat([seen, block], 1)[:, None], dtype)) for kind, seen in kinds]
+
+
+def capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
+    """Logits `[..., V]` of hidden states `[..., D]`, in float32 at least and softly capped."""
+    cap, logits = model.final_logit_softcapping, model.lm_head(hidden)
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh() * cap
+
+
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[B, Q, S] bool` as every attention of transformers takes it: `[B, 1, Q, S]`, added to the scores."""
+    hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
+    return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None]
 
 
 def _each(rows: Tensor, candidates: int) -> Tensor:
@@ -222,7 +230,7 @@ def load(
         attn_implementation="sdpa",
         device_map=device_map,
     )
-    return wrap(model.eval() if device_map is not None else model.eval().to(device), tokenizer)
+    return replace(wrap(model.eval() if device_map is not None else model.eval().to(device), tokenizer), folder=folder)
 
 
 def _check_numbers(source: Path) -> None:

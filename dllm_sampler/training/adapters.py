@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,29 +34,55 @@ def check(lora: Mapping[str, float] | None) -> None:
         raise UserError(f"train.lora needs the package peft: {installing('train')}")
 
 
-def attach(network: nn.Module, lora: Mapping[str, float], seed: int) -> Any:
+def attach(network: nn.Module, lora: Mapping[str, float], seed: int, shared: tuple[str, str] | None = None) -> Any:
     """Put adapters on the linear layers of a network, in place, the head left out; only they learn from here on.
 
     Experts are stacked parameters and no layers: they have none. Adapters are float32 at least, whatever the network.
+
+    Args:
+        network: as its checkpoint has it.
+        lora: `r`, `alpha` and `dropout`.
+        seed: of the adapters.
+        shared: two lists of layers whose weights are the same. The first gets adapters on attention and feed-forward,
+            and the second has the same ones.
 
     Returns:
         The peft model around the network.
     """
     from peft import LoraConfig, LoraModel  # takes seconds to import
+    from peft.tuners.lora import LoraLayer
 
+    targets: Any = list(TARGETS) if isinstance(network, Transformer) else "all-linear"
+    if shared is not None:
+        targets = rf"{shared[0]}\.\d+\.(self_attn|mlp)\.\w+_proj"
     shape = LoraConfig(
         r=int(lora["r"]),
         lora_alpha=lora["alpha"],  # pyright: ignore[reportArgumentType] (any number will do)
         lora_dropout=lora["dropout"],
-        target_modules=list(TARGETS) if isinstance(network, Transformer) else "all-linear",
+        target_modules=targets,
     )
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
         torch.manual_seed(seed)
         adapter = LoraModel(network, shape, "default")
+    if shared is not None:
+        for name, layer in network.get_submodule(shared[0]).named_modules():
+            if isinstance(layer, LoraLayer):
+                network.set_submodule(f"{shared[1]}.{name}", cast(nn.Module, layer))
     for weight in network.parameters():
         if weight.requires_grad:
             weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
     return adapter
+
+
+def merged(adapter: Any) -> nn.Module:
+    """The network with the adapters added to its weights, and none left."""
+    from peft.tuners.lora import LoraLayer
+
+    network = adapter.merge_and_unload()
+    for name, layer in list(network.named_modules(remove_duplicate=False)):
+        if isinstance(layer, LoraLayer):  # the other place of a shared one, whose weights have it already
+            network.set_submodule(name, layer.get_base_layer())
+    return network
 
 
 def save(adapter: Any, place: Callable[[str], Place], base: str, folder: Path) -> None:
@@ -78,7 +104,7 @@ def save(adapter: Any, place: Callable[[str], Place], base: str, folder: Path) -
     from peft.tuners.lora import LoraLayer
 
     found: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-    for name, layer in adapter.model.named_modules():
+    for name, layer in adapter.model.named_modules(remove_duplicate=False):
         if isinstance(layer, LoraLayer):
             module, row = place(name)
             pair: tuple[Any, Any] = layer.lora_A["default"], layer.lora_B["default"]

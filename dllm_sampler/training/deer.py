@@ -28,7 +28,7 @@ from dllm_sampler.training.examples import Data, Source
 from dllm_sampler.training.masking import Pair
 from dllm_sampler.training.settings import check_model, check_settings
 from dllm_sampler.training.tokenizer import vocabulary
-from dllm_sampler.training.trained import called
+from dllm_sampler.training.trained import called, check_masks
 
 Model = str | dict[str, Any]
 # A resumed run may change these.
@@ -135,6 +135,7 @@ class DeerTrainer:
             raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
         self.accelerator.wait_for_everyone()  # one may be through before another has looked whether there is a report
         self.source: Source = self._data.source(self.tasks, self.seed, self.held_out, answers=self.target is None)
+        check_masks(self.model)
         self.start = self._sampler(self.model)
         self._read(self.start)
         files.make_folder(self.folder)

@@ -39,7 +39,7 @@ from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
 from dllm_sampler.training.settings import check_settings
 from dllm_sampler.training.tokenizer import vocabulary
-from dllm_sampler.training.trained import called
+from dllm_sampler.training.trained import called, check_masks
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
 SLOPE, CENTRE = 40.0, 0.9
@@ -122,6 +122,7 @@ class FilterTrainer:
         if path.exists():
             raise UserError(f"{path} already exists; choose another train.output or remove it")
         accelerator, device = sharding.start(as_device(self.device))
+        check_masks(self.model)
         reference = Sampler.from_pretrained(
             self.model, device=device, scheduler=FixedSteps(), blocks=FixedBlocks(self.block_length), stop="none"
         )

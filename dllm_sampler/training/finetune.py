@@ -103,6 +103,7 @@ class FineTuner:
     tracker: str | None
 
     name: ClassVar[str]  # on the progress bar
+    uniform: ClassVar[bool] = False  # whether it knows models without a mask token
     free: ClassVar[tuple[str, ...]] = FREE
 
     def __post_init__(self) -> None:
@@ -241,12 +242,14 @@ class FineTuner:
 
     def fresh(self, device: torch.device) -> Trained:
         """The model as it is before the first step."""
-        return Trained.load(self.model, device, self.dtype, self.lora, self.seed)
+        return Trained.load(self.model, device, self.dtype, self.lora, self.seed, uniform=self.uniform)
 
     def measure(self) -> dict[str, float]:
         """Right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
         examples = self.examples("held", self.held_out, held=True)
-        answers = self.answered(self.sampler(**self.evaluation), [one.prompt for one in examples])
+        processes = self.accelerator.num_processes  # a prompt has the same seed, whichever of them answers it
+        seeds = range(self.accelerator.process_index, len(examples) * processes, processes)
+        answers = self.answered(self.sampler(**self.evaluation), [one.prompt for one in examples], seeds)
         right = sum(map(self.right, examples, answers))
         nfe, tokens = (sum(getattr(answer, name) for answer in answers) for name in ("nfe", "length"))
         right, nfe, tokens, count = self.summed(right, nfe, tokens, len(examples))
@@ -264,7 +267,7 @@ class FineTuner:
         return torch.as_tensor(self.accelerator.reduce(tensor, "sum")).tolist()
 
     def answered(
-        self, sampler: Sampler, prompts: Sequence[Prompt], seed: int = 0, samples: int = 1,
+        self, sampler: Sampler, prompts: Sequence[Prompt], seed: int | Sequence[int] = 0, samples: int = 1,
         done: Callable[[], object] | None = None,
     ) -> list[Answer]:  # fmt: skip
         """Answers in the order of the prompts; `done` is called after each.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllm_sampler.core import select
 from dllm_sampler.core.masks import clean_and_noisy
@@ -64,6 +64,40 @@ class Masks:
 
     hidden: Tensor  # [B, L] bool
     weight: Tensor  # [B, L] float64, 0 where nothing is hidden
+
+    def some(self, rows: Tensor, width: int) -> Masks:
+        """Some of the rows, and their first columns."""
+        return Masks(self.hidden[rows, :width], self.weight[rows, :width])
+
+
+@dataclass(frozen=True)
+class MaskedLoss:
+    """The loss of masked diffusion, or of block diffusion.
+
+    spec: of the model
+    complementary, inverse: see `draw`
+    """
+
+    spec: ModelSpec
+    complementary: bool
+    inverse: bool
+
+    @property
+    def copies(self) -> int:
+        """Columns that each column of a row takes in a forward."""
+        return 1 if self.spec.attention == "bidirectional" else 2
+
+    def draw(self, rows: Rows, generator: torch.Generator) -> list[Masks]:
+        """What is hidden of a batch, once or twice."""
+        options = {"complementary": self.complementary, "inverse": self.inverse}
+        return draw(rows, blocks(rows, self.spec), generator, **options)
+
+    def of(self, network: nn.Module, rows: Rows, masks: Masks) -> Tensor:
+        """The weighted sum over the hidden tokens of the rows."""
+        one = chunk(rows, masks.hidden, masks.hidden, self.spec)
+        weight = torch.where(one.there, masks.weight.gather(1, one.columns), 0).to(self.spec.device)
+        losses = one.to(self.spec.device).losses(network)
+        return (losses * weight.to(losses.dtype)).sum()
 
 
 def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:

@@ -11,18 +11,21 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_choice, check_count, check_share
+from dllm_sampler.core.checks import check_choice, check_count, check_number, check_share
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
+from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import masking
 from dllm_sampler.training.encoding import Encoder
 from dllm_sampler.training.examples import Example
 from dllm_sampler.training.finetune import FineTuner, Part
-from dllm_sampler.training.masking import Masks, Pair, Rows
+from dllm_sampler.training.masking import MaskedLoss, Masks, Pair, Rows
+from dllm_sampler.training.uniform import Noise, UniformLoss
 
 Padding = Literal["longest", "block", "none"]
 Weight = Literal["inverse", "none"]
 Longer = Literal["refuse", "drop"]
+Drawn = Sequence[Masks] | Sequence[Noise]
 
 
 @dataclass
@@ -46,6 +49,7 @@ class SftTrainer(FineTuner):
     random_length: share of the answers that are cut at a random length (LLaDA's pre-training: 0.01)
     max_length: tokens of a prompt with its answer; None: the model's context
     longer: what is done with an example that is longer: `refuse` it, or `drop` it
+    self_conditioning, encoder: of DiffusionGemma alone, see `UniformLoss`; `weight` does not apply there
     """
 
     batch: int
@@ -56,7 +60,10 @@ class SftTrainer(FineTuner):
     random_length: float
     max_length: int | None
     longer: str
+    self_conditioning: float
+    encoder: float
 
+    uniform: ClassVar[bool] = True
     name: ClassVar[str] = "sft"
 
     def __post_init__(self) -> None:
@@ -65,6 +72,8 @@ class SftTrainer(FineTuner):
         check_choice("train.weight", self.weight, Weight)
         check_choice("train.longer", self.longer, Longer)
         check_share("train.random_length", self.random_length)
+        check_share("train.self_conditioning", self.self_conditioning)
+        check_number("train.encoder", self.encoder, finite=True)
         for name in ("block_length", "max_length"):
             check_count(f"train.{name}", getattr(self, name), optional=True)
         if self.padding is not None and self.padding not in get_args(Padding):
@@ -77,15 +86,25 @@ class SftTrainer(FineTuner):
         """Of the model."""
         return self.trained.denoiser.spec
 
+    def sampler(self, **settings: Any) -> Sampler:
+        """See `FineTuner.sampler`."""
+        rule = {"scheduler": "entropy_renoise"} if self.spec.mask_id is None else {}
+        return super().sampler(**rule | settings)
+
     def prepare(self) -> None:
         """Check and encode all examples: a mistake in one is told before the first step."""
-        spec, processes = self.spec, self.accelerator.num_processes
-        masking.check(spec, self.trained.named)
+        spec, processes, named = self.spec, self.accelerator.num_processes, self.trained.named
+        masking.check(spec, named)
         if self.batch < processes:
             raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
-        self._whole = spec.attention == "bidirectional"
+        self._loss: MaskedLoss | UniformLoss = MaskedLoss(spec, self.complementary, self.weight == "inverse")
+        if spec.mask_id is None:
+            if self.complementary:
+                raise UserError(f"train.complementary hides tokens, and train.model={named} has no mask token")
+            self._loss = UniformLoss(spec, self.self_conditioning, self.encoder)
         self._block = self.block_length or spec.block_length
-        self._padding = self.padding or ("longest" if self._whole else "block")
+        whole = spec.attention == "bidirectional" and not spec.encoder
+        self._padding = self.padding or ("longest" if whole else "block")
         if self._padding == "block" and self._block is None:
             raise UserError("train.padding=block needs train.block_length: the model was not trained on one length")
         most = min(self.max_length or spec.max_positions, spec.max_positions)
@@ -106,50 +125,43 @@ class SftTrainer(FineTuner):
     def step(self, number: int) -> dict[str, float]:
         """One batch."""
         examples = self.source.draw(f"{self.seed}/step {number}", self.batch, number=number)
-        rows, draws = self._masked(examples, f"{self.seed}/noise {number}")
+        rows, draws = self._noisy(examples, f"{self.seed}/noise {number}")
         figures = self.update(self._parts(rows, draws), f"step {number}")
         figures["loss"] = self.summed(figures["loss"])[0] / self.accelerator.num_processes
-        hidden = sum(int(masks.hidden.sum()) for masks in draws)
+        hidden = sum(int(one.hidden.sum()) for one in draws)
         return {**figures, "answer_tokens": int(rows.answer.sum()), "hidden": hidden}
 
     def measure(self) -> dict[str, float]:
         """See `FineTuner.measure`, and the loss on held-out examples, with the same tokens hidden every time."""
-        rows, draws = self._masked(self._held, f"{self.seed}/held noise")
+        rows, draws = self._noisy(self._held, f"{self.seed}/held noise")
         with torch.no_grad(), self.autocast():
             losses = [(float(part()[0]), counts) for part, counts in self.trained.together(self._parts(rows, draws))]
         loss = sum(loss for loss, counts in losses if counts)
         return {"held_out_loss": self.summed(loss)[0] / self.accelerator.num_processes, **super().measure()}
 
-    def _masked(self, examples: Sequence[Example], seed: str) -> tuple[Rows, list[Masks]]:
-        """The rows of a batch, and what is hidden of them."""
+    def _noisy(self, examples: Sequence[Example], seed: str) -> tuple[Rows, Drawn]:
+        """The rows of a batch, and what is hidden of them or replaced."""
         generator = torch.Generator().manual_seed(Random(seed).getrandbits(62))
         pairs: list[Pair] = [self._encode(example) for example in examples]
         most, eos = self._encode.most, self.spec.eos_id
-        own = self.spec.attention == "causal_context"
+        own = self.spec.attention == "causal_context" or self.spec.encoder
         rows = masking.collate(masking.padded(pairs, eos, self._padding, self._block or 1, most, own=own), eos)
         rows = masking.cut(rows, self.random_length, generator)
-        options: dict[str, Any] = {"complementary": self.complementary, "inverse": self.weight == "inverse"}
-        return rows, masking.draw(rows, masking.blocks(rows, self.spec), generator, **options)
+        return rows, self._loss.draw(rows, generator)
 
-    def _parts(self, rows: Rows, draws: list[Masks]) -> Iterator[Part]:
+    def _parts(self, rows: Rows, draws: Drawn) -> Iterator[Part]:
         """This process's share of the loss times the number of processes, in parts of one forward each."""
         processes = self.accelerator.num_processes
-        copies = 1 if self._whole else 2
 
-        def part(some: Tensor, masks: Masks) -> tuple[Tensor, dict[str, float]]:
+        def part(some: Tensor, noise: Any) -> tuple[Tensor, dict[str, float]]:
             few = rows.some(some)
-            width = few.ids.shape[1]
-            hidden, weight = masks.hidden[some, :width], masks.weight[some, :width]
-            one = masking.chunk(few, hidden, hidden, self.spec)
-            weight = torch.where(one.there, weight.gather(1, one.columns), 0).to(self.spec.device)
-            losses = one.to(self.spec.device).losses(self.trained.wrapped)
-            return (losses * weight.to(losses.dtype)).sum() * processes, {}
+            return self._loss.of(self.trained.wrapped, few, noise.some(some, few.ids.shape[1])) * processes, {}
 
         mine = torch.arange(len(rows.ids))[self.accelerator.process_index :: processes]
         mine = mine[rows.length[mine].argsort(stable=True)]
-        for some in cuts(rows.length[mine] * copies, self.batch_tokens):
-            for masks in draws:
-                yield partial(part, mine[some], masks)
+        for some in cuts(rows.length[mine] * self._loss.copies, self.batch_tokens):
+            for noise in draws:
+                yield partial(part, mine[some], noise)
 
 
 def cuts(lengths: Tensor, budget: int) -> Iterator[slice]:

@@ -15,14 +15,18 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
-from dllm_sampler.models import loading, saving
+from dllm_sampler.models import loading, saving, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.diffusion_gemma import MODEL_TYPE, DiffusionGemmaDenoiser
 from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training import adapters, sharding
+from dllm_sampler.training.uniform import UniformLM
 
 T = TypeVar("T")
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
+FROZEN = (".router.", "vision")  # of DiffusionGemma: as its public recipe has it, and texts alone are learned
+SHARED = "model.decoder.layers", "model.encoder.language_model.layers"  # its layers, which have the same weights
 UNTRAINABLE = ("quantize", "device_map", "cfg_scale")  # settings of a model that is only sampled from
 
 
@@ -42,7 +46,7 @@ class Trained:
     """
 
     network: nn.Module
-    denoiser: TransformerDenoiser | MaskedLMDenoiser
+    denoiser: TransformerDenoiser | MaskedLMDenoiser | DiffusionGemmaDenoiser
     tokenizer: PreTrainedTokenizerBase
     named: str
     source: Path
@@ -60,6 +64,8 @@ class Trained:
         dtype: str,
         lora: Mapping[str, float] | None,
         seed: int,
+        *,
+        uniform: bool = False,
     ) -> Self:
         """Load a model to train it.
 
@@ -68,6 +74,7 @@ class Trained:
             dtype: of the weights.
             lora: `r`, `alpha` and `dropout` of adapters; None: all weights learn.
             seed: of the adapters.
+            uniform: take a model without a mask token, too.
 
         Raises:
             UserError: nothing to load there, or a model that cannot be trained.
@@ -79,26 +86,29 @@ class Trained:
                 raise UserError(f"train.model has {name}, which is for sampling alone: leave it out")
         if settings["causal_context"] is False:
             raise UserError("train.model has causal_context=false, which is for sampling alone: leave it out")
+        if not uniform:
+            check_masks(model)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
-        if not isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser):
-            raise UserError(f"train.model={named} has no mask token (uniform diffusion), and training masks tokens")
+        assert isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser | DiffusionGemmaDenoiser)
         if tokenizer is None:
             raise UserError(f"train.model={named} has no tokenizer, and training reads texts: add its files")
         path = str(settings["path"])
         assert denoiser.folder is not None
         hub = None if Path(path).expanduser().is_dir() else path
-        inner = denoiser.transformer if isinstance(denoiser, TransformerDenoiser) else denoiser.model
+        inner: Any = denoiser.transformer if isinstance(denoiser, TransformerDenoiser) else denoiser.model
+        gemma = isinstance(denoiser, DiffusionGemmaDenoiser)
         for name, weight in inner.named_parameters():
-            if name.endswith("router.bias"):  # balances the experts in pre-training, by counts and not by gradients
+            # Routers' biases balance the experts in pre-training, by counts and not by gradients.
+            if name.endswith("router.bias") or (gemma and any(part in name for part in FROZEN)):
                 weight.requires_grad_(False)
-        adapter = None if lora is None else adapters.attach(inner, lora, seed)
-        network = inner if isinstance(inner, Transformer) else MaskedLM(inner)
+        adapter = None if lora is None else adapters.attach(inner, lora, seed, SHARED if gemma else None)
+        network = inner if isinstance(inner, Transformer) else UniformLM(inner) if gemma else MaskedLM(inner)
         return cls(network.eval(), denoiser, tokenizer, named, denoiser.folder, hub, adapter)
 
     @property
     def inner(self) -> nn.Module:
         """The network as its checkpoint has it."""
-        return self.network.model if isinstance(self.network, MaskedLM) else self.network
+        return self.network.model if isinstance(self.network, MaskedLM | UniformLM) else self.network
 
     def learning(self) -> list[nn.Parameter]:
         """What an optimizer moves."""
@@ -110,6 +120,11 @@ class Trained:
         Before there is an optimizer: sharding replaces the weights.
         """
         self.sharded = shard and accelerator.num_processes > 1
+        if self.sharded and isinstance(self.network, UniformLM):
+            raise UserError(
+                f"train.shard spreads layers over the processes, and train.model={self.named} has each in two places,"
+                " its encoder and its decoder: leave it out"
+            )
         if self.sharded:
             sharding.shard(self.inner, accelerator.device, accelerator.num_processes)
         elif accelerator.num_processes > 1:
@@ -136,6 +151,11 @@ class Trained:
 
     def recompute(self) -> None:
         """Keep the layers' inputs alone for the backward pass and compute the rest twice: less memory, more time."""
+        if isinstance(self.network, UniformLM):  # transformers takes the cache away from a layer that it runs twice
+            raise UserError(
+                f"train.gradient_checkpointing is not implemented for train.model={self.named}: leave it out, and lower"
+                " train.batch_tokens"
+            )
         if isinstance(self.network, Transformer):
             self.network.recompute = True
         else:
@@ -167,7 +187,7 @@ class Trained:
         if self.adapter is not None:
             base = self.hub or str(self.source.resolve())
             adapters.save(self.adapter, self._place, base, folder / ADAPTER)
-            network = self.adapter.merge_and_unload()
+            network = adapters.merged(self.adapter)
         saving.save(network, self.source, folder, self.hub)
 
     def _place(self, name: str) -> adapters.Place:
@@ -176,6 +196,22 @@ class Trained:
             return name, 0
         (part,) = saving.family_of(self.source).parts(f"{name}.weight", self.network.config)
         return part.name.removesuffix(".weight"), part.rows.start if part.rows else 0
+
+
+def check_masks(model: str | Mapping[str, Any]) -> None:
+    """Refuse a model for a task that masks tokens, before it is loaded.
+
+    Raises:
+        UserError: it has no mask token, or there is nothing to load.
+    """
+    settings = config.model(model)
+    folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
+    path = folder / "config.json"
+    if path.is_file() and weights.read_json(path).get("model_type") == MODEL_TYPE:
+        raise UserError(
+            f"train.model={called(model)} has no mask token (uniform diffusion), and this task masks tokens: use"
+            " train=sft"
+        )
 
 
 def called(model: str | Mapping[str, Any]) -> str:
