@@ -111,7 +111,8 @@ def test_what_is_refused() -> None:
     with pytest.raises(UserError, match=r"blocks\.part cuts"):
         toys.sampler("context", blocks={"name": "fixed", "part": 2})
     sampler = toys.sampler("context")
-    with pytest.raises(UserError, match="whose context is causal"):
-        check(sampler)
+    check(sampler)
+    with pytest.raises(UserError, match="has blocks of several lengths"):
+        check(toys.sampler("context", scheduler="ascending", blocks="ascending"))
     with pytest.raises(UserError, match="reads from left to right up to its active block"):
         sampler.generate([Infill([1, FREE, FREE, 4])])

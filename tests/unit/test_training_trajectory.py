@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Sampler, Trace, UserError
+from dllm_sampler.blocks.fixed import DEFAULT_LENGTH
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import Trajectories, check, trajectories
 from tests import toys
 from tests.sampling import crossed
 
 TOKENS = 13
+KINDS = ("llada", "gqa", "dream", "causal", "fast")
 
 
 def network(kind: str) -> nn.Module:
@@ -32,10 +34,10 @@ def rollout(kind: str = "llada", **plugins: Any) -> Trace:
     return toys.sampler(kind, **plugins).generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS).trace
 
 
-@pytest.mark.parametrize(("kind", "stop"), crossed(["llada", "gqa", "dream", "causal", "fast"], ["prefix", "truncate"]))
+@pytest.mark.parametrize(("kind", "stop"), crossed([*KINDS, "context"], ["prefix", "truncate"]))
 def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
     """For every token that counts, whatever is packed into a forward; and side by side, where attention allows it."""
-    trace, spec = rollout(kind, stop=stop), toys.denoiser(kind).spec
+    trace, spec = rollout(kind, stop=stop), replace(toys.denoiser(kind).spec, block_length=DEFAULT_LENGTH)
     for parallel in (False, True) if kind in ("causal", "fast") else (False,):
         found = trajectories(trace, spec, after_eos=True, parallel=parallel)
         assert torch.equal(found.valid, (trace.step_map >= 0) & (trace.gone < 0))
