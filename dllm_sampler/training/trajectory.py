@@ -225,17 +225,20 @@ def trajectories(
         trace: of a sampler that `check` accepts.
         spec: of the model.
         after_eos, parallel, single, blank: see `Trajectories`.
-        blocks: length of the blocks that were decoded, which matters in a causal context alone; None: the model's own.
+        blocks: length of the blocks that were decoded, which a causal context alone asks about: of a sampler
+            `sampler.plugins.blocks.lookahead(max_new_tokens)`.
 
     Raises:
         UserError: a trace whose states cannot be rebuilt.
     """
-    length = (blocks or spec.block_length) if spec.attention == "causal_context" else None
-    if length is None and spec.attention == "causal_context":
-        raise UserError("this model's context is causal and it names no block length: give blocks, that of the sampler")
+    causal = spec.attention == "causal_context"
+    if causal and blocks is None:
+        raise UserError(
+            "this model's context is causal: say blocks=, the length of the blocks that the sampler decoded"
+        )
     return Trajectories(
         trace, spec.eos_id, after_eos=after_eos, shift=spec.shift, parallel=parallel, single=single, blank=blank,
-        blocks=length, seeds=spec.seeds,
+        blocks=blocks if causal else None, seeds=spec.seeds,
     )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Sampler, Trace, UserError
-from dllm_sampler.blocks.fixed import DEFAULT_LENGTH
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import Trajectories, check, trajectories
 from tests import toys
@@ -37,9 +36,9 @@ def rollout(kind: str = "llada", **plugins: Any) -> Trace:
 @pytest.mark.parametrize(("kind", "stop"), crossed([*KINDS, "context"], ["prefix", "truncate"]))
 def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
     """For every token that counts, whatever is packed into a forward; and side by side, where attention allows it."""
-    trace, spec = rollout(kind, stop=stop), replace(toys.denoiser(kind).spec, block_length=DEFAULT_LENGTH)
+    trace, spec = rollout(kind, stop=stop), toys.denoiser(kind).spec
     for parallel in (False, True) if kind in ("causal", "fast") else (False,):
-        found = trajectories(trace, spec, after_eos=True, parallel=parallel)
+        found = trajectories(trace, spec, after_eos=True, parallel=parallel, blocks=6)
         assert torch.equal(found.valid, (trace.step_map >= 0) & (trace.gone < 0))
         for budget in (1, 100, 10**6):
             again = found.log_probabilities(network(kind), budget)
