@@ -189,7 +189,8 @@ class DiffusionGemmaDenoiser:
 def capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
     """Logits `[..., V]` of hidden states `[..., D]`, in float32 at least and softly capped."""
     cap, logits = model.final_logit_softcapping, model.lm_head(hidden)
-    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh() * cap
+    found = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_()
+    return found * cap if torch.is_grad_enabled() else found.mul_(cap)  # logits are large, and a gradient needs both
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

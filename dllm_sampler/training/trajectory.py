@@ -41,8 +41,8 @@ class Trajectories:
         single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of the states that
             were; `blank [B, L]` are prompt tokens masked besides.
         blocks: the model's context is causal, and it decoded blocks of this length, counted from the answer's first
-            token. Its states are scored as with `parallel`: a finished block is read from left to right, so that no
-            row of one copy is both.
+            token. Its states are scored as with `parallel`: a finished block is read from left to right and an open one
+            as a whole, which takes two copies of the row.
         seeds: the token before a block predicts the block's first one (Nemotron-Labs-Diffusion).
 
     Raises:
