@@ -42,9 +42,9 @@ def test_a_row_is_the_row_alone_whatever_the_configuration() -> None:
 
 
 def test_bad_inputs_end_in_a_sentence() -> None:
-    tally = tried("inputs", 4, first=100)
+    tally = tried("inputs", 2, first=100)
     assert tally.failed == 0, tally.faults
-    assert tally.counts["refused"] >= 2
+    assert tally.counts["refused"] >= 1
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "candidates", "alpha", "steps"),
     [
-        ("fill", 3, 1.0, 3),
+        pytest.param("fill", 3, 1.0, 3, marks=slow),
         ("fill", 2, 0.0, 2),
         pytest.param("masked", 2, 1.0, 3, marks=slow),
         pytest.param("fill", 4, 0.2, 2, marks=slow),

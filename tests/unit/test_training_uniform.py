@@ -105,7 +105,7 @@ def test_noise(folder: Path) -> None:
     assert noise.weight.sum().item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run(lora: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the command: it learns, is cut off and goes on to the same weights, and what it saves answers."""
     words = [f"model={folder}", f"data={FACTS}", "batch=4", "held_out=2", "new_tokens=16", "warmup=0", "device=cpu"]
