@@ -151,12 +151,9 @@ class Trained:
 
     def recompute(self) -> None:
         """Keep the layers' inputs alone for the backward pass and compute the rest twice: less memory, more time."""
-        if isinstance(self.network, UniformLM):  # transformers takes the cache away from a layer that it runs twice
-            raise UserError(
-                f"train.gradient_checkpointing is not implemented for train.model={self.named}: leave it out, and lower"
-                " train.batch_tokens"
-            )
-        if isinstance(self.network, Transformer):
+        if isinstance(self.network, UniformLM):
+            self.network.recompute()
+        elif isinstance(self.network, Transformer):
             self.network.recompute = True
         else:
             network: Any = self.inner

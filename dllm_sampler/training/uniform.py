@@ -11,6 +11,7 @@ Letters: B rows, L columns, A columns of the longest answer, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.models.diffusion_gemma import additive, capped
@@ -95,10 +97,22 @@ class _Text:
     def __init__(self) -> None:
         self.layers: list[Any] = []
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Keep `[B, H, L, D]` of the next layer."""
-        self.layers.append(SimpleNamespace(keys=keys, values=values))
+    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any) -> tuple[Tensor, Tensor]:
+        """Keep `[B, H, L, D]` of layer `index`, unless the backward pass runs it again."""
+        if index == len(self.layers):
+            self.layers.append(SimpleNamespace(keys=keys, values=values))
         return keys, values
+
+
+def _twice(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A layer's forward that keeps its input alone, and runs again in the backward pass."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*given, **named)
+        return checkpoint(forward, *given, use_reentrant=False, **named)
+
+    return run
 
 
 class UniformLM(nn.Module):
@@ -110,6 +124,15 @@ class UniformLM(nn.Module):
     def __init__(self, model: DiffusionGemmaForBlockDiffusion):
         super().__init__()
         self.model: Any = model
+
+    def recompute(self) -> None:
+        """Keep the layers' inputs, and the encoder's keys and values, for a backward pass; it computes the rest again.
+
+        transformers does so for the decoder alone: a layer of its encoder must not write a cache twice.
+        """
+        inner = self.model.model
+        for layer in (*inner.encoder.language_model.layers, *inner.decoder.layers):
+            layer.forward = _twice(layer.forward)
 
     def forward(
         self, ids: Tensor, length: Tensor, noisy: Tensor, columns: Tensor, prompt: Tensor, again: Tensor, *, read: bool
