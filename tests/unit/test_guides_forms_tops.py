@@ -31,8 +31,8 @@ def test_the_best_of_each_class(pattern: str, main: bool, dtype: torch.dtype) ->
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
     logits[3:6] = logits[3:6].round()
     logits[6:] = torch.where(listed.classes == max(0, listed.main), -torch.inf, logits[6:])
-    found, weight = tops.Tops.of(listed, logits), tops.Tops.of(listed, logits, weigh=True).weight
-    assert weight is not None
+    found, (classes, weight) = tops.Tops.of(listed, logits), tops.masses(listed, logits)
+    assert torch.equal(found.free, logits.argmax(1)) and torch.equal(found.classes, classes)
     for kind in range(listed.stays):
         own = logits.masked_fill(listed.classes != kind, -torch.inf)
         first = torch.where((own == own.amax(1, keepdim=True)) & (listed.classes == kind), 1, 0).argmax(1)

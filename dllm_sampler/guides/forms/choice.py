@@ -18,12 +18,11 @@ from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Whole
-from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
-from dllm_sampler.guides.forms.tops import Tops, best, floor, rows_at_once, total
+from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, rows_at_once, total
 from dllm_sampler.guides.forms.window import ROOM, Window
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
@@ -227,14 +226,13 @@ def posterior(
     To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
     certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
     """
-    lattice, tops = Lattice.of(edges, canvas, answers, mask_id, eos_id), Tops.of(edges, logits, weigh=True)
-    assert tops.weight is not None
-    mass = lattice.values(_relative(tops.weight, tops.weight.amax(1, keepdim=True)), lattice.sizes)
+    lattice, (classes, weight) = Lattice.of(edges, canvas, answers, mask_id, eos_id), masses(edges, logits)
+    mass = lattice.values(_relative(weight, weight.amax(1, keepdim=True)), lattice.sizes)
     factor = answers.pick(lattice.factors(*lattice.around(mass)).view(*answers.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
     factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
     # Where another guide forbids all that fits, tokens of a class are alike: 0 in place of their -inf.
-    barred = (tops.classes + factor).amax(1, keepdim=True) == -torch.inf
+    barred = (classes + factor).amax(1, keepdim=True) == -torch.inf
     least = torch.zeros_like(barred, dtype=logits.dtype).masked_fill(~barred, -torch.inf)
     factor = factor.to(torch.promote_types(logits.dtype, torch.float32))
     found, rows = factor.index_select(1, edges.classes), rows_at_once(logits)
@@ -260,24 +258,21 @@ def choose(
         whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
         eos_id: the end token, where it must not stand before given tokens (`Canvas.given`).
     """
-    lattice, tops, freely = Lattice.of(edges, canvas, answers, mask_id, eos_id), Tops.of(edges, noisy), argmax(noisy)
-    score = _relative(tops.classes, noisy.gather(1, freely[:, None]))
+    lattice, tops = Lattice.of(edges, canvas, answers, mask_id, eos_id), Tops.of(edges, noisy)
+    score = _relative(tops.classes, noisy.gather(1, tops.free[:, None]))
     full = None if whole is None else Tops.of(edges, whole[1])
     if full is not None:
         score = _instead(score, full.classes)
     # The class of the token that would be chosen freely wins a tie.
-    own = edges.classes[freely][:, None] == select.numbers(len(edges.sizes), noisy.device)
+    own = edges.classes[tops.free][:, None] == select.numbers(len(edges.sizes), noisy.device)
     score = torch.where(own, score, score.clamp(max=-TIE))
     values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
     if draws:
         # What was drawn of the class `main` is likely: noise adds 25 at most to what the best token is ahead.
-        weight = Tops.of(edges, logits, weigh=True, near=tops.main).weight
-        assert weight is not None
+        _, weight = masses(edges, logits, tops.main)
         chance = _relative(weight, weight.amax(1, keepdim=True))
         if whole is not None:
-            rest = Tops.of(edges, whole[0], weigh=True, near=None if full is None else full.main).weight
-            assert rest is not None
-            chance = _instead(chance, rest)
+            chance = _instead(chance, masses(edges, whole[0], None if full is None else full.main)[1])
         mass = lattice.values(chance, lattice.sizes)
         taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, lattice))
     else:

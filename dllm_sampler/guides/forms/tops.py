@@ -49,32 +49,23 @@ class Tops:
 
     tiles: Tensor  # [R, G] of each tile
     classes: Tensor  # [R, C+2]
-    weight: Tensor | None  # [R, C+2] float64 logarithm of the sum of each class's exp(logits)
-    main: Tensor | None  # [R] the first token of the class `Edges.main` with its best logit; None: not looked for
+    free: Tensor  # [R] the first token of all with the best logit
+    main: Tensor | None = None  # [R] the same of the class `Edges.main`; None: there is no such class
 
     @staticmethod
-    def of(edges: Edges, logits: Tensor, weigh: bool = False, near: Tensor | None = None) -> Tops:
-        """Those of logits `[R, V]`; `weigh`: their sums too, in place of the best token of the class `Edges.main`.
-
-        Args:
-            near: `[R]` tokens of the class `Edges.main` that are not much less likely than its best one, if known.
-        """
-        parts, size = [], rows_at_once(logits)
-        for begin, rows in enumerate(logits.split(size)):
-            known = None if near is None else near[begin * size : (begin + 1) * size]
-            main = () if edges.main < 0 else _main(edges.outside, rows, weigh, known)
-            parts.append((*_tiles(edges, rows, weigh), *main))
-        tiles, sums, *main = (torch.cat(part) for part in zip(*parts, strict=True))
-        size = len(edges.sizes)
-        classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
-        weight = total(sums, edges.tile_kind, floor(sums, size, True)) if weigh else None
+    def of(edges: Edges, logits: Tensor) -> Tops:
+        """Those of logits `[R, V]`."""
+        parts = []
+        for rows in logits.split(rows_at_once(logits)):  # all that reads some rows does so while a cache has them
+            main = () if edges.main < 0 else _best(rows + edges.outside.to(rows.dtype))
+            parts.append((_tiled(edges, rows).amax(2), argmax(rows), *main))
+        tiles, free, *main = (torch.cat(part) for part in zip(*parts, strict=True))
+        classes = best(tiles, edges.tile_kind, floor(tiles, len(edges.sizes), False))
         if not main:
-            return Tops(tiles, classes, weight, None)
-        found, classes[:, edges.main] = main
-        if weight is None:
-            return Tops(tiles, classes, None, found)
-        weight[:, edges.main] = found
-        return Tops(tiles, classes, weight, None)
+            return Tops(tiles, classes, free)
+        token, classes[:, edges.main] = main
+        none = classes[:, edges.main] == -torch.inf  # all are forbidden: the first token stands for them
+        return Tops(tiles, classes, free, torch.where(none, argmax(edges.outside), token))
 
     def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
         """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
@@ -86,32 +77,59 @@ class Tops:
         return found if self.main is None else torch.where(kind == edges.main, self.main, found)
 
 
+def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`[R, C+2]` the best logit of each class, and float64 logarithm of its sum of exp(logits), of logits `[R, V]`.
+
+    Args:
+        near: `[R]` tokens of the class `Edges.main` that are not much less likely than its best one, which stand for
+            it; None: look for the best ones.
+    """
+    parts, size = [], rows_at_once(logits)
+    for begin, rows in enumerate(logits.split(size)):
+        known = None if near is None else near[begin * size : (begin + 1) * size]
+        main = () if edges.main < 0 else _mass(rows + edges.outside.to(rows.dtype), known)
+        parts.append((*_tile_masses(edges, rows), *main))
+    tiles, sums, *main = (torch.cat(part) for part in zip(*parts, strict=True))
+    size = len(edges.sizes)
+    classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
+    mass = total(sums, edges.tile_kind, floor(sums, size, True))
+    if main:
+        classes[:, edges.main], mass[:, edges.main] = main
+    return classes, mass
+
+
 def rows_at_once(logits: Tensor) -> int:
     """How many rows of logits `[R, V]` are worked on at once."""
     return max(1, CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
 
 
-def _tiles(edges: Edges, logits: Tensor, weigh: bool) -> tuple[Tensor, Tensor]:
+def _tiled(edges: Edges, logits: Tensor) -> Tensor:
+    """`[R, G, TILE]` the logits of each tile's tokens."""
+    return logits.index_select(1, edges.tiles.flatten()).view(len(logits), *edges.tiles.shape)
+
+
+def _tile_masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
     """`[R, G]` the best of each tile, and float64 logarithm of its sum of exp(logits)."""
-    each = logits.index_select(1, edges.tiles.flatten()).view(len(logits), *edges.tiles.shape)
+    each = _tiled(edges, logits)
     top = each.amax(2)
-    if not weigh:
-        return top, top
     each = each.to(torch.promote_types(each.dtype, torch.float32))
     least = top.to(each.dtype).clamp(min=torch.finfo(each.dtype).min)
     mass = each.sub_(least[..., None]).exp_().mul_(edges.filled).sum(2)
     return top, mass.double().log_().add_(least)
 
 
-def _main(outside: Tensor, logits: Tensor, weigh: bool, near: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`[R]` of the tokens for which `outside [V]` is 0 the first best one or the logarithm of their sum; its logit."""
-    own = logits + outside.to(logits.dtype)
+def _best(own: Tensor) -> tuple[Tensor, Tensor]:
+    """`[R]` the first token with the best logit of `own [R, V]`, and that logit."""
+    token = argmax(own)
+    return token, own.gather(1, token[:, None])[:, 0]
+
+
+def _mass(own: Tensor, near: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`[R]` the best logit of `own [R, V]`, or that of `near [R]`, and float64 logarithm of the sum of exp(own)."""
     token = argmax(own) if near is None else near
     top = own.gather(1, token[:, None])[:, 0]
-    if not weigh:
-        return torch.where(top == -torch.inf, argmax(outside), token), top
     precise = torch.promote_types(own.dtype, torch.float32)
     share = torch.softmax(own, 1, dtype=precise, out=own if own.dtype == precise else None)
     # A token's share is exp(logit) / sum of exp(logits): from one that is likely follows the sum.
     mass = top.double() - share.gather(1, token[:, None])[:, 0].double().log()
-    return mass.masked_fill(top == -torch.inf, -torch.inf), top
+    return top, mass.masked_fill(top == -torch.inf, -torch.inf)
