@@ -278,7 +278,7 @@ class FineTuner:
         found = []
         size = max(self.batch_size, samples)  # answers to one prompt may have to begin together
         options: dict[str, Any] = {"max_new_tokens": self.new_tokens, "seed": seed, "samples": samples}
-        with self.autocast():
+        with self.autocast(), self.trained.sampling():
             for answer in sampler.generate_many(prompts, batch_size=size, order="given", **options):
                 if answer.finish_reason == "not_finite":
                     raise NotFiniteError(answer.nfe, [answer.index + 1])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,11 +41,17 @@ def check_alone(task: str) -> None:
         raise UserError(f"train={task} runs in one process, and this is one of several: start it without torchrun")
 
 
-def shard(network: nn.Module, device: torch.device, processes: int) -> None:
-    """Spread a network's weights over all processes, in place; a layer's come together when it is run."""
+Unit = nn.Module | list[nn.Module]  # a module whose weights come together when it runs, or several that run together
+
+
+def shard(network: nn.Module, device: torch.device, processes: int, units: Iterable[Unit] | None = None) -> None:
+    """Spread a network's weights over all processes, in place; those of a unit come together when it is run.
+
+    units: by default the layers
+    """
     mesh = init_device_mesh(device.type, (processes,))
-    for layer in list(_layers(network)):
-        fully_shard(layer, mesh=mesh)
+    for unit in list(_layers(network)) if units is None else units:
+        fully_shard(unit, mesh=mesh)
     fully_shard(network, mesh=mesh)
 
 
@@ -62,6 +69,24 @@ def reshard(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def gathered(network: nn.Module) -> Iterator[None]:
+    """All weights in each process, until this is left; all of them must enter and leave it.
+
+    The network has made a forward before: FSDP2 takes the first module that runs for the outermost one.
+    """
+    units = [module for module in network.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
 
 
 def anyone(holds: bool, device: torch.device) -> bool:

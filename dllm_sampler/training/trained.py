@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -120,13 +120,10 @@ class Trained:
         Before there is an optimizer: sharding replaces the weights.
         """
         self.sharded = shard and accelerator.num_processes > 1
-        if self.sharded and isinstance(self.network, UniformLM):
-            raise UserError(
-                f"train.shard spreads layers over the processes, and train.model={self.named} has each in two places,"
-                " its encoder and its decoder: leave it out"
-            )
         if self.sharded:
-            sharding.shard(self.inner, accelerator.device, accelerator.num_processes)
+            units = self.network.units() if isinstance(self.network, UniformLM) else None
+            whole = self.inner if units is None else self.network
+            sharding.shard(whole, accelerator.device, accelerator.num_processes, units)
         elif accelerator.num_processes > 1:
             self.wrapped = accelerator.prepare_model(self.network, device_placement=False)
         if isinstance(self.denoiser, TransformerDenoiser) and isinstance(self.network, Transformer):
@@ -161,6 +158,15 @@ class Trained:
             name = "activation" if hasattr(network, "activation_checkpointing_enable") else "gradient"
             enable = getattr(network, f"{name}_checkpointing_enable")
             enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """What the model is sampled from under.
+
+        A sharded DiffusionGemma is whole in each process there: its prompts are answered batch by batch, with different
+        numbers of forwards.
+        """
+        uniform = self.sharded and isinstance(self.network, UniformLM)
+        return sharding.gathered(self.network) if uniform else nullcontext()
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.models.diffusion_gemma import additive, capped
-from dllm_sampler.training import masking
+from dllm_sampler.training import masking, sharding
 from dllm_sampler.training.masking import Rows
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class UniformLM(nn.Module):
     def __init__(self, model: DiffusionGemmaForBlockDiffusion):
         super().__init__()
         self.model: Any = model
+        self.spread = False  # whether processes share the weights, and so make the same forwards
 
     def recompute(self) -> None:
         """Keep the layers' inputs, and the encoder's keys and values, for a backward pass; it computes the rest again.
@@ -133,6 +134,22 @@ class UniformLM(nn.Module):
         inner = self.model.model
         for layer in (*inner.encoder.language_model.layers, *inner.decoder.layers):
             layer.forward = _twice(layer.forward)
+
+    def units(self) -> list[sharding.Unit]:
+        """What to spread over processes; from here on these do.
+
+        A layer of the encoder has the weights of one of the decoder. FSDP2 takes a weight in one module alone, so the
+        large parts of both layers become the same modules.
+        """
+        self.spread, units = True, list[sharding.Unit]()
+        inner = self.model.model
+        for own, other in zip(inner.decoder.layers, inner.encoder.language_model.layers, strict=True):
+            products = {name: part for name, part in own.self_attn.named_children() if name.endswith("_proj")}
+            for name, part in products.items():
+                setattr(other.self_attn, name, part)
+            other.mlp, other.experts = own.mlp, own.experts
+            units += [list(products.values()), own.mlp, own.experts]
+        return units
 
     def forward(
         self, ids: Tensor, length: Tensor, noisy: Tensor, columns: Tensor, prompt: Tensor, again: Tensor, *, read: bool
@@ -181,8 +198,8 @@ class UniformLM(nn.Module):
             ).last_hidden_state
             return capped(self.model, found)
 
-        known = None
-        if again.any():
+        known, repeats = None, bool(again.any())
+        if sharding.anyone(repeats, ids.device) if self.spread else repeats:
             with torch.no_grad():
                 known = decoded(None)
         found = [decoded(known)]

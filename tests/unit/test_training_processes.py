@@ -197,15 +197,19 @@ def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_processes_do_not_change_a_loss_of_uniform_diffusion(lora: bool, tmp_path: Path) -> None:
-    """One process; two under DDP that run layers twice; two that are killed in the second step, and go on."""
+    """One process; two that run layers twice under DDP; two that share the weights (FSDP2), and run layers twice; and
+    two that share them, are killed in the second step, and go on without sharing them."""
     (tmp_path / "killer.py").write_text(KILLER)
     words = [f"model={tiny.write('diffusion-gemma', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}"]
     words += ["steps=4", *TASKS["sft"], "evaluate_every=1", *(["lora={r: 2, alpha: 4, dropout: 0}"] if lora else [])]
-    for output, processes, more in (("one", 1, []), ("two", 2, ["gradient_checkpointing=true"])):
-        ran(tmp_path, processes, "sft", *words, f"output={output}", *more)
-    killed(tmp_path, "sft", *words)
+    twice, sharded = "gradient_checkpointing=true", "shard=true"
+    rarely = [sharded, "batch_tokens=200", "checkpoint_every=9"]  # saving would have the weights gathered again
+    outputs = {"one": [], "two": [twice], "sharded": rarely, "both": [sharded, twice]}
+    for output, more in outputs.items():
+        ran(tmp_path, 1 if output == "one" else 2, "sft", *words, f"output={output}", *more)
+    killed(tmp_path, "sft", *words, sharded)
     ran(tmp_path, 2, "sft", *words, "output=parts")
-    same(tmp_path, "one", "two", "parts", rounding=1e-5)  # logits are float32, whatever the weights
+    same(tmp_path, *outputs, "parts", rounding=1e-5)  # logits are float32, whatever the weights
 
 
 @pytest.mark.slow

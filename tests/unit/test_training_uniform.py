@@ -12,10 +12,11 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from dllm_sampler import UserError
+from dllm_sampler import Sampler
 from dllm_sampler.cli import main as sample
-from dllm_sampler.training import cli
+from dllm_sampler.training import cli, sharding
 from dllm_sampler.training.masking import Rows, collate
 from dllm_sampler.training.trained import Trained
 from dllm_sampler.training.uniform import Noise, UniformLoss
@@ -214,10 +215,25 @@ def test_what_is_refused(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_weights_are_not_spread(folder: Path) -> None:
-    class Two:
-        num_processes = 2
-
+def test_spread_weights_are_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    """FSDP2 among one process: loss, gradients and answers. Two processes: `test_training_processes.py`."""
     it: Any = trained(folder)
-    with pytest.raises(UserError, match=r"train\.shard spreads layers over the processes"):
-        it.wrap(Two(), True)
+    loss, question = UniformLoss(it.denoiser.spec, 0.5, 0.7), [[5, 6, 7]]
+    (noise,) = loss.draw(ROWS, torch.Generator().manual_seed(7))
+    answer = Sampler(it.denoiser, scheduler="entropy_renoise").generate(question, max_new_tokens=20)
+    total = loss.of(it.network, ROWS, noise)
+    whole, names = gradients(it, total), it.network.state_dict().keys()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        sharding.shard(it.network, torch.device("cpu"), 1, it.network.units())
+        found = loss.of(it.network, ROWS, noise)
+        assert torch.equal(found, total) and it.network.state_dict().keys() == names
+        for name, gradient in gradients(it, found).items():
+            torch.testing.assert_close(sharding.whole(gradient), whole[name], msg=name)
+        it.sharded = True
+        with it.sampling():
+            again = Sampler(it.denoiser, scheduler="entropy_renoise").generate(question, max_new_tokens=20)
+        assert torch.equal(again.tokens, answer.tokens)
+        assert all(isinstance(weight, DTensor) for weight in it.network.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
