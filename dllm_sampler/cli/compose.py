@@ -29,6 +29,12 @@ HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, T
 _LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
 _LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
 
+# Hydra's own groups, which nothing here reads: without them composing takes a quarter less time.
+_UNREAD = [
+    f"~hydra/{group}"
+    for group in ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
+]
+
 
 @dataclass(frozen=True)
 class App:
@@ -108,7 +114,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
 def _compose(app: App, words: list[str]) -> tuple[DictConfig, dict[str, Any]]:
     # OmegaConf cleans up after an exception: Ctrl-C at the wrong moment would end as an AttributeError of its own.
     with uninterrupted(), initialize_config_module(PACKAGED, job_name=app.root, version_base="1.3"):
-        cfg = compose(app.root, overrides=words, return_hydra_config=True)
+        cfg = compose(app.root, overrides=[*words, *_UNREAD], return_hydra_config=True)
     chosen = OmegaConf.to_container(cfg.hydra.runtime.choices)
     OmegaConf.set_struct(cfg, False)
     del cfg["hydra"]

@@ -90,7 +90,9 @@ PAIRS = [pair for pair in product(cases.settings("scheduler"), config.names("sto
 
 @pytest.mark.parametrize(
     "pair",
-    sampled(PAIRS, lambda pair: (pair[0]["name"], pair[1]), name=lambda pair: f"{cases.label(pair[0])}-{pair[1]}"),
+    sampled(
+        PAIRS, lambda pair: (*cases.kinds(pair[0]), pair[1]), name=lambda pair: f"{cases.label(pair[0])}-{pair[1]}"
+    ),
 )
 def test_the_cache_is_exact(pair: tuple[cases.Settings, str]) -> None:
     scheduler, stop = pair

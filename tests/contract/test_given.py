@@ -95,7 +95,7 @@ def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
         assert_same_row(result, 0, case.generate([0]))
 
 
-@pytest.mark.parametrize("case", thinned([case for case in JOINS if case in SERVED], "stop", "blocks"))
+@pytest.mark.parametrize("case", thinned([case for case in JOINS if case in SERVED], "blocks"))
 def test_in_flight(case: Case) -> None:
     random = Random(case.id)
     order = [random.randrange(ROWS) for _ in range(4)] + [1]

@@ -269,7 +269,7 @@ class TestMaskToken:
         assert not (last.result.tokens == toys.MASK).any()
 
 
-@pytest.mark.parametrize("scheduler", cases.one_each("scheduler"))
+@pytest.mark.parametrize("scheduler", cases.one_of_each_kind())
 def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     """Fast-dLLM's invariant 7, for whatever is greedy: permuting vocabulary ids permutes the answers."""
     if "verifier" in scheduler:

@@ -21,6 +21,7 @@ from dllm_sampler.kernels.backend import FallbackWarning
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import CASES, Case, thinned
+from tests.sampling import sampled
 from tests.taped import pair
 
 JOINS = [case for case in CASES if obstacle(case.sampler.plugins, case.sampler.noise, case.sampler.denoiser) is None]
@@ -42,7 +43,7 @@ def assert_same(sampler: Sampler, answers: list[Answer], tokens: int | list[int]
             assert torch.equal(answer.trace.rows, alone.trace.rows), answer.index
 
 
-@pytest.mark.parametrize("case", thinned(JOINS, "scheduler", "cache"))
+@pytest.mark.parametrize("case", thinned(JOINS, "cache", "stop", "traits"))
 def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
     random = Random(case.id)
     options: dict[str, Any] = {"poll_every": random.choice([1, 1, 3])}
@@ -112,7 +113,7 @@ def test_all_but_a_few_can_join() -> None:
     assert_same(sampler, answers, 8, 0)
 
 
-@pytest.mark.parametrize("case", thinned([case for case in CASES if case not in JOINS]))
+@pytest.mark.parametrize("case", thinned([case for case in CASES if case not in JOINS], "cache", "traits"))
 def test_batches_of_answers_of_several_lengths(case: Case) -> None:
     tokens = [8, 14, 11, 9, 8, 11, 14]
     answers = list(case.sampler.generate_many(PROMPTS, batch_size=4, max_new_tokens=tokens, batching="static"))
@@ -166,7 +167,7 @@ def test_what_holds_for_the_whole_batch_is_noticed(kept: Any) -> None:
     assert_same(sampler, answers, 8, 0)
 
 
-@pytest.mark.parametrize("max_steps", [2, 5])
+@pytest.mark.parametrize("max_steps", sampled([2, 5]))
 def test_rows_that_are_given_up_disturb_no_other(max_steps: int) -> None:
     """What they leave in their places is no part of anything."""
     for seed in range(8):

@@ -18,7 +18,7 @@ from dllm_sampler.engine import layout
 from dllm_sampler.infill import FREE, Infill
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
-from tests.contract.cases import Settings, label, settings
+from tests.contract.cases import Settings, kinds, label, settings
 from tests.contract.test_batching import assert_same_row
 from tests.sampling import crossed, sampled
 
@@ -141,7 +141,7 @@ def test_rows_of_a_batch_are_rows_alone(method: str, toy: str, plugins: dict[str
 
 INSIDE = sampled(
     list(product([DAEDAL, RHO], settings("scheduler"))),
-    lambda pair: [pair[1]["name"]],
+    lambda pair: kinds(pair[1]),
     lambda pair: f"{pair[0]['name']}-{label(pair[1])}",
 )
 

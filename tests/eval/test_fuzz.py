@@ -287,6 +287,7 @@ def test_what_a_process_waits_for_a_core_does_not_count(monkeypatch: pytest.Monk
     assert [one.spent() for _ in range(4)] == [10 - 8, 20 - 8 - 3, 30 - 8 - 3, 30 - 8 - 3]
 
 
+@pytest.mark.slow
 def test_waits_for_a_core_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes that compute all the time, on one core: each waits half of it."""
     code = "import time, os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); end = time.monotonic() + 1.5\n"

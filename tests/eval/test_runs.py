@@ -105,6 +105,7 @@ def test_steps_that_cannot_be_recorded_are_refused(tmp_path: Path) -> None:
     assert why == "cuda_graph=true cannot be: graphs are CUDA's, and the model is on cpu"
 
 
+@pytest.mark.slow
 def test_the_oracle_is_not_slower_than_what_was_run(tmp_path: Path) -> None:
     """Its own forwards, before the smaller of the two counts; it gives the very answers."""
     saved = 0
@@ -123,7 +124,9 @@ def test_the_oracle_is_not_slower_than_what_was_run(tmp_path: Path) -> None:
     assert saved > 0
 
 
-@pytest.mark.parametrize("how", [["scheduler=threshold"], ["batching=static", "dtype=float32"]])
+@pytest.mark.parametrize(
+    "how", [["scheduler=threshold"], pytest.param(["batching=static", "dtype=float32"], marks=pytest.mark.slow)]
+)
 def test_workers_change_nothing(tmp_path: Path, how: list[str]) -> None:
     shares = tuple(Share(rank, 3) for rank in range(3))
     how = [*how, "task.operation=shuffle", "oracle=false"]
@@ -133,7 +136,8 @@ def test_workers_change_nothing(tmp_path: Path, how: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "batching"), [("threshold", "in_flight"), ("threshold", "static"), ("wino", "static")]
+    ("scheduler", "batching"),
+    [("threshold", "in_flight"), pytest.param("threshold", "static", marks=pytest.mark.slow), ("wino", "static")],
 )
 def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, batching: str

@@ -13,7 +13,7 @@ from diffusers.schedulers.scheduling_block_refinement import BlockRefinementSche
 from dllm_sampler import UserError, config
 from dllm_sampler.errors import NotFiniteError
 from tests import toys
-from tests.contract.cases import Settings, one_each
+from tests.contract.cases import Settings, one_each, one_of_each_kind
 from tests.integrations.pipelines import (
     LENGTH,
     MASK,
@@ -34,7 +34,7 @@ def drawn(number: int) -> tuple[torch.Generator, int]:
     return torch.Generator().manual_seed(number), int(seed)
 
 
-@pytest.mark.parametrize("scheduler", one_each("scheduler"))
+@pytest.mark.parametrize("scheduler", one_of_each_kind())  # all of them go through the engine of test_block
 @pytest.mark.parametrize("temperature", [None, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_pipeline_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
     mine, _ = in_blocks(scheduler)

@@ -20,12 +20,14 @@ from dllm_sampler import config
 from dllm_sampler.integrations import rows, serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
-from tests.contract.cases import Settings, one_each
+from tests.contract.cases import Settings, one_of_each_kind
 from tests.contract.test_syncs import _Operations
 from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
+from tests.sampling import crossed
 
-LOCAL = [one for one in one_each("scheduler") if config.build("scheduler", one.values[0]).traits.scope == "block"]
+# All of them go through the engine of test_block.
+LOCAL = [one for one in one_of_each_kind() if config.build("scheduler", one.values[0]).traits.scope == "block"]
 PER_BLOCK = 4
 
 
@@ -142,8 +144,7 @@ def test_a_prompt_may_hold_the_mask(registered: str, fdfo: bool) -> None:
     assert other.ids[:LENGTH] == prompt[:LENGTH] and toys.MASK not in [*found.answer, *other.answer]
 
 
-@pytest.mark.parametrize("scheduler", ["threshold", "klass", "editing"])
-@pytest.mark.parametrize("fdfo", [True, False])
+@pytest.mark.parametrize(("scheduler", "fdfo"), crossed(["threshold", "klass", "editing"], [True, False]))
 def test_a_row_that_fails_ends_alone(
     registered: str, scheduler: str, fdfo: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -45,7 +45,7 @@ def random(rows: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[Tenso
     return hidden, (torch.randn(vocab, width, generator=generator) / width**0.5 * 4).to(dtype)
 
 
-@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("rows", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_a_stored_product(rows: int) -> None:
     hidden, weight = random(rows, 120, 96, torch.bfloat16)
     stored = hidden @ weight.T
@@ -90,7 +90,9 @@ def test_float32_keeps_all_its_digits() -> None:
 
 
 @KERNELS
-@pytest.mark.parametrize(("rows", "dtype"), [(3, torch.float32), (70, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(3, torch.float32), pytest.param(70, torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_rows_that_are_not_finite(kernel: Any, rows: int, dtype: torch.dtype) -> None:
     hidden, weight = random(rows, 150, 8, dtype)
     sampling = Sampling(temperature=0.5, keys=checks.keys_of(rows))

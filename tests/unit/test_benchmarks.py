@@ -202,7 +202,11 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
         ("branches --model smoke --branches 1,4 --repeats 1", "over one branch"),
         ("block_rule --smoke --schedulers threshold,klass", "ratio to plain"),
         ("ceilings --smoke", "driver: "),
-        ("forms --count 1 --vocab 300 --length 32 --repeats 1", "ms per step and row: 300 tokens"),
+        pytest.param(
+            "forms --count 1 --vocab 300 --length 32 --repeats 1",
+            "ms per step and row: 300 tokens",
+            marks=pytest.mark.slow,
+        ),
         ("rewards --count 1 --candidates 2", "sudoku"),
         ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),
         ("decode_step --smoke --windows 4 --slots 16 --kinds uncached,official --official a.py", "of them differ from"),

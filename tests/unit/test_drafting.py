@@ -172,6 +172,7 @@ def test_auto_changes_no_token() -> None:
     assert max(max(table) for table in plugin.measured.tables.values()) > 1
 
 
+@pytest.mark.slow
 def test_mini_needs_fewer_forwards() -> None:
     prompts = ["reverse : red blue green", "copy : red blue", "2 + 3 + 4 ="]
     alone, drafted = (

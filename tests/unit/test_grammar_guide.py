@@ -13,6 +13,7 @@ from dllm_sampler.guides import Grammar
 from dllm_sampler.guides.grammar import END, Language
 from tests import toys
 from tests.contract.cases import toy_for
+from tests.sampling import crossed
 
 # Nested lists of letters, in which the toys' tokens are pieces: "ab", "abc", "true" ...
 LISTS = """
@@ -74,8 +75,9 @@ def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
             assert Language.parse(LISTS, "lists").accepts(found.texts[row].encode())
 
 
-@pytest.mark.parametrize("cache", ["none", "dual", "prefix", "elastic", "sparse"])
-@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.parametrize(
+    ("cache", "temperature"), crossed(["none", "dual", "prefix", "elastic", "sparse"], [None, 1.0])
+)
 def test_rows_are_as_alone(cache: str, temperature: float | None, grammar: str) -> None:
     options: dict[str, Any] = {"guide": Grammar(grammar, tries=20), "cache": cache, "temperature": temperature}
     sampler = toys.sampler(scheduler={"name": "fixed", "steps": 5}, stop="prefix", **options)

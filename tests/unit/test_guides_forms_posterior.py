@@ -14,10 +14,13 @@ from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import EndTokens, Temperature
 from tests import toys
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, laid_out, law, ruled, strings
+from tests.sampling import crossed
 
 
-@pytest.mark.parametrize("temperature", [None, Temperature(0.6), Temperature(0.6, measured=True)])
-@pytest.mark.parametrize("pattern", [*PATTERNS, "(?s).*"])
+@pytest.mark.parametrize(
+    ("pattern", "temperature"),
+    crossed([*PATTERNS, "(?s).*"], [None, Temperature(0.6), Temperature(0.6, measured=True)]),
+)
 def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Temperature | None) -> None:
     """All statistics: some masks are not asked about, some that stands is; rows end early; ids beyond the tokenizer."""
     generator, vocab, needs = torch.Generator().manual_seed(6), 9, {"margin", "gap", "entropy", "current", "logits"}

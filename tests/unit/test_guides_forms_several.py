@@ -19,6 +19,7 @@ from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
+from tests.sampling import crossed
 from tests.taped import on_tape
 
 LISTED = ("(ab|c)*", "a?b{2}c?", "abab|cc")
@@ -56,8 +57,7 @@ def test_the_mask_is_in_no_form() -> None:
     assert found.token[0].tolist() == [[3, 3, 3, 3]] and bool((found.confidence[0] == 1).all())
 
 
-@pytest.mark.parametrize("temperature", [None, 1.0])
-@pytest.mark.parametrize("scheduler", ["threshold", "wino", "freedave"])
+@pytest.mark.parametrize(("scheduler", "temperature"), crossed(["threshold", "wino", "freedave"], [None, 1.0]))
 def test_rows_are_as_with_their_form_alone(scheduler: str, temperature: float | None) -> None:
     options: dict[str, Any] = {"scheduler": scheduler, "temperature": temperature}
     it = toys.sampler(guide=Regex(tuple(PATTERNS), posterior=True), **options)

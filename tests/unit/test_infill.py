@@ -20,6 +20,7 @@ from dllm_sampler import Infill, Sampler, Trace, UserError, config
 from dllm_sampler.core.given import FREE
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
+from tests.sampling import crossed
 
 PROMPT = [5, 11, 3]
 
@@ -314,8 +315,7 @@ def test_the_verifier_reads_what_an_answer_begins_with() -> None:
 CACHES = [name for name in config.names("cache") if name not in ("block_causal", "sub_block", "dkv_greedy")]
 
 
-@pytest.mark.parametrize("kind", ["llada", "dream"])
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("cache", "kind"), crossed(CACHES, ["llada", "dream"]))
 def test_an_answer_that_stands_alone_begins_at_the_first_column(cache: str, kind: str) -> None:
     """Also where a model predicts a token from the one before it. Rows join and leave: each is what it is alone."""
     sampler = made(
