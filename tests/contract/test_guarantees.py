@@ -32,8 +32,8 @@ def revises(case: Case) -> bool:
 
 
 FIXED = [case for case in CASES if case.scheduling.traits.initial is None]  # of others columns move: see test_lengths
-once = pytest.mark.parametrize("case", thinned(case for case in FIXED if not revises(case)))
-again = pytest.mark.parametrize("case", thinned(case for case in CASES if revises(case)))
+once = pytest.mark.parametrize("case", thinned((case for case in FIXED if not revises(case)), "scheduler", "stop"))
+again = pytest.mark.parametrize("case", thinned((case for case in CASES if revises(case)), "scheduler", "stop"))
 
 
 @again
@@ -136,7 +136,7 @@ def test_prompts_and_padding_stay(case: Case) -> None:
         assert set(steps[: trace.origin]) == {-1}
 
 
-@pytest.mark.parametrize("case", thinned(CASES, "cache", "stop", "traits"))
+@pytest.mark.parametrize("case", thinned(CASES, "stop", "traits"))
 def test_how_often_the_host_looks_changes_nothing(case: Case) -> None:
     always = case.stream()[-1].result
     assert always is not None
@@ -169,7 +169,7 @@ def test_max_steps_gives_up(case: Case) -> None:
 CACHES = cases.settings("cache")
 
 
-@pytest.mark.parametrize("case", thinned(CASES, "cache", "guide", "traits"))
+@pytest.mark.parametrize("case", thinned(CASES, "guide", "traits"))
 def test_stopping_early_changes_nothing_before_the_end_token(case: Case) -> None:
     rows = list(range(len(toys.PROMPTS)))
     early = ("prefix", "block")[len(case.id) % 2 and not case.sampler.plugins.blocks.several]

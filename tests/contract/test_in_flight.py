@@ -43,7 +43,7 @@ def assert_same(sampler: Sampler, answers: list[Answer], tokens: int | list[int]
             assert torch.equal(answer.trace.rows, alone.trace.rows), answer.index
 
 
-@pytest.mark.parametrize("case", thinned(JOINS, "cache", "stop", "traits"))
+@pytest.mark.parametrize("case", thinned(JOINS, "cache", "traits"))
 def test_an_answer_is_that_of_its_prompt_alone(case: Case) -> None:
     random = Random(case.id)
     options: dict[str, Any] = {"poll_every": random.choice([1, 1, 3])}

@@ -40,7 +40,7 @@ STATIC = [
 ]
 
 
-@pytest.mark.parametrize("case", thinned(STATIC, "cache", "stop", "traits"))
+@pytest.mark.parametrize("case", thinned(STATIC, "cache", "traits"))
 def test_replayed_steps_are_the_steps(case: Case) -> None:
     plain, it, engine = pair(case.toy, **case.plugins)
     prompts, seeds = [toys.PROMPTS[0], toys.PROMPTS[4]], [toys.SEEDS[0], toys.SEEDS[4]]

@@ -51,7 +51,7 @@ from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.svdd import SoftValueGuided
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.contract.cases import Settings, label, settings
+from tests.contract.cases import Settings, one_each
 
 WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     AmongTop: AmongTop,
@@ -278,7 +278,7 @@ class Watched(Around):
         return self.inner.tell(canvas, query, readout, carry)
 
 
-@pytest.mark.parametrize("scheduler", settings("scheduler"), ids=label)
+@pytest.mark.parametrize("scheduler", one_each("scheduler"))
 def test_a_scheduler_that_says_so_asks_for_the_block(scheduler: Settings) -> None:
     inner = config.build("scheduler", scheduler)
     if not inner.traits.asks_block:

@@ -54,6 +54,7 @@ def test_a_long_run(name: str, seconds: int, tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [f"tally-{name}-1-0.json"]
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_batch_is_found_and_made_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that count a step too many where there are two of them."""
     advance = Canvas.advance

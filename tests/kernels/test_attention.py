@@ -27,7 +27,7 @@ def test_heads_share_keys(heads, kv_heads):
     checks.attention(*oracles.pack(heads, heads=heads, kv_heads=kv_heads, counts=(5, 1, 9)))
 
 
-@pytest.mark.parametrize("seed", sampled(range(20), lambda seed: [seed % 3]))
+@pytest.mark.parametrize("seed", sampled(range(20), lambda seed: [seed % 2]))
 def test_every_combination(seed):
     random = Random(seed)
 

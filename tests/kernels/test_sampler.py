@@ -244,6 +244,7 @@ def test_weights_of_integers(calls: Counter[str]) -> None:
     assert calls["linear"] == 4 * calls["swiglu"] > 0
 
 
+@pytest.mark.slow
 def test_layers_that_are_gone_or_run_twice(calls: Counter[str]) -> None:
     """The last one to run adds what its feed-forward returned, whatever number it has."""
     it = denoiser("gqa")

@@ -240,6 +240,7 @@ TINY = (
 )
 
 
+@pytest.mark.slow
 def test_what_a_ragged_batch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench, file = import_module("batching"), tmp_path / "batching.json"
     words = [*TINY.split(), "--prompts", "4", "--batches", "1,4", "--json", str(file)]

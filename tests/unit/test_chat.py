@@ -60,11 +60,19 @@ def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> 
         ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
         ("{{ 10 ** 1000000000 }}", "the chat template of this model takes more than 0.2 s for prompt 1"),
         (LOOP, "the chat template of this model takes more than 0.2 s for prompt 1"),
-        (TREE, "the chat template of this model takes more than 0.2 s for prompt 1"),
-        (COMPARED, "the chat template of this model takes more than 0.2 s for prompt 1"),
-        (MULTIPLIED, "the chat template of this model takes more than 0.2 s for prompt 1"),
+        pytest.param(
+            TREE, "the chat template of this model takes more than 0.2 s for prompt 1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            COMPARED, "the chat template of this model takes more than 0.2 s for prompt 1", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MULTIPLIED, "the chat template of this model takes more than 0.2 s for prompt 1", marks=pytest.mark.slow
+        ),
         ("{{ 'a' * 10000000000 }}", "the chat template of this model takes more than 256 MB for prompt 1"),
-        (DOUBLED, "the chat template of this model takes more than 256 MB for prompt 1"),
+        pytest.param(
+            DOUBLED, "the chat template of this model takes more than 256 MB for prompt 1", marks=pytest.mark.slow
+        ),
         ("{{ 'a' * 4000001 }}", "the chat template of this model makes more than the 4000000 characters of prompt 1"),
     ],
 )

@@ -78,7 +78,9 @@ def test_many_random_grammars(seed: int) -> None:
         check(Small(rules, MARKED, b" ", MARKS), rng, "ab+ ", 4, 60)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("schema", "brackets") else ()) for name in NAMES]
+)
 def test_verdicts_of_real_languages(name: str) -> None:
     """Texts of the language with holes, some of them spoilt, against the search byte by byte."""
     rng, found = random.Random(name), published(name)

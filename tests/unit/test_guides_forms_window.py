@@ -13,6 +13,7 @@ from dllm_sampler.engine.readout import read
 from dllm_sampler.guides.forms import window
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
+from tests.sampling import crossed
 
 LISTED = ("(ab|c)*", "a?b{2}c?", "(a|b|c){3,}")
 COLUMNS = torch.arange(LENGTH + 1)
@@ -48,8 +49,7 @@ def answered(rule: object, logits: Tensor, canvas: Canvas, query: Query) -> tupl
     return found.token[there], found.logits[there]
 
 
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True]))
 def test_a_window_changes_no_bit(draws: bool, given: bool, widths: list[int]) -> None:
     """Several forms, rows that end early, masks inside the window that nothing is asked about."""
     generator = torch.Generator().manual_seed(3)

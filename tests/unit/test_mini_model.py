@@ -44,6 +44,7 @@ def test_parallel_decoding_costs_nothing_where_answers_are_certain() -> None:
     assert right("all at once", "reverse") >= 0.95
 
 
+@pytest.mark.slow
 def test_parallel_decoding_breaks_what_depends_on_itself() -> None:
     for task in ("shuffle", "arithmetic"):
         assert right("all at once", task) <= right("one per step", task) - 0.2
