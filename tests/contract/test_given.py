@@ -64,7 +64,7 @@ def alone(case: Case, row: int) -> Result:
     )
 
 
-@pytest.mark.parametrize("case", thinned(SERVED, "cache", "guide"))
+@pytest.mark.parametrize("case", thinned(SERVED, "cache"))
 def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
     pinned = torch.tensor(given(case))
     known, steps = pinned != FREE, stream(case)

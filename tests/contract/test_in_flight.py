@@ -187,9 +187,14 @@ def test_rows_that_are_given_up_disturb_no_other(max_steps: int) -> None:
     "plugins",
     [
         {"scheduler": "random_order", "cache": "dkv_greedy", "blocks": {"name": "ascending", "count": 3}},
-        {"scheduler": "fixed", "cache": {"name": "sparse", "delay": 1}, "blocks": {"name": "fixed", "length": 16}},
+        pytest.param(
+            {"scheduler": "fixed", "cache": {"name": "sparse", "delay": 1}, "blocks": {"name": "fixed", "length": 16}},
+            marks=pytest.mark.slow,
+        ),
         {"scheduler": {"name": "apd", "verifier": toys.verifier(), "mixture_weight": 0.2}, "blocks": "full"},
-        {"scheduler": "threshold", "cache": {"name": "dllm", "response_every": 2}},
+        pytest.param(
+            {"scheduler": "threshold", "cache": {"name": "dllm", "response_every": 2}}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_short_answer_among_long_ones(plugins: dict[str, Any]) -> None:

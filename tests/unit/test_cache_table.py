@@ -164,6 +164,7 @@ def test_bytes_held_counts_each_storage_once() -> None:
     assert bytes_held(cache) == 96 + 5
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     """Three generations under each cache leave no tensor behind that one does not."""
     samplers = {}

@@ -38,7 +38,7 @@ def random_prompts(seed: int, count: int = 4) -> list[list[int]]:
     return [[random.randrange(toys.EOS) for _ in range(random.randint(1, 9))] for _ in range(count)]
 
 
-@pytest.mark.parametrize(("toy", "base"), crossed(toys.TOYS, list(BASES)))
+@pytest.mark.parametrize(("toy", "base"), crossed(toys.TOYS, list(BASES), together=0))
 def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str) -> None:
     """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m dllm_sampler.eval.drafting` has many more prompts."""
     turn = list(BASES).index(base) + toys.TOYS.index(toy)
@@ -56,7 +56,7 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
     assert torch.equal(speculative.trace.rows, freedave.trace.rows)
 
 
-@pytest.mark.parametrize(("store", "base"), crossed(["ride", "separate"], list(BASES)))
+@pytest.mark.parametrize(("store", "base"), crossed(["ride", "separate"], list(BASES), together=0))
 def test_block_causal_models_too(store: str, base: str) -> None:
     """The rows of a batch stand at different phases of their blocks: some store while others draft."""
     temperature = 0.8 if len(base) % 2 else None

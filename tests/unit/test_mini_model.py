@@ -34,6 +34,7 @@ def test_it_answers_prompts_it_never_saw(task: str) -> None:
     assert right("one per step", task) >= (0.95 if task in EASY else 0.8)
 
 
+@pytest.mark.slow
 def test_it_answers_on_longer_and_odd_canvases() -> None:
     assert right("one per step", "reverse", 2, 128) >= 0.9
     assert right("one per step", "sort", 5, 45) >= 0.9

@@ -31,7 +31,7 @@ def trained(name: str, folder: Path, blocks: int | None = None) -> Trained:
     return it
 
 
-@pytest.mark.parametrize("name", tiny.EVERY)
+@pytest.mark.parametrize("name", tiny.NETWORKS)
 def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     """The log-probabilities of ragged rows, as they were recorded, with a gradient."""
     it = trained(name, tmp_path / name, blocks=4)
@@ -153,7 +153,7 @@ def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> 
     same(found, gradients(it, loss))
 
 
-@pytest.mark.parametrize("name", tiny.EVERY)
+@pytest.mark.parametrize("name", tiny.NETWORKS)
 def test_the_loss_of_distillation(name: str, tmp_path: Path) -> None:
     """Loss and gradient against each row by itself: a clean context, the active block, and masks behind it."""
     it = trained(name, tmp_path / name)

@@ -68,7 +68,7 @@ def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in it.network.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", tiny.EVERY)
+@pytest.mark.parametrize("name", tiny.NETWORKS)
 def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
     """Loss and gradient of a padded batch, cut into two forwards, against rows by themselves."""
     it = trained(name, tmp_path / name)

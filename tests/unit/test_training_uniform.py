@@ -21,6 +21,7 @@ from dllm_sampler.training.masking import Rows, collate
 from dllm_sampler.training.trained import Trained
 from dllm_sampler.training.uniform import Noise, UniformLoss
 from tests import tiny
+from tests.sampling import crossed
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"), reason="this transformers has no DiffusionGemma"
@@ -70,8 +71,7 @@ def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
     return {key: weight.grad.clone() for key, weight in it.network.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-@pytest.mark.parametrize("encoder", [0.0, 0.7])
+@pytest.mark.parametrize(("lora", "encoder"), crossed([None, LORA], [0.0, 0.7]))
 def test_the_loss_and_its_gradient(lora: dict[str, float] | None, encoder: float, folder: Path) -> None:
     """Of ragged rows and all of their canvases in one forward, against transformers' forward of each canvas."""
     it = trained(folder, lora)
@@ -93,7 +93,7 @@ def test_the_loss_and_its_gradient(lora: dict[str, float] | None, encoder: float
         assert float((gradient - theirs[key]).norm()) < 2e-5 * (float(theirs[key].norm()) + 1e-2), key
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_layers_that_run_twice_change_nothing(lora: dict[str, float] | None, folder: Path) -> None:
     """`train.gradient_checkpointing`: the same bits, and less is kept for the backward pass."""
     found, kept = [], []
