@@ -45,7 +45,7 @@ Unit = nn.Module | list[nn.Module]  # a module whose weights come together when 
 
 
 def shard(network: nn.Module, device: torch.device, processes: int, units: Iterable[Unit] | None = None) -> None:
-    """Spread a network's weights over all processes, in place; those of a unit come together when it is run.
+    """Spread a network's weights over all processes, in place; the weights of a unit come together when it runs.
 
     units: by default the layers
     """
@@ -73,20 +73,22 @@ def reshard(network: nn.Module) -> None:
 
 @contextmanager
 def gathered(network: nn.Module) -> Iterator[None]:
-    """All weights in each process, until this is left; all of them must enter and leave it.
+    """Give each process all weights of a sharded network inside the context, which all processes must enter.
 
-    The network has made a forward before: FSDP2 takes the first module that runs for the outermost one.
+    The network must have made a forward before: FSDP2 takes the first module that runs for the outermost one.
     """
     units = [module for module in network.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
+    inner = [unit for unit in units if unit is not network]  # the outermost one keeps its weights until a backward pass
+    for unit in inner:
         unit.set_reshard_after_forward(False, recurse=False)
+    for unit in units:
         unit.unshard()
     try:
         yield
     finally:
-        for unit in units:
+        for unit in inner:
             unit.set_reshard_after_forward(True, recurse=False)
-            unit.reshard()
+        reshard(network)
 
 
 def anyone(holds: bool, device: torch.device) -> bool:

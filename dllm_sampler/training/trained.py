@@ -1,4 +1,4 @@
-"""The model that is trained: any that `dllm-sample` samples from, but for those without a mask token."""
+"""The model that is trained: any that `dllm-sample` samples from; one without a mask token by `train=sft` alone."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ class Trained:
             enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
 
     def sampling(self) -> AbstractContextManager[None]:
-        """What the model is sampled from under.
+        """The context in which to sample from the model.
 
-        A sharded DiffusionGemma is whole in each process there: its prompts are answered batch by batch, with different
-        numbers of forwards.
+        It gives each process all weights of a sharded DiffusionGemma, whose prompts are answered batch by batch: the
+        processes make different numbers of forwards.
         """
         uniform = self.sharded and isinstance(self.network, UniformLM)
         return sharding.gathered(self.network) if uniform else nullcontext()

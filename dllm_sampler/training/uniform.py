@@ -98,14 +98,14 @@ class _Text:
         self.layers: list[Any] = []
 
     def update(self, keys: Tensor, values: Tensor, index: int, *_: Any) -> tuple[Tensor, Tensor]:
-        """Keep `[B, H, L, D]` of layer `index`, unless the backward pass runs it again."""
+        """Keep `[B, H, L, D]` of layer `index`, but not when the backward pass runs it again."""
         if index == len(self.layers):
             self.layers.append(SimpleNamespace(keys=keys, values=values))
         return keys, values
 
 
 def _twice(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer's forward that keeps its input alone, and runs again in the backward pass."""
+    """A layer's forward that keeps only its input, and runs again in the backward pass."""
 
     def run(*given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -127,19 +127,19 @@ class UniformLM(nn.Module):
         self.spread = False  # whether processes share the weights, and so make the same forwards
 
     def recompute(self) -> None:
-        """Keep the layers' inputs, and the encoder's keys and values, for a backward pass; it computes the rest again.
+        """Keep only the layers' inputs and the encoder's keys and values for the backward pass, and recompute the rest.
 
-        transformers does so for the decoder alone: a layer of its encoder must not write a cache twice.
+        transformers does so for the decoder alone, since a layer of its encoder must not write a cache twice.
         """
         inner = self.model.model
         for layer in (*inner.encoder.language_model.layers, *inner.decoder.layers):
             layer.forward = _twice(layer.forward)
 
     def units(self) -> list[sharding.Unit]:
-        """What to spread over processes; from here on these do.
+        """The parts whose weights FSDP2 gathers together; call it once, before these are sharded.
 
-        A layer of the encoder has the weights of one of the decoder. FSDP2 takes a weight in one module alone, so the
-        large parts of both layers become the same modules.
+        FSDP2 takes a weight in one module alone, and the layers of encoder and decoder have the same weights. So their
+        large parts become the same modules.
         """
         self.spread, units = True, list[sharding.Unit]()
         inner = self.model.model

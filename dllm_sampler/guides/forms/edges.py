@@ -43,6 +43,7 @@ class Edges:
     tile_kind: Tensor  # [G] the class of each tile
     main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
+    first: int  # the first token of that class
     tails: dict[tuple[bool, int], Tensor] = field(default_factory=dict, init=False)  # see `window.py`
 
     @property
@@ -83,6 +84,7 @@ def joined(automata: tuple[Automaton, ...]) -> Edges:
         **_tiled(torch.where(classes == main, count, classes), count),
         main=main,
         outside=torch.zeros(len(classes)).masked_fill(classes != main, -torch.inf),
+        first=int((classes == main).byte().argmax()),
     )
 
 

@@ -56,7 +56,7 @@ class Tops:
     def of(edges: Edges, logits: Tensor) -> Tops:
         """Those of logits `[R, V]`."""
         parts = []
-        for rows in logits.split(rows_at_once(logits)):  # all that reads some rows does so while a cache has them
+        for rows in logits.split(rows_at_once(logits)):  # each pass over these rows finds them in a cache
             main = () if edges.main < 0 else _best(rows + edges.outside.to(rows.dtype))
             parts.append((_tiled(edges, rows).amax(2), argmax(rows), *main))
         tiles, free, *main = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -65,7 +65,7 @@ class Tops:
             return Tops(tiles, classes, free)
         token, classes[:, edges.main] = main
         none = classes[:, edges.main] == -torch.inf  # all are forbidden: the first token stands for them
-        return Tops(tiles, classes, free, torch.where(none, argmax(edges.outside), token))
+        return Tops(tiles, classes, free, token.masked_fill(none, edges.first))
 
     def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
         """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
