@@ -123,7 +123,7 @@ class Reference:
         return answer
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 @pytest.mark.parametrize("method", ["daedal", "rho_eos"])
 def test_the_rules_written_a_second_time(method: str, seed: int) -> None:
     random, moved = Random(f"{method}{seed}"), 0

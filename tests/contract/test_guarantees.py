@@ -249,7 +249,7 @@ class TestMaskToken:
         plain = self.sampler(0.0, toy, scheduler=scheduler, temperature=1.0)
         assert torch.equal(result.tokens, plain.generate(toys.PROMPTS, max_new_tokens=TOKENS).tokens)
 
-    @pytest.mark.parametrize("cache", CACHES, ids=cases.label)
+    @pytest.mark.parametrize("cache", cases.one_each("cache"))
     def test_chosen_under_compat_it_stays_noise(self, cache: dict[str, Any]) -> None:
         scheduler = "random_order" if isinstance(config.build("cache", cache), Foresees) else "threshold"
         sampler = self.sampler(50.0, cases.toy_of(cache), cache=cache, scheduler=scheduler, compat=True)

@@ -15,6 +15,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
+from tests.sampling import crossed
 from tests.tiny import DATA
 
 TOKENS = 14
@@ -80,9 +81,12 @@ def by_hand(prompt: list[int], block: int, threshold: float) -> tuple[list[int],
     return ids[len(prompt) :], step_map
 
 
-@pytest.mark.parametrize("plugins", [{"cache": "none"}, {}, {"poll_every": 4, "cache": "none"}], ids=str)
-@pytest.mark.parametrize(("block", "threshold"), [(6, 0.0), (5, 0.3), (1, 0.0)])
-def test_against_the_network_driven_by_hand(plugins: dict[str, Any], block: int, threshold: float) -> None:
+@pytest.mark.parametrize(
+    ("plugins", "shape"),
+    crossed([{"cache": "none"}, {}, {"poll_every": 4, "cache": "none"}], [(6, 0.0), (5, 0.3), (1, 0.0)]),
+)
+def test_against_the_network_driven_by_hand(plugins: dict[str, Any], shape: tuple[int, float]) -> None:
+    block, threshold = shape
     rule = {"name": "linear_spec", "threshold": threshold}
     result = generate(scheduler=rule, blocks={"name": "fixed", "length": block}, **plugins)
     for row, prompt in enumerate(PROMPTS):

@@ -22,7 +22,7 @@ from dllm_sampler.models.packed import PackedAttention
 from tests import toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
-from tests.sampling import crossed
+from tests.sampling import sampled
 
 TOKENS, BLOCK = 14, 6
 CAUSAL = {"name": "block_causal", "token_causal": True}
@@ -186,7 +186,8 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "drawn"), crossed(POLICIES, [{}, {"temperature": 0.8}]))
+@pytest.mark.parametrize("drawn", [{"temperature": 0.8}, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", sampled(POLICIES, lambda policy: [policy.get("policy")]))
 def test_rows_of_a_batch_verify_by_themselves(policy: dict[str, Any], drawn: dict[str, Any]) -> None:
     """In one forward some rows draft and others verify, and each is the row alone."""
     plugins: dict[str, Any] = {"scheduler": {"name": "s2d2", "steps": 4, **policy}, **drawn}

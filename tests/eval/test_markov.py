@@ -65,7 +65,7 @@ def chain() -> MarkovChain:
     return MarkovChain.drawn(6, 16)
 
 
-@pytest.mark.parametrize("score", ["random", "position", "confidence"])
+@pytest.mark.parametrize("score", [pytest.param("random", marks=pytest.mark.slow), "position", "confidence"])
 def test_one_per_step_is_exact(chain: MarkovChain, score: str) -> None:
     """In an order that does not look at what is drawn; by the sampled token's confidence it is not."""
     found = chain.distance(*decoded(chain, {"name": "fixed", "score": score}))

@@ -221,7 +221,9 @@ def test_weights_side_by_side(calls: Counter[str]) -> None:
     assert fused.adjacent(*(linear.weight for linear in linears)) is None
 
 
-@pytest.mark.parametrize(("part", "left"), [("", set()), ("q_proj", set()), ("ffn", LAYER - {"swiglu"})])
+@pytest.mark.parametrize(
+    ("part", "left"), [("", set()), pytest.param("q_proj", set(), marks=pytest.mark.slow), ("ffn", LAYER - {"swiglu"})]
+)
 def test_a_hooked_layer_runs_as_it_is(part: str, left: set[str], calls: Counter[str]) -> None:
     it = denoiser("gqa")
     modules: list[Any] = [layer.get_submodule(part) for layer in it.transformer.layers]

@@ -148,8 +148,9 @@ def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
     assert fewer
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
-@pytest.mark.parametrize("blocks", ["full", {"name": "fixed", "length": BLOCK}], ids=["full", "fixed"])
+@pytest.mark.parametrize(
+    ("kind", "blocks"), crossed(toys.TOYS, {"full": "full", "fixed": {"name": "fixed", "length": BLOCK}})
+)
 def test_computing_everything_is_no_cache(kind: str, blocks: Any) -> None:
     none = run("none", kind, blocks=blocks)
     assert same(run(D2Cache(masks=1, rollout=1.0), kind, blocks=blocks), none, "rows", "nfe")

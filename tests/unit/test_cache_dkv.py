@@ -191,7 +191,7 @@ class TestLife:
             assert two is not None and two.result is not None
             assert same(one, two.result)
 
-    @pytest.mark.parametrize("name", ["dkv", "dual", "dllm"])
+    @pytest.mark.parametrize("name", ["dkv", pytest.param("dual", marks=pytest.mark.slow), "dllm"])
     def test_nothing_is_left_after_a_generation(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         made: list[Any] = []
         init = Slots.__init__

@@ -7,6 +7,7 @@ import pytest
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.vicinity import VicinityCache
 from tests import toys
+from tests.sampling import crossed
 from tests.scripted import same
 
 TOKENS, BLOCK = 17, 6
@@ -22,8 +23,10 @@ def test_without_a_margin_it_is_the_dual_cache(kind: str) -> None:
     assert same(run(VicinityCache(before=0, after=0, warmup=0), kind), run("dual", kind))
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
-@pytest.mark.parametrize("cache", [VicinityCache(99, 99, 0), VicinityCache(0, 0, 99)], ids=["margin", "warmup"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    crossed(toys.TOYS, {"margin": VicinityCache(99, 99, 0), "warmup": VicinityCache(0, 0, 99)}),
+)
 def test_a_margin_or_a_warmup_that_never_ends_is_no_cache(kind: str, cache: VicinityCache) -> None:
     assert same(run(cache, kind), run("none", kind))
     assert not same(run("dual", kind), run("none", kind))
