@@ -76,7 +76,7 @@ def cached(model: Transformer, ids: Tensor, cache: list[tuple[Tensor, Tensor]], 
     Later calls replace the window's keys and values and attend to every stored one.
     """
 
-    def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
+    def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
         q, k, v = layer.qkv(hidden, rope)  # [B, H, M, Dh]
         if len(cache) == index:
             cache.append((k, v))

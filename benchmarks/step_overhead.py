@@ -40,7 +40,7 @@ from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
 from dllm_sampler.naming import named
 
 TARGETS = {  # for llada-157m
@@ -115,11 +115,12 @@ class Bare:
             )
         ids, rows = canvas.ids[:, first:last].clone(), query.positions - first  # [B, Q]
 
-        def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
+        def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
             assert self.slots is not None
             keys, values = self.slots[index]
             q, keys[:, :, first:last], values[:, :, first:last] = layer.qkv(hidden, rope)
-            hidden = hidden + layer.attend(q, keys, values)
+            heads = layer.heads(q, keys, values).transpose(1, 2).flatten(2)
+            hidden = answered(hidden, rows) + layer.o_proj(answered(heads, rows))
             return hidden + layer.mlp(hidden)
 
         def plain() -> Tensor:

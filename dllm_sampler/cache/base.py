@@ -85,7 +85,7 @@ class BaseCache(Cache):
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on the pack `hidden [1, T, D]`: store keys and values, attend, feed forward.
 
-        A cache that `pads` overrides this and gets `[B, M, D]`.
+        The last layer returns the answers alone, `[1, R, D]`. A cache that `pads` overrides this and gets `[B, M, D]`.
         """
         assert plan.pack is not None and plan.attention is not None
         q, k, v = parts.qkv(hidden, rope)
@@ -95,7 +95,10 @@ class BaseCache(Cache):
         if self.slots is not None:
             self.slots.store(index, k, v, plan.pack.slots)
             stored = self.slots.keys[index], self.slots.values[index]
-        hidden = hidden + parts.output(plan.attention(q, k, v, stored))
+        heads = plan.attention(q, k, v, stored)  # [1, H, T, Dh]
+        if plan.last:
+            heads, hidden = heads.index_select(2, plan.pack.answers), hidden.index_select(1, plan.pack.answers)
+        hidden = hidden + parts.output(heads)
         return hidden + parts.mlp(hidden)
 
     def adopt(self, candidate: Tensor) -> None:

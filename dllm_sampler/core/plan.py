@@ -26,3 +26,4 @@ class Plan:
     pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
     attention: Any = None  # of the pack; None: the denoiser's (`models.packed.PackedAttention`)
     pairs: list[tuple[Tensor, Tensor]] | None = None  # [T, Hkv, Dh] each layer's keys and values; None: not kept
+    last: bool = False  # in the last layer of a pack: only `pack.answers` go on behind attention

@@ -280,7 +280,10 @@ class Cache:
         raise NotImplementedError
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """Store keys and values, attend, feed forward: one layer of the pack `[1, T, D]`; `[B, M, D]` if it pads."""
+        """Store keys and values, attend, feed forward: one layer of the pack `[1, T, D]`; `[B, M, D]` if it pads.
+
+        With `plan.last` it returns the answers of the pack alone, `[1, R, D]`.
+        """
         raise NotImplementedError
 
     def cost(self, plan: Plan) -> Tensor:

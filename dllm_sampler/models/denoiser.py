@@ -21,7 +21,7 @@ from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
-from dllm_sampler.models.transformer import Layer, Rope, Transformer
+from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
 from dllm_sampler.naming import named
 
 
@@ -177,7 +177,17 @@ def spent(canvas: Canvas, plan: Plan) -> Spent:
 
 
 def _drive(
-    plan: Plan, compile: bool, together: Tensor | None, index: int, layer: Layer, hidden: Tensor, rope: Rope
+    plan: Plan,
+    compile: bool,
+    together: Tensor | None,
+    index: int,
+    layer: Layer,
+    hidden: Tensor,
+    rope: Rope,
+    rows: Tensor | None,
 ) -> Tensor:
+    """A `Drive`: the cache runs the layer."""
     parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
-    return plan.cache.layer(index, parts, hidden, rope, plan)
+    if rows is not None and plan.pack is not None and together is None:
+        return plan.cache.layer(index, parts, hidden, rope, replace(plan, last=True))
+    return answered(plan.cache.layer(index, parts, hidden, rope, plan), rows)

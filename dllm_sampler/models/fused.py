@@ -20,7 +20,7 @@ from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels, warn
 from dllm_sampler.models.moe import feed
 from dllm_sampler.models.quantized import integers
-from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer
+from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer, answered
 
 
 def drive(
@@ -43,7 +43,7 @@ def drive(
         return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
-    return Fused(kernels, plan, plan.pack, len(model.layers), together)
+    return Fused(kernels, plan, plan.pack, together)
 
 
 def beyond(model: Transformer, query: Query, plan: Plan) -> str | None:
@@ -82,16 +82,13 @@ class Fused:
         kernels: of a layer.
         plan: what each entry sees, and the cache that keeps keys and values.
         pack: the entries.
-        layers: how many there are.
         together: `[T]` which entries choose their experts together; None: none do.
     """
 
     kernels: LayerKernels
     plan: Plan
     pack: Pack
-    layers: int
     together: Tensor | None = None
-    passed: int = 0  # layers so far; one may run twice, and some may be gone
     feed: Tensor | None = None  # `[1, T, D]` of the layer before: the next norm adds it to the stream on its way
 
     @cached_property
@@ -102,16 +99,16 @@ class Fused:
         empty = self.pack.slots % slots.columns == slots.columns - 1
         return self.pack.slots.masked_fill(empty, -1)
 
-    def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope) -> Tensor:
-        """Run `layer` on the stream `[1, T, D]`; the answer lacks `feed`, but for that of the last layer."""
+    def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
+        """A `Drive`: what it returns lacks `feed`, but for what the last layer does."""
         kernels = self.kernels
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
-        heads = self._attend(index, layer, normed, rope)  # [T, H, Dh]
-        delta = projected(heads.flatten(1)[None], layer.o_proj, kernels=kernels)
-        normed, hidden = kernels.norm(hidden, layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
+        heads = self._attend(index, layer, normed, rope).flatten(1)[None]  # [1, T, H Dh]
+        early, late = (rows, None) if self.together is None else (None, rows)  # see `Layer.forward`
+        delta = projected(answered(heads, early), layer.o_proj, kernels=kernels)
+        normed, hidden = kernels.norm(answered(hidden, early), layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
         self.feed = self._feed(layer.ffn, normed)
-        self.passed += 1
-        return hidden + self.feed if self.passed == self.layers else hidden
+        return hidden if rows is None else answered(hidden + self.feed, late)
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
         """Attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""

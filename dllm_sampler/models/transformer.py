@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +85,14 @@ class Rope:
         return torch.addcmul(heads * self.cos, swapped, self.sin).to(heads.dtype)
 
 
-# Runs layer `index` in place of its own forward: (index, layer, hidden [N, M, D], rope) -> hidden [N, M, D]
-Drive = Callable[[int, "Layer", Tensor, Rope], Tensor]
+# Runs layer `index` in place of its own forward: (index, layer, hidden [N, M, D], rope, rows) -> hidden [N, M, D]. The
+# last layer gets the rows [N, Q] that are answered, and returns those alone, [N, Q, D]; the others get None.
+Drive = Callable[[int, "Layer", Tensor, Rope, Tensor | None], Tensor]
+
+
+def answered(hidden: Tensor, rows: Tensor | None) -> Tensor:
+    """`[N, Q, D]` the rows `[N, Q]` of `hidden [N, M, D]`; None: all of them."""
+    return hidden if rows is None else hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 class RMSNorm(nn.Module):
@@ -146,12 +153,20 @@ class Layer(nn.Module):
         mask: Tensor | None = None,
         drive: Drive | None = None,
         together: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Run the layer on the stream `[N, M, D]`, or let `drive` do so; mask: bool `[N, 1, 1|M, M]`; see `mlp`."""
+        """Run the layer on the stream `[N, M, D]`, or let `drive` do so.
+
+        mask: bool `[N, 1, 1|M, M]`
+        together: see `mlp`
+        rows: int64 `[N, Q]`, which of the M to return, as `[N, Q, D]`; None: all. The others are keys and values only
+        """
         if drive is not None:
-            return drive(self.index, self, hidden, rope)
-        hidden = hidden + self.attend(*self.qkv(hidden, rope), mask)  # [N, M, D]
-        return hidden + self.mlp(hidden, together)
+            return drive(self.index, self, hidden, rope, rows)
+        early, late = (rows, None) if together is None else (None, rows)  # tokens that choose together are all fed
+        heads = self.heads(*self.qkv(hidden, rope), mask).transpose(1, 2).flatten(2)  # [N, M, H Dh]
+        hidden = answered(hidden, early) + self.o_proj(answered(heads, early))
+        return answered(hidden + self.mlp(hidden, together), late)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, H, M, Dh]`, rotated keys and values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
@@ -182,9 +197,13 @@ class Layer(nn.Module):
 
         q: `[N, H, M, Dh]`; k, v: `[N, Hkv, S, Dh]`; mask: bool `[N, 1, 1|M, S]`, true where a key may be seen.
         """
+        return self.output(self.heads(q, k, v, mask))
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention `[N, H, M, Dh]` before the output projection; arguments as `attend`."""
         # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
         k, v = k.to(q.dtype), v.to(q.dtype)
-        return self.output(F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.grouped))
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.grouped)
 
     def output(self, heads: Tensor) -> Tensor:
         """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
@@ -233,7 +252,7 @@ class Transformer(nn.Module):
         keys: Tensor | None = None,
         soft: tuple[Tensor, Tensor] | None = None,
         drive: Drive | None = None,
-        rows: Tensor | Callable[[], Tensor] | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Logits `[N, M, V]`; with `drive` the normed hidden states `[N, M|Q, D]` for `head`.
 
@@ -243,8 +262,8 @@ class Transformer(nn.Module):
             (see `block_causal`); default all. `drive` makes its own mask
         soft: input embeddings `[N, M, D]`, and the bool `[N, M]` where they stand in for those of `ids`
         drive: runs each layer in place of the layer's own forward
-        rows: int64 `[N, Q]`, indices into the computed positions to answer for; a function is asked after the last
-            layer, because a cache may have changed the set on the way. Only these reach the final norm
+        rows: int64 `[N, Q]`, indices into the computed positions to answer for; default all of them in order. In
+            the last layer the others are keys and values only
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)  # [1, M]
@@ -256,15 +275,11 @@ class Transformer(nn.Module):
         mask = None
         if keys is not None:
             mask = keys[:, None] if keys.dim() == 3 else keys[:, None, None]  # [N, 1, 1|M, M]
-        for layer in self.layers:
-            if self.recompute and drive is None and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, rope, mask, None, together, use_reentrant=False)
-            else:
-                hidden = layer(hidden, rope, mask, drive, together)
-        if rows is not None:
-            rows = rows if isinstance(rows, Tensor) else rows()
-            hidden = hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [N, Q, D]
-        hidden = self.norm(hidden)
+        again = self.recompute and drive is None and torch.is_grad_enabled()
+        for number, layer in enumerate(self.layers, 1):
+            run = partial(checkpoint, layer, use_reentrant=False) if again else layer
+            hidden = run(hidden, rope, mask, drive, together, rows if number == len(self.layers) else None)
+        hidden = self.norm(hidden)  # [N, M|Q, D]
         return self.head(hidden) if drive is None else hidden
 
     def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:

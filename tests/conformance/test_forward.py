@@ -68,7 +68,7 @@ def test_hidden_states_after_each_layer(name: str):
     model, data = denoiser(name).transformer, reference(name)
     seen = [data["b.hidden.0"]]
 
-    def drive(index, layer, hidden, rope):
+    def drive(index, layer, hidden, rope, rows):
         close(hidden, data[f"b.hidden.{index}"])
         seen.append(layer(hidden, rope))
         return seen[-1]

@@ -96,7 +96,9 @@ def test_a_window_sees_what_the_opening_forward_stored(kind: str, cache: str) ->
     for (canvas, query, plan), logits in zip(spy.calls, spy.logits, strict=True):
         ids, window = canvas.ids[:, :-1], torch.tensor(toys.columns(plan)[0])
 
-        def drive(index: int, layer: Layer, hidden: Tensor, rope: Rope, window: Tensor = window) -> Tensor:
+        def drive(
+            index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None, window: Tensor = window
+        ) -> Tensor:
             q, k, v = layer.qkv(hidden, rope)
             if len(window) < k.shape[2]:
                 old = tuple(was.clone() for was in stored[index])

@@ -282,7 +282,9 @@ def test_what_is_counted_at_the_model() -> None:
     meter = bench.Meter()
     for shape in ((3, 4), (1, 12)):
         with meter.on(network):
-            hidden = network(torch.zeros(shape, dtype=torch.long), drive=lambda index, layer, hidden, rope: hidden)
+            hidden = network(
+                torch.zeros(shape, dtype=torch.long), drive=lambda index, layer, hidden, rope, rows: hidden
+            )
             network.head(hidden[:, -2:])
         assert (meter.forwards, meter.positions, meter.head) == (1, 12, 2 * shape[0])
     network(torch.zeros(2, 2, dtype=torch.long))

@@ -185,7 +185,7 @@ def test_offloaded_layers_are_driven_through_their_hooks(tmp_path: Path):
     cpu_offload(offloaded, execution_device=torch.device("cpu"))
     assert offloaded.embed.weight.device.type == "meta"
 
-    def drive(index, layer, hidden, rope):
+    def drive(index, layer, hidden, rope, rows):
         hidden = hidden + layer.attend(*layer.qkv(hidden, rope))
         return hidden + layer.mlp(hidden)
 

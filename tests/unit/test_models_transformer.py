@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from dllm_sampler.models.transformer import Layer, Rope, Transformer, TransformerConfig
+from dllm_sampler.models.moe import MoeConfig
+from dllm_sampler.models.transformer import Layer, Rope, Transformer, TransformerConfig, answered
 from tests import toys
 
 TINY = toys.transformer(kv_heads=2).config
@@ -21,9 +23,9 @@ def network(config: TransformerConfig = TINY, dtype: torch.dtype = torch.float64
     return model
 
 
-def by_parts(index: int, layer: Layer, hidden: torch.Tensor, rope: Rope) -> torch.Tensor:
+def by_parts(index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
     hidden = hidden + layer.attend(*layer.qkv(hidden, rope))
-    return hidden + layer.mlp(hidden)
+    return answered(hidden + layer.mlp(hidden), rows)
 
 
 @settings(max_examples=25, deadline=None)
@@ -58,8 +60,22 @@ def test_driven_by_parts_equals_plain_forward(switches):
     rows = torch.tensor([[0, 10], [4, 4], [7, 2]])
     expected = model(ids).gather(1, rows[..., None].expand(-1, -1, 40))
     torch.testing.assert_close(model.head(model(ids, drive=by_parts, rows=rows)), expected)
-    torch.testing.assert_close(model.head(model(ids, drive=by_parts, rows=lambda: rows)), expected)
     torch.testing.assert_close(model(ids, rows=rows), expected)
+
+
+@pytest.mark.parametrize("pool", [0, 3])
+def test_the_last_layer_takes_no_more_rows_on_than_are_answered(pool: int):
+    """But all of them where the tokens of a block choose their experts together."""
+    layers = frozenset({TINY.num_layers - 1})
+    model = network(replace(TINY, moe=MoeConfig(4, 2, expert_size=8, layers=layers, pool=pool, block=4)))
+    ids, rows = torch.randint(0, 40, (3, 11)), torch.tensor([[0, 10], [4, 4], [7, 2]])
+    fed: list[int] = []
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        layer.mlp_norm.register_forward_hook(lambda norm, given, hidden: fed.append(hidden.shape[1]))
+    found = model(ids, rows=rows)
+    assert fed == [11] * (TINY.num_layers - 1) + [11 if pool else 2]
+    torch.testing.assert_close(found, model(ids).gather(1, rows[..., None].expand(-1, -1, 40)))
 
 
 def test_hidden_keys_are_not_seen_and_rotary_positions_are_relative():
