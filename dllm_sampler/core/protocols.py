@@ -27,7 +27,8 @@ Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a gui
 
 
 class Denoiser(Protocol):
-    """A model family. Two methods are optional, see `TransformerDenoiser`: `using(backend)` and `head_weight()`."""
+    """A model family. Some members are optional, see `TransformerDenoiser`: `using(backend)`, `head_weight()` and the
+    property `inference`."""
 
     @property
     def spec(self) -> ModelSpec:

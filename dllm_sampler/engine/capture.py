@@ -48,11 +48,13 @@ def cuda(run: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Without gradients, and with a GPU as the current one.
+def undisturbed(device: torch.device, inference: bool = False) -> Iterator[None]:
+    """Without gradients, in torch's inference mode where `inference` is true, and with a GPU as the current one.
 
-    Triton's launches and CUDA graphs go to the current one, wherever their tensors are. It is not inference_mode, whose
-    tensors autograd could not use later.
+    Triton's launches and CUDA graphs go to the current one, wherever their tensors are.
     """
-    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with (
+        torch.inference_mode() if inference else torch.no_grad(),
+        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
+    ):
         yield

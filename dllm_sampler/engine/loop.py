@@ -46,6 +46,7 @@ class Engine:
     ):
         using = getattr(denoiser, "using", None)  # optional
         self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
+        self.inference = getattr(denoiser, "inference", False)  # optional
         self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
         self.entropy, self.samples, self.compile = entropy, samples, compile
         needs = plugins.needs | {"entropy"} if entropy else plugins.needs
@@ -57,7 +58,7 @@ class Engine:
         Raises:
             NotFiniteError: the model returned no finite statistics for some row.
         """
-        with undisturbed(canvas.ids.device):
+        with undisturbed(canvas.ids.device, self.inference):
             state = self.begin(canvas)
         try:
             for step in range(1, max_steps + 1):
@@ -89,7 +90,7 @@ class Engine:
 
     def advance(self, state: Generation, step: int, last: bool = False) -> None:
         """Step number `step`, and the host's look at what it left."""
-        with undisturbed(state.canvas.ids.device):
+        with undisturbed(state.canvas.ids.device, self.inference):
             state.begun = perf_counter()
             self.step(state)
             self.poll(state, step, last)

@@ -82,6 +82,11 @@ class GuidedDenoiser:
         using = getattr(self.denoiser, "using", None)
         return self if using is None else replace(self, denoiser=using(backend))
 
+    @property
+    def inference(self) -> bool:
+        """See `TransformerDenoiser.inference`."""
+        return getattr(self.denoiser, "inference", False)
+
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""
         return self.denoiser.head(hidden)

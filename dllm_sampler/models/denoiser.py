@@ -111,7 +111,18 @@ class TransformerDenoiser:
             folder=self.folder,
         )
 
-    # Not inference_mode: its tensors could not enter a later backward pass of the training loop around us.
+    @property
+    def inference(self) -> bool:
+        """Whether steps may run in `torch.inference_mode`, whose tensors autograd cannot use later.
+
+        False where tensors of a forward outlive it: buffers of a sharded, wrapped or offloaded module, and autocast's
+        copies of weights.
+        """
+        model, layers = self.model, self.transformer.layers
+        ours = type(model) is Transformer and all(type(layer) is Layer for layer in layers)
+        hooks = any(fused.hooked(one) for one in (model, *layers))
+        return ours and not hooks and not torch.is_autocast_enabled(self.spec.device.type)
+
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Hidden states `[R, D]` after the final norm, one for each of `plan.answers`."""

@@ -315,11 +315,11 @@ class Transformer(nn.Module):
         # Not a buffer: `.to(bfloat16)` would round it and meta-device loading would leave it unset.
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         if (device, precise) not in self._frequencies:
-            size = self.config.rotary_dim or self.config.head_dim
-            exponents = torch.arange(0, size, 2, dtype=precise, device=device) / size  # [R/2]
-            found = 1.0 / self.config.rope_theta**exponents
-            yarn = self.config.yarn
-            found = found if yarn is None else yarn.stretched(found, self.config.rope_theta, size)
+            size, yarn = self.config.rotary_dim or self.config.head_dim, self.config.yarn
+            with torch.inference_mode(False):  # autograd may want them later
+                exponents = torch.arange(0, size, 2, dtype=precise, device=device) / size  # [R/2]
+                found = 1.0 / self.config.rope_theta**exponents
+                found = found if yarn is None else yarn.stretched(found, self.config.rope_theta, size)
             self._frequencies[device, precise] = found
         return self._frequencies[device, precise]
 

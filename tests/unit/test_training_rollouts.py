@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from dllm_sampler import Sampler, Trace, UserError
 from dllm_sampler.core.trace import aligned
+from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.transformer import Transformer
 from tests import toys
 
 TOKENS = 13
@@ -123,6 +126,49 @@ def test_a_module_in_training_is_left_alone(training: bool, autocast: bool) -> N
         for a, b in zip(one, two, strict=True):
             assert torch.equal(a, b) if isinstance(a, Tensor) else a is b
     module(torch.tensor([[1, 2, 3]])).square().mean().backward()  # the graph is still there to be made
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5])
+def test_what_a_generation_returns_can_be_learned_from(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run in torch's inference mode, whose tensors autograd refuses; none of them is returned or kept."""
+    module, modes = toys.transformer(dtype=torch.float32), set[bool]()
+    head = TransformerDenoiser.head
+
+    def watched(denoiser: TransformerDenoiser, hidden: Tensor) -> Tensor:
+        modes.add(torch.is_inference_mode_enabled())
+        return head(denoiser, hidden)
+
+    monkeypatch.setattr(TransformerDenoiser, "head", watched)
+    denoiser = TransformerDenoiser(module, toys.MASK, toys.EOS)
+    sampler = Sampler(guided(denoiser, scale), temperature=1.0, entropy=True, cache="dual")
+    result = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS)
+    many = list(sampler.generate_many(toys.PROMPTS, max_new_tokens=TOKENS, batch_size=2))
+    assert modes == {True}
+    for one in (result, *many):
+        assert one.trace is not None
+        for held in (one, one.trace):
+            tensors = [value for value in vars(held).values() if isinstance(value, Tensor)]
+            assert tensors and not any(value.is_inference() for value in tensors)
+        module(one.trace.ids).log_softmax(-1).gather(-1, one.trace.ids[..., None]).sum().backward()
+
+
+def test_tensors_that_outlive_a_forward_are_ordinary_ones() -> None:
+    """Inference mode is not for modules that somebody has wrapped, nor for autocast, which keeps copies of weights."""
+
+    def made(change: Callable[[Transformer], Any] = lambda module: module) -> bool:
+        return TransformerDenoiser(change(toys.transformer(dtype=torch.float32)), toys.MASK, toys.EOS).inference
+
+    def hooked(module: Transformer, layer: bool) -> Transformer:
+        (module.layers[1] if layer else module).register_forward_hook(lambda module, given, found: None)
+        return module
+
+    class Other(Transformer): ...
+
+    assert made()
+    assert not any(made(lambda module, layer=layer: hooked(module, layer)) for layer in (True, False))
+    assert not made(lambda module: Other(module.config))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not made()
 
 
 def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
