@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ def entropy(weight: Tensor) -> Tensor:
     """`[...]` sum of -w log w over `weight [..., V]`, in nats."""
     least = torch.finfo(weight.dtype).tiny
     rows = weight.flatten(0, -2)
-    parts = [part.clamp(min=least).log_().mul_(part).sum(-1) for part in rows.split(_rows(rows))]
+    parts = [part.clamp(min=least).log_().mul_(part).sum(-1) for part in rows.split(rows_at_once(rows))]
     return -torch.cat(parts).view(weight.shape[:-1])
 
 
@@ -127,7 +128,7 @@ def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) 
     Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is no better: good for a bound, not
     for telling the smallest. `precise`: float64, and rows brought to a sum of 1, which leaves errors of second order.
     """
-    parts, size = [], _rows(now)
+    parts, size = [], rows_at_once(now)
     for part, at in zip(now.split(size), index.split(size), strict=True):
         old = then.index_select(0, at)
         if precise:
@@ -145,7 +146,7 @@ def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
     return divergence(torch.softmax(now, -1, dtype=precise), old, index).double()
 
 
-def _rows(table: Tensor) -> int:
+def rows_at_once(table: Tensor) -> int:
     """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet."""
     rows, width = table.shape
     return max(1, min(rows, CACHE // width) if table.device.type == "cpu" else rows)
@@ -155,11 +156,28 @@ def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
     if logits.device.type != "cpu" or logits.shape[-1] % TILE:
         return logits.argmax(-1)
-    # On a CPU torch's argmax is a scalar loop, its amax is not: find the tile first, then the place inside it.
-    tiles = logits.unflatten(-1, (-1, TILE))  # [..., V/TILE, TILE]
-    tile = tiles.amax(-1).argmax(-1)  # [...]
-    inside = tiles.gather(-2, tile[..., None, None].expand(*tile.shape, 1, TILE))[..., 0, :]  # [..., TILE]
-    return tile * TILE + inside.argmax(-1)
+    return place(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
+
+
+def tile_tops(logits: Tensor) -> Tensor:
+    """`[..., T]` the highest of each tile of `logits [..., V]`. A tile has `TILE` of them, or fewer to divide V."""
+    return logits.unflatten(-1, (-1, gcd(logits.shape[-1], TILE))).amax(-1)
+
+
+def place(logits: Tensor, tops: Tensor, more: Tensor | None = None) -> Tensor:
+    """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals.
+
+    Args:
+        tops: `[..., T]` their `tile_tops`.
+        more: `[V]` is added to the logits, also in `tops`; None: nothing.
+    """
+    width = logits.shape[-1] // tops.shape[-1]
+    tile = tops.argmax(-1)
+    at = tile[..., None, None].expand(*tile.shape, 1, width)
+    inside = logits.unflatten(-1, (-1, width)).gather(-2, at)[..., 0, :]  # [..., width]
+    if more is not None:
+        inside = inside + more.view(-1, width)[tile]
+    return tile * width + inside.argmax(-1)
 
 
 def digits(dtype: torch.dtype) -> int:

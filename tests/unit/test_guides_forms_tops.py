@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from dllm_sampler.core import statistics
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
@@ -21,7 +22,10 @@ from tests.forms import LENGTH, VOCAB, laid_out, ruled
     [("[a-m]{5}n?", True), ("[a-j]{5}[k-n]?", False), ("(?s).*", True)],
     ids=["main", "none", "all"],
 )
-def test_the_best_of_each_class(pattern: str, main: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [1, 4, 9], ids="rows{}".format)
+def test_the_best_of_each_class(
+    pattern: str, main: bool, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
@@ -31,7 +35,11 @@ def test_the_best_of_each_class(pattern: str, main: bool, dtype: torch.dtype) ->
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
     logits[3:6] = logits[3:6].round()
     logits[6:] = torch.where(listed.classes == max(0, listed.main), -torch.inf, logits[6:])
+    monkeypatch.setattr(statistics, "CACHE", rows * logits.shape[1])  # that many are worked on at once
     found, (classes, weight) = tops.Tops.of(listed, logits), tops.masses(listed, logits)
+    if main:
+        near = tops.masses(listed, logits, found.main)[1]
+        torch.testing.assert_close(near, weight, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.free, logits.argmax(1)) and torch.equal(found.classes, classes)
     for kind in range(listed.stays):
         own = logits.masked_fill(listed.classes != kind, -torch.inf)

@@ -18,11 +18,12 @@ from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Whole
+from dllm_sampler.core.statistics import rows_at_once
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
-from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, rows_at_once, total
+from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total
 from dllm_sampler.guides.forms.window import ROOM, Window
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere

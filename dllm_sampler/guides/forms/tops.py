@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.statistics import argmax
+from dllm_sampler.core.statistics import argmax, place, rows_at_once, tile_tops
 from dllm_sampler.guides.forms.edges import Edges
-
-CACHE = 2**20  # logits that a CPU works on at once: its time goes into buffers that it has not touched yet
 
 
 def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
@@ -55,25 +55,29 @@ class Tops:
     @staticmethod
     def of(edges: Edges, logits: Tensor) -> Tops:
         """Those of logits `[R, V]`."""
-        parts = []
-        for rows in logits.split(rows_at_once(logits)):  # each pass over these rows finds them in a cache
-            main = () if edges.main < 0 else _best(rows + edges.outside.to(rows.dtype))
-            parts.append((_tiled(edges, rows).amax(2), argmax(rows), *main))
-        tiles, free, *main = (torch.cat(part) for part in zip(*parts, strict=True))
+        parts, every, mains = _Parts.of(edges, logits), [], []
+        for rows, into in parts:
+            every.append(tile_tops(rows))
+            parts.gather(rows, into)
+            if edges.main >= 0:
+                mains.append(tile_tops(parts.main(rows)))
+        tiles, free = parts.tiles.amax(2), place(logits, torch.cat(every))
         classes = best(tiles, edges.tile_kind, floor(tiles, len(edges.sizes), False))
-        if not main:
+        if not mains:
             return Tops(tiles, classes, free)
-        token, classes[:, edges.main] = main
-        none = classes[:, edges.main] == -torch.inf  # all are forbidden: the first token stands for them
-        return Tops(tiles, classes, free, token.masked_fill(none, edges.first))
+        tops = torch.cat(mains)
+        classes[:, edges.main] = top = tops.amax(1)
+        token = place(logits, tops, edges.outside)
+        # Where all are forbidden, the first token stands for them.
+        return Tops(tiles, classes, free, token.masked_fill(top == -torch.inf, edges.first))
 
     def token(self, edges: Edges, logits: Tensor, kind: Tensor) -> Tensor:
         """`[R]` the first token of the class `kind [R]` with its best logit, also if another guide forbids them all."""
         top = self.classes.gather(1, kind[:, None])  # [R, 1]
         tile = argmax(((self.tiles == top) & (edges.tile_kind == kind[:, None])).view(torch.uint8))
         tokens = edges.tiles.index_select(0, tile).long()  # [R, TILE]
-        place = (logits.gather(1, tokens) == top).view(torch.uint8).argmax(1, keepdim=True)
-        found = tokens.gather(1, place)[:, 0]
+        inside = (logits.gather(1, tokens) == top).view(torch.uint8).argmax(1, keepdim=True)
+        found = tokens.gather(1, inside)[:, 0]
         return found if self.main is None else torch.where(kind == edges.main, self.main, found)
 
 
@@ -84,52 +88,66 @@ def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Te
         near: `[R]` tokens of the class `Edges.main` that are not much less likely than its best one, which stand for
             it; None: look for the best ones.
     """
-    parts, size = [], rows_at_once(logits)
-    for begin, rows in enumerate(logits.split(size)):
-        known = None if near is None else near[begin * size : (begin + 1) * size]
-        main = () if edges.main < 0 else _mass(rows + edges.outside.to(rows.dtype), known)
-        parts.append((*_tile_masses(edges, rows), *main))
-    tiles, sums, *main = (torch.cat(part) for part in zip(*parts, strict=True))
-    size = len(edges.sizes)
+    parts, tops, shares, size = _Parts.of(edges, logits), [], [], len(edges.sizes)
+    known = repeat(None) if near is None else near[:, None].split(len(parts.room))
+    for (rows, into), token in zip(parts, known, strict=False):
+        if edges.main >= 0:
+            main = parts.main(rows)
+            tops.append(main.amax(1) if token is None else main.gather(1, token)[:, 0])
+            share = _shares(main)
+            shares.append(share.amax(1) if token is None else share.gather(1, token)[:, 0])
+        parts.gather(rows, into)
+    tiles = parts.tiles.amax(2)
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
+    sums = _sums(tiles, _shares(parts.tiles.add_(edges.spare)).amax(2))
     mass = total(sums, edges.tile_kind, floor(sums, size, True))
-    if main:
-        classes[:, edges.main], mass[:, edges.main] = main
+    if tops:
+        top = torch.cat(tops)
+        classes[:, edges.main], mass[:, edges.main] = top, _sums(top, torch.cat(shares))
     return classes, mass
 
 
-def rows_at_once(logits: Tensor) -> int:
-    """How many rows of logits `[R, V]` are worked on at once."""
-    return max(1, CACHE // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(logits))
+def _shares(logits: Tensor) -> Tensor:
+    """`[..., T]` softmax of `logits [..., T]`, in their place where they are precise enough."""
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    return torch.softmax(logits, -1, dtype=precise, out=logits if logits.dtype == precise else None)
 
 
-def _tiled(edges: Edges, logits: Tensor) -> Tensor:
-    """`[R, G, TILE]` the logits of each tile's tokens."""
-    return logits.index_select(1, edges.tiles.flatten()).view(len(logits), *edges.tiles.shape)
+def _sums(logit: Tensor, share: Tensor) -> Tensor:
+    """Float64 logarithm of sums of exp(logits), each by one of its logits that is likely and that one's share."""
+    return (logit.double() - share.double().log_()).masked_fill_(logit == -torch.inf, -torch.inf)
 
 
-def _tile_masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`[R, G]` the best of each tile, and float64 logarithm of its sum of exp(logits)."""
-    each = _tiled(edges, logits)
-    top = each.amax(2)
-    each = each.to(torch.promote_types(each.dtype, torch.float32))
-    least = top.to(each.dtype).clamp(min=torch.finfo(each.dtype).min)
-    mass = each.sub_(least[..., None]).exp_().mul_(edges.filled).sum(2)
-    return top, mass.double().log_().add_(least)
+@dataclass(frozen=True)
+class _Parts:
+    """Logits, split into parts of as many rows as a CPU's cache has room for, and buffers for what is read of them."""
 
+    edges: Edges
+    logits: Tensor  # [R, V]
+    tiles: Tensor  # [R, G, TILE] the logits of each tile's tokens, where `gather` has put them
+    room: Tensor  # [T, V] for `main`
+    outside: Tensor  # [V] `Edges.outside` in the logits' dtype
 
-def _best(own: Tensor) -> tuple[Tensor, Tensor]:
-    """`[R]` the first token with the best logit of `own [R, V]`, and that logit."""
-    token = argmax(own)
-    return token, own.gather(1, token[:, None])[:, 0]
+    @staticmethod
+    def of(edges: Edges, logits: Tensor) -> _Parts:
+        """The parts of logits `[R, V]`."""
+        room = logits.new_empty(rows_at_once(logits), logits.shape[1])
+        tiles = logits.new_empty(len(logits), *edges.tiles.shape)
+        return _Parts(edges, logits, tiles, room, edges.outside.to(logits.dtype))
 
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part's logits `[T, V]` and tiles `[T, G, TILE]`."""
+        size = len(self.room)
+        return zip(self.logits.split(size), self.tiles.split(size), strict=True)
 
-def _mass(own: Tensor, near: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`[R]` the best logit of `own [R, V]`, or that of `near [R]`, and float64 logarithm of the sum of exp(own)."""
-    token = argmax(own) if near is None else near
-    top = own.gather(1, token[:, None])[:, 0]
-    precise = torch.promote_types(own.dtype, torch.float32)
-    share = torch.softmax(own, 1, dtype=precise, out=own if own.dtype == precise else None)
-    # A token's share is exp(logit) / sum of exp(logits): from one that is likely follows the sum.
-    mass = top.double() - share.gather(1, token[:, None])[:, 0].double().log()
-    return top, mass.masked_fill(top == -torch.inf, -torch.inf)
+    def main(self, rows: Tensor) -> Tensor:
+        """`[T, V]` -inf but for tokens of the class `Edges.main`; in a buffer that the next part uses again."""
+        return torch.add(rows, self.outside, out=self.room[: len(rows)])
+
+    def gather(self, rows: Tensor, into: Tensor) -> None:
+        """Put the logits of the tiles' tokens into their place."""
+        index = self.edges.tiles.view(-1)
+        if len(rows) == 1:  # torch selects from a vector in half the time
+            torch.index_select(rows[0], 0, index, out=into.view(-1))
+        else:
+            torch.index_select(rows, 1, index, out=into.view(len(rows), -1))
