@@ -14,12 +14,18 @@ from torch import Tensor
 
 from dllm_sampler.core import grid
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.statistics import rows_at_once
 from dllm_sampler.core.values import Canvas
 
 
 def gumbel(uniform: Tensor) -> Tensor:
     """Standard Gumbel noise from uniform noise; written so that the large values come from the fine end of floats."""
-    return -torch.log(-torch.log1p(-uniform))
+    return gumbel_(uniform.clone())
+
+
+def gumbel_(uniform: Tensor) -> Tensor:
+    """`gumbel` in place."""
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 # Streams keep the draws of one step apart.
@@ -38,10 +44,13 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A bias-free 32-bit finaliser (constants of C. Wellons' `lowbias32`) on wrapping int32."""
-    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
-    x = (x ^ ((x >> 15) & 0x1FFFF)) * -0x7B935975
-    return x ^ ((x >> 16) & 0xFFFF)
+    """A bias-free 32-bit finaliser (constants of C. Wellons' `lowbias32`) on wrapping int32, in place."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= -0x7B935975
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
@@ -70,11 +79,15 @@ def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
 
 def token_noise(keys: Tensor, vocab: int) -> Tensor:
     """`[..., V]` standard Gumbel noise of `keys [...] int64`, the `key` of each position in the stream `TOKENS`."""
-    k = keys[..., None]
+    k = keys.flatten()[:, None]
     low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
     word = torch.arange(vocab, device=keys.device, dtype=torch.int32) * -0x61C88647
-    bits = _mix32(_mix32(word + low) ^ high) & 0x7FFFFFFF  # [..., V]
-    return gumbel((bits.float() + 0.5) * SCALE)
+    found = torch.empty(len(k), vocab, device=keys.device)
+    size = rows_at_once(found)
+    for first, second, into in zip(low.split(size), high.split(size), found.split(size), strict=True):
+        bits = _mix32(_mix32(word + first).bitwise_xor_(second)).bitwise_and_(0x7FFFFFFF)
+        gumbel_(into.copy_(bits).add_(0.5).mul_(SCALE))
+    return found.view(*keys.shape, vocab)
 
 
 @dataclass(frozen=True)
