@@ -93,17 +93,17 @@ def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Te
     for (rows, into), token in zip(parts, known, strict=False):
         if edges.main >= 0:
             main = parts.main(rows)
-            tops.append(main.amax(1) if token is None else main.gather(1, token)[:, 0])
+            tops.append(main.amax(1, keepdim=True) if token is None else main.gather(1, token))
             share = _shares(main)
-            shares.append(share.amax(1) if token is None else share.gather(1, token)[:, 0])
+            shares.append(share.amax(1, keepdim=True) if token is None else share.gather(1, token))
         parts.gather(rows, into)
     tiles = parts.tiles.amax(2)
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
     sums = _sums(tiles, _shares(parts.tiles.add_(edges.spare)).amax(2))
     mass = total(sums, edges.tile_kind, floor(sums, size, True))
     if tops:
-        top = torch.cat(tops)
-        classes[:, edges.main], mass[:, edges.main] = top, _sums(top, torch.cat(shares))
+        top, share = torch.cat(tops)[:, 0], torch.cat(shares)[:, 0]
+        classes[:, edges.main], mass[:, edges.main] = top, _sums(top, share)
     return classes, mass
 
 
