@@ -6,8 +6,8 @@
 
 The table has answers of mini, drawn at temperature 1, by the number of forwards. The form is what the prompt asks for
 (`named`), or the same with names that it does not have (`other`), or a JSON document. The last line is the time of the
-guide alone per step and row, for a greedy choice, a draw, and the posterior: random tokens, a schema of three fields,
-32 masks asked of an answer with nothing decided.
+guide alone per step and row, for a greedy choice, a draw, and the posterior, and next to it that of the readout and of
+a draw's noise: random tokens, a schema of three fields, 32 masks asked of an answer with nothing decided.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def tokens(vocab: int) -> list[bytes]:
 def milliseconds(
     vocab: int, length: int, rows: int, repeats: int, asked: int = 32
 ) -> tuple[dict[str, float], automaton.Automaton]:
-    """Of what a guide does in a step, and of what the readout does without one, per row; in turn, on one machine."""
+    """Of what a guide does in a step, and of a readout and of noise without one, per row; in turn, on one machine."""
     made = automaton.build(JsonSchema(LARGE).expressions()[0], tokens(vocab), vocab, 0, 1)
     listed = joined((made,))
     spec = replace(Sampler.from_pretrained("mini", device="cpu").denoiser.spec, vocab_size=vocab, mask_id=1)
@@ -178,6 +178,7 @@ def milliseconds(
         "drawn": lambda: choose(listed, logits, noisy, canvas, answers, 1, True),
         "posterior": lambda: posterior(listed, logits, canvas, answers, 1),
         "readout": lambda: measure(spare, argmax(spare), answers.pick(query.ids), needs, None),
+        "noise": lambda: canvas.noise.tokens(canvas, answers, vocab),
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats + 1):

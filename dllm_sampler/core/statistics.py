@@ -156,7 +156,7 @@ def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
     if logits.device.type != "cpu" or logits.shape[-1] % TILE:
         return logits.argmax(-1)
-    return place(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
+    return argmax_in_tiles(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
 
 
 def tile_tops(logits: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ def tile_tops(logits: Tensor) -> Tensor:
     return logits.unflatten(-1, (-1, gcd(logits.shape[-1], TILE))).amax(-1)
 
 
-def place(logits: Tensor, tops: Tensor, more: Tensor | None = None) -> Tensor:
-    """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals.
+def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) -> Tensor:
+    """`argmax` of `logits [..., V]`: the first best tile, then the place inside it.
 
     Args:
-        tops: `[..., T]` their `tile_tops`.
+        tops: `[..., T]` the `tile_tops` of the logits.
         more: `[V]` is added to the logits, also in `tops`; None: nothing.
     """
     width = logits.shape[-1] // tops.shape[-1]

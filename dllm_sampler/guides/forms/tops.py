@@ -9,7 +9,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.statistics import argmax, place, rows_at_once, tile_tops
+from dllm_sampler.core.statistics import argmax, argmax_in_tiles, rows_at_once, tile_tops
 from dllm_sampler.guides.forms.edges import Edges
 
 
@@ -61,13 +61,13 @@ class Tops:
             parts.gather(rows, into)
             if edges.main >= 0:
                 mains.append(tile_tops(parts.main(rows)))
-        tiles, free = parts.tiles.amax(2), place(logits, torch.cat(every))
+        tiles, free = parts.tiles.amax(2), argmax_in_tiles(logits, torch.cat(every))
         classes = best(tiles, edges.tile_kind, floor(tiles, len(edges.sizes), False))
         if not mains:
             return Tops(tiles, classes, free)
         tops = torch.cat(mains)
         classes[:, edges.main] = top = tops.amax(1)
-        token = place(logits, tops, edges.outside)
+        token = argmax_in_tiles(logits, tops, edges.outside)
         # Where all are forbidden, the first token stands for them.
         return Tops(tiles, classes, free, token.masked_fill(top == -torch.inf, edges.first))
 
@@ -99,7 +99,7 @@ def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Te
         parts.gather(rows, into)
     tiles = parts.tiles.amax(2)
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
-    sums = _sums(tiles, _shares(parts.tiles.add_(edges.spare)).amax(2))
+    sums = _sums(tiles, _shares(parts.tiles.add_(edges.padding)).amax(2))
     mass = total(sums, edges.tile_kind, floor(sums, size, True))
     if tops:
         top, share = torch.cat(tops)[:, 0], torch.cat(shares)[:, 0]
