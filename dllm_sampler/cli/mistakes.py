@@ -67,7 +67,8 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Use
     at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
     for part in rest:
         if not isinstance(node, dict) or part not in node:
-            wrong = unknown(f"field of {at}", part, _leaves(node))
+            within = node.values() if first == "guide" and node is known[first] else [node]
+            wrong = unknown(f"field of {at}", part, dict.fromkeys(leaf for one in within for leaf in _leaves(one)))
             if first == "guide" and node is known[first] and part in choices(first):
                 return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
             others = holders(first, part) if node is known[first] else []

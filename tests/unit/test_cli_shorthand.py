@@ -30,7 +30,8 @@ def test_a_field_of_the_one_guide_that_has_it(words: list[str], long: list[str])
     ("words", "said"),
     [
         (["guide=[choices,regex]", "guide.posterior=true"], "say guide.choices.posterior or guide.regex.posterior"),
-        (["guide=regex", "guide.patern=a"], "unknown field of guide=regex 'patern'"),
+        (["guide=regex", "guide.patern=a"], "unknown field of guide=regex 'patern', did you mean 'pattern'?"),
+        (["guide=[regex,top_k]", "guide.meassured=a"], "unknown field of guide 'meassured', did you mean 'measured'?"),
         (["guide=rexeg", "guide.pattern=a"], "unknown guide 'rexeg', did you mean 'regex'"),
         (["guide.pattern=a"], "guide=regex"),
     ],
