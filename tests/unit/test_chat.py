@@ -3,7 +3,9 @@
 import os
 import resource
 import signal
+import subprocess
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -89,32 +91,36 @@ def test_every_fault_is_one_sentence(
     assert resource.getrlimit(resource.RLIMIT_AS) == before, "the limit is the template's"
 
 
-def test_one_process_for_many_prompts(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there for one tokenizer as it is now, for a while, and not after Ctrl-C."""
-    forks, fork = list[int](), os.fork
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started from now on; none is there."""
+    chat._end()
+    found, start = list[subprocess.Popen[bytes]](), subprocess.Popen
 
-    def counted() -> int:
-        forks.append(1)
-        return fork()
+    def counted(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        found.append(start(*args, **options))
+        return found[-1]
 
-    monkeypatch.setattr(os, "fork", counted)
-    monkeypatch.setattr(chat, "IDLE", 60.0)
+    monkeypatch.setattr(subprocess, "Popen", counted)
+    return found
+
+
+def test_one_process_for_many_prompts(
+    tokenizer: PreTrainedTokenizerBase, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there for all templates, for a while, and not after Ctrl-C."""
+    monkeypatch.setattr(chat, "IDLE", 0.5)
     tokenizer.chat_template = "{{ messages[0].content }}{{ eos_token }}"
     texts = ["Ada", "\ud800 \n\r\u2028", "x" * 3_000_000]
     for text in texts:
         assert chat.text([{"role": "user", "content": text}], tokenizer, "it") == text + str(tokenizer.eos_token)
-    assert len(forks) == 1
     tokenizer.chat_template = "{{ messages[0].content }}!"
     with ThreadPoolExecutor(4) as pool:  # from any thread, one after another
         found = pool.map(lambda n: chat.text([{"role": "user", "content": str(n)}], tokenizer, "it"), range(20))
         assert list(found) == [f"{n}!" for n in range(20)]
-    assert len(forks) == 2
-    monkeypatch.setattr(chat, "IDLE", 0.05)
-    tokenizer.chat_template = "{{ messages[0].content }}?"
-    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada?" and len(forks) == 3
-    assert chat._renderer is not None
-    os.waitid(os.P_PID, chat._renderer._process, os.WEXITED | os.WNOWAIT)  # it goes by itself
-    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada?" and len(forks) == 4
+    assert len(started) == 1
+    started[0].wait(60)  # it goes by itself
+    assert chat.text(MESSAGES, tokenizer, "it") == "copy : Ada!" and len(started) == 2
     tokenizer.chat_template = LOOP
 
     def interrupt() -> None:
@@ -124,8 +130,43 @@ def test_one_process_for_many_prompts(tokenizer: PreTrainedTokenizerBase, monkey
     Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         chat.text(MESSAGES, tokenizer, "it")
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)  # none is left, not even a dead one
+    assert [one.poll() is None for one in started] == [False, False]
+
+
+def test_a_copy_of_a_process_has_one_of_its_own(
+    tokenizer: PreTrainedTokenizerBase, started: list[subprocess.Popen[bytes]]
+) -> None:
+    assert chat.text(MESSAGES, tokenizer, "it") and chat._renderer is not None
+    with chat._ONE, warnings.catch_warnings():  # another thread asks just now
+        warnings.simplefilter("ignore")  # of threads and copies
+        process = os.fork()
+        if not process:
+            os._exit(0 if chat._renderer is None and chat._ONE.acquire(timeout=1) else 1)
+    assert os.waitpid(process, 0)[1] == 0
+    assert chat.text(MESSAGES, tokenizer, "it") and len(started) == 1
+
+
+def test_it_does_not_start(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The reason is one command away."""
+    chat._end()
+    (tmp_path / "transformers.py").write_text("raise RuntimeError('broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(UserError, match="a process of their own, which does not start here: `") as caught:
+        chat.text(MESSAGES, tokenizer, "it")
+    command = str(caught.value).split("`")[1]
+    assert "RuntimeError: broken" in subprocess.run(command.split(), capture_output=True, text=True).stderr
+
+
+def test_a_tokenizer_that_renders_by_itself(
+    tokenizer: PreTrainedTokenizerBase, started: list[subprocess.Popen[bytes]]
+) -> None:
+    class Own(type(tokenizer)):
+        def apply_chat_template(self, conversation: Any, *_: Any, **options: Any) -> str:
+            return f"{conversation[0]['content']} {sorted(options)}"
+
+    tokenizer.__class__ = Own
+    said = chat.text(MESSAGES, tokenizer, "it")
+    assert said == "copy : Ada ['add_generation_prompt', 'continue_final_message', 'tokenize']" and not started
 
 
 def test_a_field_that_json_has_not(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -51,6 +51,18 @@ def test_why_a_form_was_not_built(crash: str, said: str, monkeypatch: pytest.Mon
         byte_automaton("a")
 
 
+def test_packages_are_found_as_here_but_not_in_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for folder, module in (("there", "outlines_core"), ("here", "json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{module}.py").write_text(f"raise KeyError('{folder}')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "there"))
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UserError, match=r"outlines-core failed \(KeyError: 'there'\)"):
+        byte_automaton("a")
+
+
 def test_several_patterns_by_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A task has a form for each prompt: what is equal is built once, and all in one process."""
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path))

@@ -73,7 +73,7 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
         UserError: the library refuses it, fails, or would take too much time or memory.
     """
     module()
-    command = [sys.executable, "-I", "-c", BUILD]
+    command = [sys.executable, "-P", "-c", BUILD]
     try:
         text = json.dumps({**given, "memory": MEMORY})
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
