@@ -55,7 +55,7 @@ def serve(asks: int, answers: int, idle: float) -> None:
 
     tokenizer = PreTrainedTokenizerBase()  # its template and tokens come with each question
     os.write(answers, READY)
-    with open(asks, "rb", closefd=False) as file, open(answers, "wb", closefd=False) as out:
+    with os.fdopen(asks, "rb") as file, os.fdopen(answers, "wb") as out:
         while _asked(asks, idle) and (line := file.readline()):
             seconds, memory, most, arguments = json.loads(line)
             _limit_time(seconds)

@@ -105,7 +105,9 @@ class Reward:
             given["prompts"] = [text for text, row in zip(texts, rows, strict=True) for _ in row.answers]
             given["completions"] = prompts.decode(given["completion_ids"], self.tokenizer, ())
         try:
-            found = list(self.call(**given))
+            # Steps may run in inference mode, whose tensors a function could neither keep nor differentiate.
+            with torch.inference_mode(False), torch.no_grad():
+                found = list(self.call(**given))
         except Exception as error:  # whatever a user's function raises
             for row in rows if len(rows) > 1 else ():
                 self._judge([row])  # names the prompt, if the function fails for one alone

@@ -67,10 +67,15 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Use
     at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
     for part in rest:
         if not isinstance(node, dict) or part not in node:
-            within = node.values() if first == "guide" and node is known[first] else [node]
-            wrong = unknown(f"field of {at}", part, dict.fromkeys(leaf for one in within for leaf in _leaves(one)))
-            if first == "guide" and node is known[first] and part in choices(first):
-                return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
+            fields = _leaves(node)
+            if first == "guide" and node is known[first]:
+                if part in choices(first):
+                    return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
+                if len(rest) > 1:
+                    return unknown("guide", part, choices(first))
+                # Names of guides may be left out before their fields.
+                fields = [*dict.fromkeys(leaf for one in node.values() for leaf in _leaves(one)), *fields]
+            wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []
             return UserError(f"{wrong}; those that have it are {first}={', '.join(others)}") if others else wrong
         # Guides have their names between the group's and the field's: several may be given.

@@ -82,7 +82,7 @@ def token_noise(keys: Tensor, vocab: int) -> Tensor:
     k = keys.flatten()[:, None]
     low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
     word = torch.arange(vocab, device=keys.device, dtype=torch.int32) * -0x61C88647
-    found = torch.empty(len(k), vocab, device=keys.device)
+    found = torch.empty(len(k), vocab, device=keys.device, dtype=torch.float32)
     size = rows_at_once(found)
     for first, second, into in zip(low.split(size), high.split(size), found.split(size), strict=True):
         bits = _mix32(_mix32(word + first).bitwise_xor_(second)).bitwise_and_(0x7FFFFFFF)

@@ -2,7 +2,8 @@
 
     ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, stop, apply, observe, move
 
-Plug-ins answer questions; none writes tokens or owns a loop, and only a guide that `vetoes` reads the device in a step.
+Plug-ins answer questions; none writes tokens or owns a loop. Those read the device in a step that say so: a cache with
+`syncs`, a guide that `vetoes`, a scheduler whose traits are not `static`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a gui
 
 class Denoiser(Protocol):
     """A model family. Some members are optional, see `TransformerDenoiser`: `using(backend)`, `head_weight()` and the
-    property `inference`."""
+    property `inference_mode`."""
 
     @property
     def spec(self) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -154,14 +154,20 @@ def rows_at_once(table: Tensor) -> int:
 
 def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
-    if logits.device.type != "cpu" or logits.shape[-1] % TILE:
+    if logits.device.type != "cpu":
         return logits.argmax(-1)
     return argmax_in_tiles(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
 
 
 def tile_tops(logits: Tensor) -> Tensor:
-    """`[..., T]` the highest of each tile of `logits [..., V]`. A tile has `TILE` of them, or fewer to divide V."""
-    return logits.unflatten(-1, (-1, gcd(logits.shape[-1], TILE))).amax(-1)
+    """`[..., T]` the highest of each tile of `logits [..., V]`; see `tile_width`."""
+    return logits.unflatten(-1, (-1, tile_width(logits.shape[-1]))).amax(-1)
+
+
+@lru_cache(maxsize=64)
+def tile_width(vocab: int) -> int:
+    """How many of `vocab` tokens are a tile: the first of `TILE`, `TILE` + 1, ... that divides them, or all of them."""
+    return next((width for width in range(TILE, vocab) if vocab % width == 0), vocab)
 
 
 def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) -> Tensor:

@@ -120,7 +120,7 @@ class Flight:
         if not rows:
             return
         places, canvas = self.free[: len(rows)], self.lay_out(rows)
-        with undisturbed(canvas.ids.device, self.engine.inference):
+        with undisturbed(canvas.ids.device, self.engine.inference_mode):
             fresh = self.engine.fresh(canvas, samples)
             if self.state is None:
                 self.state = self.engine.begin(self._empty(rows[0]))
@@ -145,7 +145,7 @@ class Flight:
             self.made[place] += 1
         late = [place for place, row in live.items() if self.made[place] >= row.bound]
         engine.advance(state, self.forwards, last=bool(late))
-        with undisturbed(state.canvas.ids.device, engine.inference):
+        with undisturbed(state.canvas.ids.device, engine.inference_mode):
             if self.watch is not None:
                 self.watch(state)
             ends: dict[int, End] = dict.fromkeys(late, "max_steps")

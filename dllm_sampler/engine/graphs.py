@@ -22,7 +22,7 @@ from dllm_sampler.engine import capture
 from dllm_sampler.engine.buffers import Buffers, Step, address, copied, restored
 from dllm_sampler.engine.capture import Record
 from dllm_sampler.engine.decide import Generation
-from dllm_sampler.engine.loop import Engine
+from dllm_sampler.engine.loop import Engine, inference_mode
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import Opaque
 from dllm_sampler.errors import UserError, first_line
@@ -267,6 +267,7 @@ def engine(
         raise UserError(f"cuda_graph=true cannot be: {why}")
     if why is not None or choice is False:
         return Engine(denoiser, plugins, poll_every, kernels, *options)
-    if last is not None and (last.plugins, last.kernels, last.samples) == (plugins, kernels, options[1]):
+    same = plugins, kernels, options[1], inference_mode(denoiser)
+    if last is not None and (last.plugins, last.kernels, last.samples, last.inference_mode) == same:
         return last
     return StaticEngine(denoiser, plugins, poll_every, kernels, capture.cuda, choice is True, *options)

@@ -46,7 +46,7 @@ class Engine:
     ):
         using = getattr(denoiser, "using", None)  # optional
         self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
-        self.inference = getattr(denoiser, "inference", False)  # optional
+        self.inference_mode = inference_mode(denoiser)
         self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
         self.entropy, self.samples, self.compile = entropy, samples, compile
         needs = plugins.needs | {"entropy"} if entropy else plugins.needs
@@ -58,7 +58,7 @@ class Engine:
         Raises:
             NotFiniteError: the model returned no finite statistics for some row.
         """
-        with undisturbed(canvas.ids.device, self.inference):
+        with undisturbed(canvas.ids.device, self.inference_mode):
             state = self.begin(canvas)
         try:
             for step in range(1, max_steps + 1):
@@ -90,7 +90,7 @@ class Engine:
 
     def advance(self, state: Generation, step: int, last: bool = False) -> None:
         """Step number `step`, and the host's look at what it left."""
-        with undisturbed(state.canvas.ids.device, self.inference):
+        with undisturbed(state.canvas.ids.device, self.inference_mode):
             state.begun = perf_counter()
             self.step(state)
             self.poll(state, step, last)
@@ -139,6 +139,11 @@ class Engine:
 
     def _part(self, part: Callable[..., Any]) -> Callable[..., Any]:
         return fullgraph(part) if self.compile else part
+
+
+def inference_mode(denoiser: Denoiser) -> bool:
+    """Whether steps may run in `torch.inference_mode`: the denoiser's optional property of this name."""
+    return getattr(denoiser, "inference_mode", False) is True
 
 
 def _not_finite(state: Generation) -> NotFiniteError:

@@ -83,9 +83,9 @@ class GuidedDenoiser:
         return self if using is None else replace(self, denoiser=using(backend))
 
     @property
-    def inference(self) -> bool:
-        """See `TransformerDenoiser.inference`."""
-        return getattr(self.denoiser, "inference", False)
+    def inference_mode(self) -> bool:
+        """See `TransformerDenoiser.inference_mode`."""
+        return getattr(self.denoiser, "inference_mode", False) is True
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of hidden states `[..., D]`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.protocols import Plan
@@ -112,16 +113,16 @@ class TransformerDenoiser:
         )
 
     @property
-    def inference(self) -> bool:
+    def inference_mode(self) -> bool:
         """Whether steps may run in `torch.inference_mode`, whose tensors autograd cannot use later.
 
-        False where tensors of a forward outlive it: buffers of a sharded, wrapped or offloaded module, and autocast's
-        copies of weights.
+        False where tensors of a forward outlive it: buffers of a sharded, wrapped or offloaded module, what a hook or
+        a parametrisation keeps, and autocast's copies of weights.
         """
         model, layers = self.model, self.transformer.layers
         ours = type(model) is Transformer and all(type(layer) is Layer for layer in layers)
-        hooks = any(fused.hooked(one) for one in (model, *layers))
-        return ours and not hooks and not torch.is_autocast_enabled(self.spec.device.type)
+        more = any(fused.hooked(one) or is_parametrized(one) for one in model.modules())
+        return ours and not more and not torch.is_autocast_enabled(self.spec.device.type)
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:

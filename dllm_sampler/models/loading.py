@@ -181,7 +181,10 @@ def load_tokenizer(
     if not isinstance(code, list | dict):
         raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {shown(code)}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
-        raise UserError(f"the tokenizer of {folder} is code of its own: allow it to run with trust_remote_code=true")
+        raise UserError(
+            f"the tokenizer of {folder} is code of its own: allow it to run with model.trust_remote_code=true"
+            " (trust_remote_code=True in Python)"
+        )
     try:
         if config is not None and not code and "tokenizer_class" not in settings and (folder / files[0]).is_file():
             # nothing names a class: tokenizer.json says it all

@@ -68,9 +68,10 @@ def bell(sigma: float, longest: int, device: torch.device) -> tuple[Tensor, Tens
     A generation of n tokens sums it over 3 n on either side, as published (`[n]` of the sums). No position is farther
     than twice the length from what is counted, and what is farther than nine sigma does not change a float64 sum.
     """
-    offset = torch.arange(6 * longest, device=device)
-    offset = torch.where(offset % 2 == 0, offset // 2, -(offset // 2) - 1)  # 0, -1, 1, -2, 2, ...
-    weight = torch.exp(-(offset.double() ** 2) / (2 * sigma**2))
-    total = F.pad(weight.cumsum(0)[5::6], (1, 0))
     near = 2 * min(2 * longest, math.ceil(9 * sigma)) + 1
-    return offset[:near].clone(), weight[:near].clone(), total
+    with torch.inference_mode(False):  # other steps may run without it
+        offset = torch.arange(6 * longest, device=device)
+        offset = torch.where(offset % 2 == 0, offset // 2, -(offset // 2) - 1)  # 0, -1, 1, -2, 2, ...
+        weight = torch.exp(-(offset.double() ** 2) / (2 * sigma**2))
+        total = F.pad(weight.cumsum(0)[5::6], (1, 0))
+        return offset[:near].clone(), weight[:near].clone(), total

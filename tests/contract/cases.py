@@ -152,6 +152,16 @@ def cases() -> list[Case]:
 
 CASES = cases()
 
+# Those whose steps read nothing of the device. A cache that `syncs` has to: what it reads decides the shape of its next
+# layer. A guide that `vetoes` looks at texts, and the reward of svdd too: the tests of these count how often.
+SILENT = [
+    case
+    for case in CASES
+    if not case.sampler.plugins.cache.syncs
+    and case.scheduler["name"] != "svdd"
+    and not any(guide.vetoes for guide in case.sampler.plugins.guides)
+]
+
 
 def thinned(chosen: Iterable[Case], *groups: str) -> list[Any]:
     """The cases; slow are all but a sample that meets each toy and plug-in (of these groups, or of all).

@@ -14,7 +14,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.contract.cases import CASES, Case, thinned
+from tests.contract.cases import SILENT, Case, thinned
 
 FORBIDDEN = {
     "aten._local_scalar_dense",  # item, bool(tensor), int(tensor)
@@ -87,17 +87,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
 
     monkeypatch.setattr(Engine, "step", under_watch)
     return taken
-
-
-# A cache that `syncs` has to: what it reads decides the shape of its next layer. Its own test counts how often it does.
-# A guide that `vetoes` looks at texts, and a reward too: tests/unit/test_schedulers_svdd.py counts how often.
-SILENT = [
-    case
-    for case in CASES
-    if not case.sampler.plugins.cache.syncs
-    and case.scheduler["name"] != "svdd"
-    and not any(guide.vetoes for guide in case.sampler.plugins.guides)
-]
 
 
 @pytest.mark.parametrize("case", thinned(SILENT))

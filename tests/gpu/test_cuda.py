@@ -8,7 +8,7 @@ import torch
 
 from dllm_sampler import Result
 from tests import toys
-from tests.contract.cases import CASES, TOKENS, Case, thinned
+from tests.contract.cases import CASES, SILENT, TOKENS, Case, thinned
 
 
 def generate(case: Case, device: str) -> Result:
@@ -31,6 +31,6 @@ def test_cuda_answers_as_the_cpu_does(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("_strict")
-@pytest.mark.parametrize("case", thinned(one for one in CASES if not one.sampler.plugins.cache.syncs))
+@pytest.mark.parametrize("case", thinned(SILENT))
 def test_a_step_never_synchronises(case: Case) -> None:
     generate(case, "cuda")

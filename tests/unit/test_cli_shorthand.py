@@ -32,6 +32,8 @@ def test_a_field_of_the_one_guide_that_has_it(words: list[str], long: list[str])
         (["guide=[choices,regex]", "guide.posterior=true"], "say guide.choices.posterior or guide.regex.posterior"),
         (["guide=regex", "guide.patern=a"], "unknown field of guide=regex 'patern', did you mean 'pattern'?"),
         (["guide=[regex,top_k]", "guide.meassured=a"], "unknown field of guide 'meassured', did you mean 'measured'?"),
+        (["guide=regex", "guide.regx=a"], "unknown field of guide=regex 'regx', did you mean 'regex'?"),
+        (["guide=[regex,top_k]", "guide.topk.k=3"], "unknown guide 'topk', did you mean 'top_k' or"),
         (["guide=rexeg", "guide.pattern=a"], "unknown guide 'rexeg', did you mean 'regex'"),
         (["guide.pattern=a"], "guide=regex"),
     ],

@@ -123,6 +123,16 @@ def test_experts_that_wait(
     assert why(toys.sampler(), experts) is None
 
 
+def test_recordings_hold_for_one_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that inference mode made cannot be written to outside it, as under autocast."""
+    monkeypatch.setattr("dllm_sampler.engine.graphs.obstacle", lambda *_: None)
+    it = toys.sampler("llada", cuda_graph=True)
+    first = it.engine(it.plugins)
+    assert it.engine(it.plugins) is first and first.inference_mode
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not it.engine(it.plugins).inference_mode
+
+
 def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tell = Threshold.tell
 

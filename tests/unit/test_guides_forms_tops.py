@@ -35,12 +35,15 @@ def test_the_best_of_each_class(
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
     logits[3:6] = logits[3:6].round()
     logits[6:] = torch.where(listed.classes == max(0, listed.main), -torch.inf, logits[6:])
+    assert not len(tops.Tops.of(listed, logits[:0]).free) and not len(tops.masses(listed, logits[:0])[0])
     monkeypatch.setattr(statistics, "CACHE", rows * logits.shape[1])  # that many are worked on at once
     found, (classes, weight) = tops.Tops.of(listed, logits), tops.masses(listed, logits)
     if main:
         near = tops.masses(listed, logits, found.main)[1]
         torch.testing.assert_close(near, weight, rtol=1e-5, atol=1e-5)
-    assert torch.equal(found.free, logits.argmax(1)) and torch.equal(found.classes, classes)
+    assert torch.equal(found.free, logits.argmax(1))
+    assert torch.equal(found.classes[:, : listed.stays], classes[:, : listed.stays])
+    assert (weight[:, listed.stays :] == -torch.inf).all(), "no token is of these"
     for kind in range(listed.stays):
         own = logits.masked_fill(listed.classes != kind, -torch.inf)
         first = torch.where((own == own.amax(1, keepdim=True)) & (listed.classes == kind), 1, 0).argmax(1)

@@ -9,16 +9,21 @@ from dllm_sampler.core import statistics
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("words", [96, 256])  # with and without a remainder beyond whole tiles
+@pytest.mark.parametrize("words", [7, 96, 101, 254, 256])  # of one tile, a prime, of two, of several
 def test_the_best_token_is_torchs_argmax(dtype, words):
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randint(0, 4, (2, 3, words), generator=generator).to(dtype)  # ties everywhere
         if seed % 3 == 0:
-            logits[0, 1, seed] = math.nan
+            logits[0, 1, seed % words] = math.nan
         if seed % 5 == 0:
             logits[1] = -math.inf
         assert torch.equal(statistics.argmax(logits), logits.argmax(-1))
+
+
+def test_a_tile_is_no_smaller_than_it_pays_for():
+    """GPT-2's and BERT's vocabularies are no multiples of 64."""
+    assert [statistics.tile_width(vocab) for vocab in (126_464, 50_257, 30_522, 101, 0)] == [64, 1733, 5087, 101, 0]
 
 
 def test_bfloat16_logits_are_measured_in_float32():

@@ -148,7 +148,7 @@ def test_tokenizer_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "own.py").write_text(
         "from transformers import PreTrainedTokenizerFast\nclass Own(PreTrainedTokenizerFast):\n    own = True\n"
     )
-    with pytest.raises(UserError, match="trust_remote_code=true"):
+    with pytest.raises(UserError, match=r"with model\.trust_remote_code=true \(trust_remote_code=True in Python\)"):
         loading.load(tmp_path)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tokenizer = loading.load(tmp_path, trust_remote_code=True).tokenizer

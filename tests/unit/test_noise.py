@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, CounterNoise, Query, ReplayNoise
-from dllm_sampler.core.noise import SCALE, gumbel
+from dllm_sampler.core import statistics
+from dllm_sampler.core.noise import SCALE, _mix32, gumbel, token_noise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Noise
 from tests import toys
@@ -67,6 +68,22 @@ def test_gumbel_moments(stream):
     variance = math.pi**2 / 6
     assert float(draws.mean()) == pytest.approx(0.5772156649, abs=4 * math.sqrt(variance / many))
     assert float(draws.var()) == pytest.approx(variance, abs=4 * math.sqrt(4.4 * variance**2 / many))
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_the_same_bits_however_it_is_made(monkeypatch, at_once, dtype):
+    """In parts of any number of rows, and whatever torch's default dtype is."""
+    keys = torch.randint(-(2**62), 2**62, (2, 4), generator=torch.Generator().manual_seed(3))
+    k, word = keys[..., None], torch.arange(90, dtype=torch.int32) * -0x61C88647
+    mixed = _mix32(_mix32(word + (k & 0x7FFFFFFF).int()) ^ ((k >> 32) & 0x7FFFFFFF).int()) & 0x7FFFFFFF
+    wanted = gumbel((mixed.float() + 0.5) * SCALE)
+    monkeypatch.setattr(statistics, "CACHE", at_once * 90)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(token_noise(keys, 90), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_argmax_is_a_sample():

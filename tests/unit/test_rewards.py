@@ -7,6 +7,7 @@ from math import inf, nan
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
@@ -57,6 +58,23 @@ def test_a_reward_sees_what_stands_and_what_the_block_may_become(inner: str) -> 
     assert tokens in calls[-1], "the last one is full: its value is its reward"
     assert len(calls) == steps if inner == "fixed" else steps - 3 <= len(calls) <= steps
     assert max(toys.reward(calls[-1])) == toys.reward([tokens])[0]
+
+
+def test_a_reward_may_learn_and_keep_tensors() -> None:
+    """Steps run without gradients, and in torch's inference mode; a function of yours may do without both."""
+    weight = torch.ones(1, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> Tensor:
+        assert not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        kept.append(torch.tensor([float(sum(ids)) for ids in completion_ids]))
+        with torch.enable_grad():
+            (weight * kept[-1]).sum().backward()
+        return kept[-1]
+
+    run(guided(INNER["fixed"], reward=reward, candidates=2))
+    assert len(kept) > 1 and weight.grad is not None and float(weight.grad) == float(sum(one.sum() for one in kept))
+    (weight * kept[0]).sum().backward()
 
 
 def test_a_value_sees_the_masks() -> None:

@@ -58,7 +58,9 @@ def test_density_is_the_published_sum(sigma: float) -> None:
 
 def test_a_bell_stays_where_it_is() -> None:
     """A recorded step reads it at its address, whatever generations of other lengths come between."""
-    first = bell(10.0, 1, torch.device("cpu"))
+    with torch.inference_mode():
+        first = bell(10.0, 1, torch.device("cpu"))
+    assert not any(one.is_inference() for one in first), "other steps run without it"
     for reach in range(2, 40):
         bell(10.0, reach, torch.device("cpu"))
     assert bell(10.0, 1, torch.device("cpu")) is first

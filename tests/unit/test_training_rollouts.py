@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dllm_sampler import Sampler, Trace, UserError
 from dllm_sampler.core.trace import aligned
@@ -156,16 +157,20 @@ def test_tensors_that_outlive_a_forward_are_ordinary_ones() -> None:
     """Inference mode is not for modules that somebody has wrapped, nor for autocast, which keeps copies of weights."""
 
     def made(change: Callable[[Transformer], Any] = lambda module: module) -> bool:
-        return TransformerDenoiser(change(toys.transformer(dtype=torch.float32)), toys.MASK, toys.EOS).inference
+        return TransformerDenoiser(change(toys.transformer(dtype=torch.float32)), toys.MASK, toys.EOS).inference_mode
 
-    def hooked(module: Transformer, layer: bool) -> Transformer:
-        (module.layers[1] if layer else module).register_forward_hook(lambda module, given, found: None)
+    def hooked(module: Transformer, where: str) -> Transformer:
+        module.get_submodule(where).register_forward_hook(lambda module, given, found: None)
+        return module
+
+    def parametrized(module: Transformer) -> Transformer:
+        parametrize.register_parametrization(module.get_submodule("layers.0.o_proj"), "weight", nn.Identity())
         return module
 
     class Other(Transformer): ...
 
-    assert made()
-    assert not any(made(lambda module, layer=layer: hooked(module, layer)) for layer in (True, False))
+    assert made() and not made(parametrized)
+    assert not any(made(lambda module, at=at: hooked(module, at)) for at in ("", "layers.1", "layers.0.ffn"))
     assert not made(lambda module: Other(module.config))
     with torch.autocast("cpu", torch.bfloat16):
         assert not made()

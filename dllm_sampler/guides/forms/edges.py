@@ -39,7 +39,7 @@ class Edges:
     classes: Tensor  # [V] the class of each token
     sizes: Tensor  # [C+2] float64: logarithm of the number of tokens; -inf for the last two
     tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
-    padding: Tensor  # [G, TILE] float32: -inf where a token is repeated, 0 elsewhere
+    padding: Tensor  # [G, TILE] float32: -inf where a token is repeated, or there is none, 0 elsewhere
     tile_kind: Tensor  # [G] the class of each tile
     main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
@@ -135,5 +135,6 @@ def _tiled(classes: Tensor, count: int) -> dict[str, Tensor]:
     padding = torch.full(table.shape, -torch.inf)
     padding.view(-1)[place] = 0
     if not len(own):
-        table, padding, own = table.new_zeros(1, TILE), padding.new_zeros(1, TILE), own.new_tensor([count + 1])
+        table, own = table.new_zeros(1, TILE), own.new_tensor([count + 1])
+        padding = padding.new_full((1, TILE), -torch.inf)
     return {"tiles": table.int(), "padding": padding, "tile_kind": own}

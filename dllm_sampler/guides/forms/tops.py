@@ -97,9 +97,9 @@ def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Te
             share = _shares(main)
             shares.append(share.amax(1, keepdim=True) if token is None else share.gather(1, token))
         parts.gather(rows, into)
-    tiles = parts.tiles.amax(2)
+    tiles = parts.tiles.add_(edges.padding).amax(2)
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
-    sums = _sums(tiles, _shares(parts.tiles.add_(edges.padding)).amax(2))
+    sums = _sums(tiles, _shares(parts.tiles).amax(2))
     mass = total(sums, edges.tile_kind, floor(sums, size, True))
     if tops:
         top, share = torch.cat(tops)[:, 0], torch.cat(shares)[:, 0]
@@ -150,4 +150,4 @@ class _Parts:
         if len(rows) == 1:  # torch selects from a vector in half the time
             torch.index_select(rows[0], 0, index, out=into.view(-1))
         else:
-            torch.index_select(rows, 1, index, out=into.view(len(rows), -1))
+            torch.index_select(rows, 1, index, out=into.flatten(1))
