@@ -1,4 +1,4 @@
-"""Chat messages as token ids, by the template that came with the checkpoint.
+"""Chat messages as a text, by the template that came with the checkpoint.
 
 A template is a program in Jinja that anybody may have written. transformers runs it in Jinja's sandbox, in which it can
 open and import nothing, and which limits `range`. There it could still run forever, or use up the memory: here it runs
@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import rendering
 from dllm_sampler.core import files
-from dllm_sampler.core.checks import check_text
 from dllm_sampler.errors import UserError, short
 
 Message = Mapping[str, str]
@@ -32,14 +31,6 @@ SECONDS = 10.0  # of processor time: a template takes a millisecond, and waits f
 CHARACTERS = 4_000_000  # of a prompt: no model's context has room for more
 MEMORY = 2 << 30  # bytes that a template may add to those of the process
 IDLE = 60.0  # seconds that the process of templates waits for another prompt
-
-
-def ids(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str) -> list[int]:
-    """Token ids of chat messages, with the beginning of the model's answer; arguments and errors as `text`."""
-    made = text(messages, tokenizer, name)
-    check_text(name, made)
-    encoded: Any = tokenizer(made, add_special_tokens=False)
-    return list(encoded["input_ids"])
 
 
 def text(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str, begin: bool | None = True) -> str:

@@ -45,7 +45,8 @@ def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
     known = list(choices)
     near = " or ".join(f"'{name}'" for name in get_close_matches(word[:200], known, n=2))
     word = short(word)
-    listing = f"the choices are {', '.join(known)}" if known else "it has none"
+    what = "fields" if kind.startswith("field") else "choices"
+    listing = f"the {what} are {', '.join(known)}" if known else "it has none"
     return UserError(f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}"))
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import chat
 from dllm_sampler.core.checks import check_count, check_text, is_whole
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 
 Message = chat.Message
 
@@ -227,16 +227,20 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) ->
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
         raise UserError(f"prompt {number} must be a string, token ids or chat messages, not {type(prompt).__name__}")
-    if not text and not all(
-        isinstance(m, Mapping) and isinstance(m.get("content"), str) and "role" in m for m in prompt
-    ):
-        raise UserError(f"prompt {number} must be a string, token ids, or chat messages with 'role' and 'content'")
+    for at, message in () if text else enumerate(prompt, 1):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise UserError(f"prompt {number} must be a string, token ids, or chat messages with 'role' and 'content'")
+        if not isinstance(message["content"], str):
+            raise UserError(
+                f"prompt {number}: the content of message {at} should be a text, not {short(repr(message['content']))}"
+            )
     if tokenizer is None:
         raise UserError(
             f"prompt {number} is text, but this checkpoint has no tokenizer: give token ids, or add its files"
         )
     if not text:
-        return chat.ids(prompt, tokenizer, f"prompt {number}")
+        name = f"prompt {number}"
+        return text_ids(chat.text(prompt, tokenizer, name), tokenizer, name, special=False)  # the template has its own
     if not prompt.strip():
         raise UserError(f"prompt {number} is empty: give it at least one token")
     return text_ids(prompt, tokenizer, f"prompt {number}")

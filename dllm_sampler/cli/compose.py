@@ -86,7 +86,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         UserError: an override that cannot be read, or that names nothing there is.
     """
     words = [word for given in spelled_out(overrides, holders) for word in literal(given)]
-    parsed = [parse(word) for word in words]
+    unread = next((word for word in words if not readable(word)), None)
+    parsed = [parse(word) for word in words if unread is None or readable(word)]
     for override in parsed:
         if override.is_sweep_override():
             raise several(app, str(override.input_line))
@@ -97,6 +98,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
         if group in SEVERAL:
             check_named(group, override.value())
+    if unread is not None:
+        raise _unreadable(app, parsed, unread)
     try:
         cfg, chosen = _compose(app, words)
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
@@ -207,6 +210,12 @@ def readable(word: str) -> bool:
     except UserError:
         return False
     return True
+
+
+def _unreadable(app: App, parsed: list[Override], word: str) -> UserError:
+    """What is wrong with an override that Hydra cannot read: its key, a name that another word chooses, or itself."""
+    why, empty = UserError(unreadable(word)), f"{word.partition('=')[0]}=null"
+    return _explain(app, [*parsed, parse(empty)], why) if readable(empty) else why
 
 
 def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:

@@ -74,7 +74,9 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Use
                 if len(rest) > 1:
                     return unknown("guide", part, choices(first))
                 # Names of guides may be left out before their fields.
-                fields = [*dict.fromkeys(leaf for one in node.values() for leaf in _leaves(one)), *fields]
+                names, fields = fields, [*dict.fromkeys(leaf for one in node.values() for leaf in _leaves(one))]
+                if get_close_matches(part, names) and not get_close_matches(part, fields):
+                    return unknown("guide", part, choices(first))
             wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []
             return UserError(f"{wrong}; those that have it are {first}={', '.join(others)}") if others else wrong

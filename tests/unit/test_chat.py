@@ -43,7 +43,7 @@ def spec() -> ModelSpec:
 
 def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
     wanted: Any = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)
-    assert chat.ids(MESSAGES, tokenizer, "prompt 1") == list(wanted["input_ids"])
+    assert encode([MESSAGES], tokenizer, toys.denoiser().spec, 4) == [list(wanted["input_ids"])]
     assert chat.text(MESSAGES, tokenizer, "it", False) == tokenizer.apply_chat_template(
         MESSAGES, tokenize=False, continue_final_message=True
     )
@@ -172,3 +172,24 @@ def test_a_tokenizer_that_renders_by_itself(
 def test_a_field_that_json_has_not(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match="it does not fit this model's chat template: TypeError: Object of type object"):
         chat.text([{"role": "user", "content": "a", "x": object()}], tokenizer, "it")  # type: ignore[dict-item]
+
+
+def test_words_that_are_not_in_the_vocabulary(spec: ModelSpec) -> None:
+    """As of a plain text: a model would answer to something else."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(chat.__file__).parent / "models" / "mini")
+    with pytest.raises(UserError, match="prompt 1 has 'Zzz', which is not in this model's vocabulary"):
+        encode([[{"role": "user", "content": "copy: Ada, Zzz"}]], tokenizer, spec, 4)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], r"the content of message 1 should be a text"),
+        ([*MESSAGES, {"role": "assistant", "content": None}], "prompt 1: the content of message 2 .* not None"),
+        ([{"role": "user"}], "or chat messages with 'role' and 'content'"),
+        (["copy", *MESSAGES], "or chat messages with 'role' and 'content'"),
+    ],
+)
+def test_no_messages(messages: Any, said: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
+    with pytest.raises(UserError, match=said):
+        encode([messages], tokenizer, spec, 4)

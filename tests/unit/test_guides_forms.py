@@ -301,10 +301,21 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         toys.sampler(guide="regex", stop="prophet")
 
 
+@pytest.mark.parametrize("name", ["true.json", "false-friends.json", "{x}.json", "null", "[v1].json", "1"])
+def test_files_of_schemas(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are called."""
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text('{"type": "integer"}')
+    assert JsonSchema(name).schema == '{"type": "integer"}'
+    Path(name).write_text('{"type": "integer"')
+    with pytest.raises(UserError, match=rf"guide.json_schema.schema={re.escape(name)} is not JSON that can be read"):
+        JsonSchema(name)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Choices(()), "guide.choices.choices must be a list of texts"),
+        (lambda: Choices([]).expressions(), r"guide=choices needs texts to choose from: guide.choices.choices=\[Ada"),
         (lambda: Choices("yes"), r"guide.choices.choices must be a list of texts, as in \[Ada, Ben\], not 'yes'"),
         (lambda: Choices(("a", "")), "guide.choices.choices has an empty text"),
         (lambda: Choices([True, False]), r'has True, which is no text: quote it, as in \["yes", "no"\]'),
@@ -320,6 +331,18 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         (lambda: JsonSchema({"type": "string", "pattern": "a|b"}).expressions(), "only letters, digits"),
         (lambda: JsonSchema({"type": "string", "format": "email"}).expressions(), "the format 'email'"),
         (lambda: JsonSchema({"allOf": [{"enum": [1]}, {"enum": [2]}]}).expressions(), "`allOf` of several"),
+        (lambda: JsonSchema({}).expressions(), "has {}, which does not say what stands there: give it a `type`"),
+        (
+            lambda: JsonSchema({"type": "array", "items": {"title": "a"}}).expressions(),
+            'has {"title": "a"}, which does',
+        ),
+        (lambda: JsonSchema("true").expressions(), 'has true for a schema: give an object such as {"type"'),
+        (lambda: JsonSchema({"properties": {"a": 5}}).expressions(), "has 5 for a schema"),
+        (lambda: JsonSchema({"anyOf": []}).expressions(), "an empty `anyOf`, which no document meets"),
+        (
+            lambda: JsonSchema({"type": "string", "pattern": "[a"}).expressions(),
+            r"the pattern '\[a': unterminated .* 1",
+        ),
         (lambda: JsonSchema("[" * 10**5).expressions(), "guide.json_schema.schema"),
         (lambda: JsonSchema({"a": {1}}).expressions(), "must be a mapping as JSON has it"),
     ],

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import NotWrittenError, UserError
+from dllm_sampler.errors import NotWrittenError, UserError, short
 from dllm_sampler.guides.forms import library
 from dllm_sampler.guides.forms.faults import fault
 
@@ -223,7 +223,8 @@ def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]
 
 
 def _short(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")
+    """For a sentence: as it was typed, on one line."""
+    return "'" + "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in short(pattern, 60)) + "'"
 
 
 def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:

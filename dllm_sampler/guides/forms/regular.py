@@ -167,18 +167,21 @@ class Choices(Form):
         posterior: see `Form`.
     """
 
-    choices: Any = ("yes", "no")  # whatever is given; then a tuple of texts, or of such tuples
+    choices: Any = ()  # whatever is given; then a tuple of texts, or of such tuples
 
     def __post_init__(self) -> None:
         given = self.choices
-        if not isinstance(given, list | tuple) or not given:
+        if not isinstance(given, list | tuple):
             raise UserError(f"guide.choices.choices must be a list of texts, as in [Ada, Ben], not {given!r}")
-        listed = all(isinstance(one, list | tuple) for one in given)
-        found = tuple(_choices(one) for one in given) if listed else _choices(given)
+        listed = bool(given) and all(isinstance(one, list | tuple) for one in given)
+        # None at all: a template of settings; `expressions` refuses it.
+        found = tuple(_choices(one) for one in given) if listed or not given else _choices(given)
         vars(self).update(choices=found, forms=len(found) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
+        if not self.choices:
+            raise UserError("guide=choices needs texts to choose from: guide.choices.choices=[Ada, Ben]")
         lists = self.choices if self.forms else (self.choices,)
         return tuple("|".join(map(re.escape, texts)) for texts in lists)
 
@@ -225,7 +228,7 @@ class JsonSchema(Form):
                     f"guide.json_schema.schema must be a schema, or a list of them, none of them empty, not {given!r}"
                 )
             vars(self).update(schema=tuple(schema_text(one) for one in given), forms=len(given))
-        elif given:  # else a template of settings; `expressions` refuses it
+        elif given != "":  # else a template of settings; `expressions` refuses it
             vars(self)["schema"] = schema_text(given)
 
     def expressions(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def schema_text(given: Any) -> str:
             text = json.dumps(_plain(given))
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"guide.json_schema.schema must be a mapping as JSON has it: {error}") from None
-    elif given.lstrip().startswith(("{", "true", "false")):
+    elif isinstance(_json(given), dict | bool) or (given.lstrip().startswith("{") and not _is_file(given)):
         text = given
     else:
         try:
@@ -32,8 +32,24 @@ def schema_text(given: Any) -> str:
     try:
         parsed(text)
     except ValueError as error:
-        raise UserError(f"guide.json_schema.schema is not JSON that can be read: {error}") from None
+        file = "" if text is given or not isinstance(given, str) else f"={short(given)}"
+        raise UserError(f"guide.json_schema.schema{file} is not JSON that can be read: {error}") from None
     return text
+
+
+def _json(text: str) -> Any:
+    """What a text is as JSON; None: it is none, or null."""
+    try:
+        return parsed(text)
+    except ValueError:
+        return None
+
+
+def _is_file(given: str) -> bool:
+    try:
+        return Path(given).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # no path at all
+        return False
 
 
 def _plain(value: Any) -> Any:
@@ -61,6 +77,7 @@ KINDS = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None), "object": dict,
     "array": list,
 }  # fmt: skip
+MEANING = {"type", "properties", "enum", "const", "anyOf", "allOf", "$ref", "prefixItems"}  # a schema needs one of them
 SHAPES = {  # what reading relies on, by the words that stand in front of it
     "object of schemas": ("properties", "$defs", "definitions"),
     "list of schemas": ("anyOf", "allOf", "prefixItems"),
@@ -98,7 +115,10 @@ def check_schema(schema: Any) -> None:
         UserError: the first such thing.
     """
     if not isinstance(schema, Mapping):
-        return
+        said = json.dumps(schema)[:200]
+        raise UserError(
+            f'guide.json_schema.schema has {said} for a schema: give an object such as {{"type": "integer"}}'
+        )
     for shape, words in SHAPES.items():
         for word in words:
             if word in schema and not _has(schema[word], shape):
@@ -115,6 +135,7 @@ def check_schema(schema: Any) -> None:
     missing = [name for name in required if name not in names]
     odd = [name for name in names if json.dumps(name) != f'"{name}"']
     pattern = schema.get("pattern")
+    empty = [word for word in ("enum", "type", "anyOf", "allOf") if schema.get(word) == []]
     why = None
     if unknown:
         why = f"'{unknown[0]}', which this guide cannot keep"
@@ -124,14 +145,21 @@ def check_schema(schema: Any) -> None:
         why = f"`{together[0]}` next to `{together[1]}`, of which this guide keeps only one: leave one of them out"
     elif wrong:
         why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
-    elif schema.get("enum") == []:
-        why = "an empty `enum`, which no document meets"
+    elif empty:
+        why = f"an empty `{empty[0]}`, which no document meets"
+    elif not MEANING & schema.keys():
+        why = (
+            f"{json.dumps(schema)[:200]}, which does not say what stands there: give it a `type`"
+            " (guide=grammar guide.grammar=json takes any JSON)"
+        )
     elif missing:
         why = f"'{missing[0]}' among `required`, which is not among `properties`"
     elif odd:
         why = f"the property {odd[0]!r}, whose name has signs that JSON escapes"
     elif isinstance(pattern, str) and LOOSE.search(pattern):
         why = f"the pattern {pattern!r}: only letters, digits, sets of them, groups and counts can be served"
+    elif isinstance(pattern, str) and (error := _error(pattern)):
+        why = f"the pattern {pattern!r}: {error}"
     elif schema.get("format", "date") not in FORMATS:
         why = f"the format {schema['format']!r}: there are {', '.join(sorted(FORMATS))}"
     elif len(schema.get("allOf", [])) > 1:
@@ -139,8 +167,19 @@ def check_schema(schema: Any) -> None:
     if why:
         raise UserError(f"guide.json_schema.schema has {why}")
     inner = [*names.values(), *schema.get("$defs", {}).values(), *schema.get("definitions", {}).values()]
-    inner += [schema.get("items"), schema.get("additionalProperties")]
+    inner += [schema["items"]] if "items" in schema else []
+    inner += [schema["additionalProperties"]] if not isinstance(schema.get("additionalProperties", True), bool) else []
     for group in ("prefixItems", "anyOf", "allOf"):
         inner += schema.get(group, [])
     for one in inner:
         check_schema(one)
+
+
+def _error(pattern: str) -> str:
+    """What is wrong with a pattern, and where; Python's syntax and Rust's agree on what `LOOSE` leaves of it."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        at = getattr(error, "pos", None)
+        return getattr(error, "msg", str(error)) + ("" if at is None else f" at character {at + 1}")
+    return ""
