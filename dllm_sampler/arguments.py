@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from os import PathLike
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler import config
 from dllm_sampler.core.checks import check_count, check_switch
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
@@ -23,6 +26,23 @@ def check_name(model: object) -> None:
         )
     if not isinstance(model, str | PathLike | Mapping):
         raise UserError(f"model must be a name, a folder, a hub id or a settings dict, not a {type(model).__name__}")
+
+
+def check_known(options: Iterable[str], *calls: Callable[..., Any]) -> None:
+    """Refuse options that a sampler does not have.
+
+    Args:
+        calls: whose parameters may have been meant, too.
+
+    Raises:
+        TypeError: as Python's own for an argument that a function does not have.
+    """
+    known = dict.fromkeys(config.Options.__annotations__)
+    others = dict.fromkeys(name for call in calls for name in signature(call).parameters)
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, [*known, *others], n=1)
+            raise TypeError(f"there is no option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:

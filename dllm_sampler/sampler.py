@@ -102,6 +102,7 @@ class Sampler:
         Args:
             options: as the constructor's; the others stay. CUDA graphs are recorded once for each sampler: keep it.
         """
+        arguments.check_known(options, self.generate_many, self.generate)
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(config.Options, {**self._options, **options}))
 
     def __repr__(self) -> str:
@@ -133,9 +134,7 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
-        unknown = sorted(options.keys() - config.Options.__annotations__.keys())
-        if unknown:
-            raise TypeError(f"from_pretrained has no option {', '.join(unknown)}")
+        arguments.check_known(options, cls.from_pretrained)
         backends.check(options.get("backend", "auto"))
         graphs.check(options.get("cuda_graph", False))
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)

@@ -61,13 +61,16 @@ def function(what: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # whatever the module does when it is imported
         raise UserError(f"{what} {name} cannot be had{_reason(name, error)}") from None
     if not callable(found):
-        raise UserError(f"{what} {name} is no function but a {type(found).__name__}")
+        raise UserError(f"{what} {name} is no function, it is of type {type(found).__name__}")
     return found
 
 
 def _reason(name: str, error: Exception) -> str:
     """Why there is no such function, and where its module was looked for if that may be the mistake."""
     top = name.partition(":")[0].partition(".")[0]
+    module, _, attribute = name.partition(":")
+    if module.endswith(".py"):
+        return f": say {Path(module).stem}:{attribute or 'FUNCTION'}, the module and not its file"
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         return f": no module '{top}' is installed, and there is no {top}.py in the working directory"
     found = f" ({type(error).__name__}: {error})"

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -136,9 +136,16 @@ def _alone(trainer: Any) -> Iterator[None]:
     output = Path(os.path.realpath(expanded("train.output", given)))
     files.make_folder(output.parent)
     busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
+    there = output.exists()
     try:
         with telling(output.with_name(f".{output.name}.lock"), "dllm-train", busy):
-            yield
+            try:
+                yield
+            except BaseException:
+                if not there:
+                    with suppress(OSError):
+                        output.rmdir()  # made for nothing, if it is empty
+                raise
     except NotWrittenError as error:
         raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error
 

@@ -58,11 +58,13 @@ def test_nothing_else_is_imported_from_there(tmp_path: Path) -> None:
 def test_mistakes_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "own_broken.py").write_text("def f(:\n")
     (tmp_path / "own_fine.py").write_text("x = 1\n")
+    with pytest.raises(UserError, match=r"own_fine\.py:one cannot be had: say own_fine:one, the module"):
+        function("it", "own_fine.py:one")
     for name, said in (
         ("own_gone:f", "no module 'own_gone' is installed, and there is no own_gone.py in the working directory"),
         ("own_broken:f", "SyntaxError"),
         ("own_fine:f", "has no attribute 'f'"),
-        ("own_fine:x", "is no function but a int"),
+        ("own_fine:x", "own_fine:x is no function, it is of type int"),
     ):
         with pytest.raises(UserError, match=said):
             function("it", name)

@@ -122,7 +122,9 @@ def failing(kind: str) -> Any:
         odd = {"nan": nan, "inf": inf, "none": None, "text": "high"}
         return [odd.get(kind, 1.0) if one else 1.0 for one in bad][: -1 if kind == "short" else None]
 
-    return reward
+    def narrow(prompt_ids: list[list[int]]) -> Any: ...
+
+    return {"nothing": lambda **_: None, "keyword": narrow}.get(kind, reward)
 
 
 WRONG = {
@@ -131,6 +133,8 @@ WRONG = {
     "inf": "returned inf for prompt 4: it must",
     "none": "returned None for prompt 4: it must",
     "text": "returned 'high' for prompt 4: it must",
+    "nothing": "returned None for prompts 1, 2, 3, 4, 5: it must return one number for each answer",
+    "keyword": r"failed for prompt 1 \(TypeError: .*'completion_ids'; a last argument \*\*_ takes those that it",
     "short": r"returned 19 numbers for the 20 answers of prompts 1, 2, 3, 4, 5: it must return one for each",
 }
 
@@ -138,7 +142,7 @@ WRONG = {
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_a_reward_must_not_do_is_one_sentence_with_the_prompts_number(kind: str) -> None:
     rule = guided(INNER["random"], reward=failing(kind))
-    with pytest.raises(UserError, match=f"^scheduler.reward=reward {WRONG[kind]}[^\\n]*$"):
+    with pytest.raises(UserError, match=f"^scheduler.reward=\\S+ {WRONG[kind]}[^\\n]*$"):
         run(rule)
 
 

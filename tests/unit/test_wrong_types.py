@@ -289,3 +289,15 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
     sampler = Sampler.from_pretrained("mini", device="cpu")
     with pytest.raises(UserError, match=r"^(prompt 1|prefix|suffix) is not valid Unicode text$"):
         sampler.generate(prompt, max_new_tokens=4, **given)
+
+
+@pytest.mark.parametrize("option", ["temprature", "max_new_token", "batchsize", "xyz"])
+def test_an_option_that_does_not_exist(option: str) -> None:
+    near = {"temprature": "temperature", "max_new_token": "max_new_tokens", "batchsize": "batch_size"}.get(option)
+    said = f"^there is no option '{option}'" + (f", did you mean '{near}'\\?$" if near else "$")
+    for call in (lambda **given: toys.sampler().generate([1], **given), lambda **given: toys.sampler().using(**given)):
+        with pytest.raises(TypeError, match=said):
+            call(**{option: 1})
+    if option == "temprature":
+        with pytest.raises(TypeError, match=said):
+            Sampler.from_pretrained("mini", **{option: 1})  # type: ignore[arg-type]
