@@ -80,7 +80,11 @@ def test_advantages_by_hand() -> None:
 def test_finding_rewards() -> None:
     assert rewards.find("correct") is rewards.correct
     assert rewards.find(f"{__name__}:broken") is broken
-    for name, message in (("corect", "did you mean 'correct'"), ("no.such:f", "cannot be had"), ("math:pi", "a float")):
+    for name, message in (
+        ("corect", "did you mean 'correct'"),
+        ("no.such:f", "cannot be had"),
+        ("math:pi", "of type float"),
+    ):
         with pytest.raises(UserError, match=message):
             rewards.find(name)
     assert rewards.correct(["copy: Ada"], ["Ada"], task=["copy"], answer=["Ada"]) == [1.0]
