@@ -32,14 +32,16 @@ def check_known(options: Iterable[str], *calls: Callable[..., Any]) -> None:
     """Refuse options that a sampler does not have.
 
     Args:
-        calls: whose parameters may have been meant, too.
+        calls: methods whose parameters may have been meant, too.
 
     Raises:
         TypeError: as Python's own for an argument that a function does not have.
     """
     known = dict.fromkeys(config.Options.__annotations__)
-    others = dict.fromkeys(name for call in calls for name in signature(call).parameters)
+    others = {name: call for call in calls for name in signature(call).parameters if name not in ("self", "options")}
     for name in options:
+        if name in others:
+            raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
         if name not in known:
             near = get_close_matches(name, [*known, *others], n=1)
             raise TypeError(f"there is no option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))

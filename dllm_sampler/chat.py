@@ -2,7 +2,8 @@
 
 A template is a program in Jinja that anybody may have written. transformers runs it in Jinja's sandbox, in which it can
 open and import nothing, and which limits `range`. There it could still run forever, or use up the memory: here it runs
-in a process of its own, with a time, a size and a memory limit, and whatever it raises is one sentence.
+in a process of its own, with a time, a size and a memory limit, and whatever it raises is one sentence. Only a
+tokenizer with a method of its own for this, code that was trusted, is asked itself.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Message = Mapping[str, str]
 SECONDS = 10.0  # of processor time: a template takes a millisecond, and waits for nothing
 CHARACTERS = 4_000_000  # of a prompt: no model's context has room for more
 MEMORY = 2 << 30  # bytes that a template may add to those of the process
+ENDING = 5.0  # seconds that this process has to end after its last word
 IDLE = 60.0  # seconds that the process of templates waits for another prompt
 
 
@@ -83,14 +85,18 @@ class _Renderer:
 
     def __init__(self) -> None:
         program = Path(rendering.__file__)
-        # Without the program's folder (-P), whose modules would take the place of others. Ctrl-C is for this process.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(program), str(IDLE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        wrong = "chat templates are rendered in a process of their own, which does not start here:"
+        try:
+            # -P: without the program's folder, whose modules would hide others. Ctrl-C is for this process.
+            self._process = subprocess.Popen(
+                [sys.executable or "python", "-P", str(program), str(IDLE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(f"{wrong} {error}") from None
         try:
             begun = self._line()
         except BaseException:  # Ctrl-C
@@ -98,10 +104,7 @@ class _Renderer:
             raise
         if begun != rendering.READY:
             self.close()
-            raise UserError(
-                "chat templates are rendered in a process of their own, which does not start here:"
-                f" `{sys.executable} -P {program} 1` says why"
-            )
+            raise UserError(f"{wrong} `{sys.executable} -P {program} 1` says why")
 
     def __call__(self, question: bytes) -> bytes:
         """Its answer to a line, a line; nothing: it has ended."""
@@ -120,12 +123,21 @@ class _Renderer:
                 pass
         return self._process.stdout.readline()
 
-    def close(self) -> int:
-        """End it; returns the signal that had ended it before, if one had."""
+    def close(self, seconds: float = 0) -> int:
+        """End it, if it has not ended in so many seconds; returns the signal that has ended it, 0 for none."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
         self._process.kill()
         with self._process:  # closes the pipes, and waits
             pass
         return max(-self._process.returncode, 0)
+
+    def leave(self) -> None:
+        """Let go of it in a copy of the process that has started it, which has it still."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.returncode = 0  # nothing to wait for
 
 
 def _limited(
@@ -171,19 +183,21 @@ def _asked(question: bytes) -> tuple[bytes, int]:
     """What the process answers; else nothing, and the signal that has ended it."""
     assert _renderer is not None
     said = _renderer(question)
-    return said, 0 if said else _end()
+    return said, 0 if said else _end(ENDING)
 
 
-def _end() -> int:
-    """End the process; returns the signal that had ended it before."""
+def _end(seconds: float = 0) -> int:
+    """End the process; see `_Renderer.close`."""
     global _renderer
     ended, _renderer = _renderer, None
-    return ended.close() if ended is not None else 0
+    return ended.close(seconds) if ended is not None else 0
 
 
 def _forget() -> None:
     """In a copy of this process: the other one asks, and may be asking just now."""
     global _renderer, _ONE
+    if _renderer is not None:
+        _renderer.leave()
     _renderer, _ONE = None, Lock()
 
 

@@ -256,9 +256,12 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
     fast = bool(tokenizer.is_fast)
     encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
     ids = list(encoded["input_ids"])
-    if fast and tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        start, stop = encoded["offset_mapping"][ids.index(tokenizer.unk_token_id)]
-        raise UserError(f"{name} has {text[start:stop]!r}, which is not in this model's vocabulary{_known(tokenizer)}")
+    unknown, others = tokenizer.unk_token, (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True) if fast and unknown else ():
+        # One token may stand for the end of a text, too, and a template write it.
+        if token == tokenizer.unk_token_id and not (unknown in others and text[start:stop] == unknown):
+            word = text[start:stop]
+            raise UserError(f"{name} has {word!r}, which is not in this model's vocabulary{_known(tokenizer)}")
     return ids
 
 

@@ -18,7 +18,7 @@ READY = b"ready\n"  # its first line
 
 
 def said(render: Callable[[], Any], most: int) -> tuple[str, str]:
-    """Nothing, and the first `most` characters of what is rendered; or `memory` or `error`, and what the error says."""
+    """Nothing and what is rendered, `memory`, or `error` and what the error says; at most `most` characters of it."""
     try:
         return "", str(render())[:most]
     except MemoryError:
@@ -26,7 +26,7 @@ def said(render: Callable[[], Any], most: int) -> tuple[str, str]:
     except Exception as error:  # a template can raise whatever Python can
         from jinja2 import TemplateError
 
-        return "error", str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        return "error", (str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}")[:most]
 
 
 def limit_memory(more: int) -> None:
@@ -82,6 +82,10 @@ def _limit_time(seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    if sys.platform != "win32":  # both could be inherited
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     own = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
     serve(0, own, float(sys.argv[1]))
+    os._exit(0)  # at once, so that nobody asks a process that is about to end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,17 +108,18 @@ class Reward:
             # Steps may run in inference mode, whose tensors a function could neither keep nor differentiate.
             with torch.inference_mode(False), torch.no_grad():
                 made = self.call(**given)
-                found = list(made) if isinstance(made, Iterable) else None
+                found = None if made is None else list(made)
         except Exception as error:  # whatever a user's function raises
             for row in rows if len(rows) > 1 else ():
                 self._judge([row])  # names the prompt, if the function fails for one alone
             reason = f"{type(error).__name__}: {error}".replace("\n", " ")
-            if isinstance(error, TypeError) and "unexpected keyword argument" in reason:
+            direct = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside the function
+            if isinstance(error, TypeError) and direct and "unexpected keyword argument" in reason:
                 reason += "; a last argument **_ takes those that it does not read"
             raise RowError(f"{self.name} failed for {{prompts}} ({reason})", numbers) from error
         if found is None:
             raise RowError(
-                f"{self.name} returned {made!r} for {{prompts}}: it must return one number for each answer", numbers
+                f"{self.name} returned None for {{prompts}}: it must return one number for each answer", numbers
             )
         if len(found) != wanted:
             raise RowError(

@@ -214,8 +214,11 @@ def readable(word: str) -> bool:
 
 def _unreadable(app: App, parsed: list[Override], word: str) -> UserError:
     """What is wrong with an override that Hydra cannot read: its key, a name that another word chooses, or itself."""
-    why, empty = UserError(unreadable(word)), f"{word.partition('=')[0]}=null"
-    return _explain(app, [*parsed, parse(empty)], why) if readable(empty) else why
+    why, key = UserError(unreadable(word)), word.partition("=")[0]
+    if len(word) > 1000 or not readable(f"{key}=null"):
+        return why
+    emptied = parse(f"{key}=null")
+    return _explain(app, parsed if emptied.key_or_group in app.groups else [*parsed, emptied], why)
 
 
 def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:

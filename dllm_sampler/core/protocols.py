@@ -2,7 +2,7 @@
 
     ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, stop, apply, observe, move
 
-Plug-ins answer questions; none writes tokens or owns a loop. Those read the device in a step that say so: a cache with
+Plug-ins answer questions; none writes tokens or owns a loop. Only these may read the device in a step: a cache that
 `syncs`, a guide that `vetoes`, a scheduler whose traits are not `static`.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -160,14 +159,12 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def tile_tops(logits: Tensor) -> Tensor:
-    """`[..., T]` the highest of each tile of `logits [..., V]`; see `tile_width`."""
-    return logits.unflatten(-1, (-1, tile_width(logits.shape[-1]))).amax(-1)
-
-
-@lru_cache(maxsize=64)
-def tile_width(vocab: int) -> int:
-    """How many of `vocab` tokens are a tile: the first of `TILE`, `TILE` + 1, ... that divides them, or all of them."""
-    return next((width for width in range(TILE, vocab) if vocab % width == 0), vocab)
+    """`[..., T]` the highest of each tile of `logits [..., V]`: of `TILE` of them each, the last tile ends with V."""
+    width = min(TILE, logits.shape[-1])
+    tops = logits.unfold(-1, width, width).amax(-1)
+    if logits.shape[-1] % width == 0:
+        return tops
+    return torch.cat([tops, logits[..., -width:].amax(-1, keepdim=True)], -1)
 
 
 def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) -> Tensor:
@@ -177,13 +174,13 @@ def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) ->
         tops: `[..., T]` the `tile_tops` of the logits.
         more: `[V]` is added to the logits, also in `tops`; None: nothing.
     """
-    width = logits.shape[-1] // tops.shape[-1]
-    tile = tops.argmax(-1)
-    at = tile[..., None, None].expand(*tile.shape, 1, width)
-    inside = logits.unflatten(-1, (-1, width)).gather(-2, at)[..., 0, :]  # [..., width]
+    width = min(TILE, logits.shape[-1])
+    begin = (tops.argmax(-1, keepdim=True) * width).clamp(max=logits.shape[-1] - width)
+    at = begin + torch.arange(width, device=logits.device)  # [..., width]
+    inside = logits.gather(-1, at)
     if more is not None:
-        inside = inside + more.view(-1, width)[tile]
-    return tile * width + inside.argmax(-1)
+        inside = inside + more[at]
+    return begin[..., 0] + inside.argmax(-1)
 
 
 def digits(dtype: torch.dtype) -> int:

@@ -42,6 +42,8 @@ def test_a_field_of_the_one_guide_that_has_it(words: list[str], long: list[str])
         (["guide=json_schema", 'guide.shema={"type": "integer"}'], "unknown field .*'shema', did you mean 'schema'"),
         (["guide=regex,choices", "guide.pattern=[A-C][a-z]+"], "guide=regex,choices gives several values"),
         (["guide.pattern=[A-C][a-z]+"], "those that have it are guide=regex"),
+        (["scheduler=klass(0.9)"], r"cannot read the override scheduler=klass\(0.9\): quote its value"),
+        (["guide=[regex,choices"], r"cannot read the override guide=\[regex,choices: quote each text"),
         (["guide=", "guide.pattern=[A-C][a-z]+"], "unknown guide '': the choices are"),
         (["guide=choices", "guide.choices=[Ada, Ben"], "cannot read the override guide.choices.choices=\\[Ada, Ben: "),
         (["guide=rexeg", "guide.pattern=a"], "unknown guide 'rexeg', did you mean 'regex'"),

@@ -9,7 +9,7 @@ from dllm_sampler.core import statistics
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("words", [7, 96, 101, 254, 256])  # of one tile, a prime, of two, of several
+@pytest.mark.parametrize("words", [7, 96, 101, 254, 256])  # less than a tile; tiles and some more; tiles
 def test_the_best_token_is_torchs_argmax(dtype, words):
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
@@ -19,11 +19,6 @@ def test_the_best_token_is_torchs_argmax(dtype, words):
         if seed % 5 == 0:
             logits[1] = -math.inf
         assert torch.equal(statistics.argmax(logits), logits.argmax(-1))
-
-
-def test_a_tile_is_no_smaller_than_it_pays_for():
-    """GPT-2's and BERT's vocabularies are no multiples of 64."""
-    assert [statistics.tile_width(vocab) for vocab in (126_464, 50_257, 30_522, 101, 0)] == [64, 1733, 5087, 101, 0]
 
 
 def test_bfloat16_logits_are_measured_in_float32():

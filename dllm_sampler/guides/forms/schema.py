@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, short
+from dllm_sampler.guides.forms.automaton import byte_automaton
 
 
 def schema_text(given: Any) -> str:
@@ -159,7 +161,7 @@ def check_schema(schema: Any) -> None:
     elif isinstance(pattern, str) and LOOSE.search(pattern):
         why = f"the pattern {pattern!r}: only letters, digits, sets of them, groups and counts can be served"
     elif isinstance(pattern, str) and (error := _error(pattern)):
-        why = f"the pattern {pattern!r}: {error}"
+        why = f"a `pattern`, and {error}"
     elif schema.get("format", "date") not in FORMATS:
         why = f"the format {schema['format']!r}: there are {', '.join(sorted(FORMATS))}"
     elif len(schema.get("allOf", [])) > 1:
@@ -175,11 +177,11 @@ def check_schema(schema: Any) -> None:
         check_schema(one)
 
 
+@lru_cache
 def _error(pattern: str) -> str:
-    """What is wrong with a pattern, and where; Python's syntax and Rust's agree on what `LOOSE` leaves of it."""
+    """Why a pattern cannot be used: alone, since what is wrong in it could make sense of what stands around it."""
     try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        at = getattr(error, "pos", None)
-        return getattr(error, "msg", str(error)) + ("" if at is None else f" at character {at + 1}")
+        byte_automaton(pattern)
+    except UserError as error:
+        return str(error)
     return ""
