@@ -10,6 +10,7 @@ from torch import Tensor
 from dllm_sampler.core.values import Readout
 
 TILE = 64  # divides the padded vocabularies of published checkpoints
+MANY = 2**15  # logits whose best takes a CPU longer to find than a few more operations
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
 # Temperatures outside are brought to the nearer end: the quotients stay finite, and the law is the limit's already.
@@ -153,7 +154,7 @@ def rows_at_once(table: Tensor) -> int:
 
 def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
-    if logits.device.type != "cpu":
+    if logits.device.type != "cpu" or logits.numel() < MANY:
         return logits.argmax(-1)
     return argmax_in_tiles(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
 
