@@ -257,10 +257,12 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
     encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
     ids = list(encoded["input_ids"])
     unknown, others = tokenizer.unk_token, (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-    for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True) if fast and unknown else ():
+    if not fast or unknown is None or tokenizer.unk_token_id not in ids:
+        return ids
+    for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
+        word = text[start:stop]
         # One token may stand for the end of a text, too, and a template write it.
-        if token == tokenizer.unk_token_id and not (unknown in others and text[start:stop] == unknown):
-            word = text[start:stop]
+        if token == tokenizer.unk_token_id and not (word == unknown and unknown in others):
             raise UserError(f"{name} has {word!r}, which is not in this model's vocabulary{_known(tokenizer)}")
     return ids
 
