@@ -37,14 +37,15 @@ def check_known(options: Iterable[str], *calls: Callable[..., Any]) -> None:
     Raises:
         TypeError: as Python's own for an argument that a function does not have.
     """
-    known = dict.fromkeys(config.Options.__annotations__)
-    others = {name: call for call in calls for name in signature(call).parameters if name not in ("self", "options")}
-    for name in options:
-        if name in others:
-            raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
-        if name not in known:
-            near = get_close_matches(name, [*known, *others], n=1)
-            raise TypeError(f"there is no option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))
+    known = config.Options.__annotations__
+    name = next((name for name in options if name not in known), None)
+    if name is None:
+        return
+    others = {other: call for call in calls for other in signature(call).parameters if other not in ("self", "options")}
+    if name in others:
+        raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
+    near = get_close_matches(name, [*known, *others], n=1)
+    raise TypeError(f"there is no option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:

@@ -31,7 +31,7 @@ Message = Mapping[str, str]
 SECONDS = 10.0  # of processor time: a template takes a millisecond, and waits for nothing
 CHARACTERS = 4_000_000  # of a prompt: no model's context has room for more
 MEMORY = 2 << 30  # bytes that a template may add to those of the process
-ENDING = 5.0  # seconds that this process has to end after its last word
+ENDING = 5.0  # seconds that this process has to exit after it has closed its output
 IDLE = 60.0  # seconds that the process of templates waits for another prompt
 
 
@@ -107,7 +107,7 @@ class _Renderer:
             raise UserError(f"{wrong} `{sys.executable} -P {program} 1` says why")
 
     def __call__(self, question: bytes) -> bytes:
-        """Its answer to a line, a line; nothing: it has ended."""
+        """Send a line, and return the line that answers it; empty: the process has ended."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             files.put(self._process.stdin.fileno(), question)
@@ -124,7 +124,7 @@ class _Renderer:
         return self._process.stdout.readline()
 
     def close(self, seconds: float = 0) -> int:
-        """End it, if it has not ended in so many seconds; returns the signal that has ended it, 0 for none."""
+        """Wait up to `seconds` for the process to exit, then kill it. Returns the signal that ended it; 0: none did."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         self._process.kill()
@@ -133,11 +133,11 @@ class _Renderer:
         return max(-self._process.returncode, 0)
 
     def leave(self) -> None:
-        """Let go of it in a copy of the process that has started it, which has it still."""
+        """Close the pipes of a copy of this process (fork). The process belongs to the original."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.stdout.close()
-        self._process.returncode = 0  # nothing to wait for
+        self._process.returncode = 0  # so that Popen does not wait for it
 
 
 def _limited(
@@ -194,7 +194,7 @@ def _end(seconds: float = 0) -> int:
 
 
 def _forget() -> None:
-    """In a copy of this process: the other one asks, and may be asking just now."""
+    """After a fork, in the child: drop the parent's process, and its lock, which another thread may hold."""
     global _renderer, _ONE
     if _renderer is not None:
         _renderer.leave()

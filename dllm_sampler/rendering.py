@@ -18,7 +18,7 @@ READY = b"ready\n"  # its first line
 
 
 def said(render: Callable[[], Any], most: int) -> tuple[str, str]:
-    """Nothing and what is rendered, `memory`, or `error` and what the error says; at most `most` characters of it."""
+    """Render: `("", text)`, `("memory", "")` or `("error", message)`, text and message cut to `most` characters."""
     try:
         return "", str(render())[:most]
     except MemoryError:
@@ -67,8 +67,8 @@ def serve(asks: int, answers: int, idle: float) -> None:
 
 
 def _asked(asks: int, idle: float) -> bool:
-    """Wait for a question; whether there is one, or may be one."""
-    if sys.platform == "win32":  # it cannot wait for a time
+    """Wait for a question; False: none has come in `idle` seconds."""
+    if sys.platform == "win32":  # pipes have no timeout there: reading waits
         return True
     import select
 

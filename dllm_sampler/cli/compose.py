@@ -86,8 +86,13 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         UserError: an override that cannot be read, or that names nothing there is.
     """
     words = [word for given in spelled_out(overrides, holders) for word in literal(given)]
-    unread = next((word for word in words if not readable(word)), None)
-    parsed = [parse(word) for word in words if unread is None or readable(word)]
+    parsed: list[Override] = []
+    unread: tuple[str, UserError] | None = None  # the first word that cannot be read, and why
+    for word in words:
+        try:
+            parsed.append(parse(word))
+        except UserError as error:
+            unread = unread or (word, error)
     for override in parsed:
         if override.is_sweep_override():
             raise several(app, str(override.input_line))
@@ -99,7 +104,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         if group in SEVERAL:
             check_named(group, override.value())
     if unread is not None:
-        raise _unreadable(app, parsed, unread)
+        raise _unreadable(app, parsed, *unread)
     try:
         cfg, chosen = _compose(app, words)
         tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
@@ -212,9 +217,9 @@ def readable(word: str) -> bool:
     return True
 
 
-def _unreadable(app: App, parsed: list[Override], word: str) -> UserError:
-    """What is wrong with an override that Hydra cannot read: its key, a name that another word chooses, or itself."""
-    why, key = UserError(unreadable(word)), word.partition("=")[0]
+def _unreadable(app: App, parsed: list[Override], word: str, why: UserError) -> UserError:
+    """What is wrong with an override that Hydra cannot read: its key, a name that another word chooses, or `why`."""
+    key = word.partition("=")[0]
     if len(word) > 1000 or not readable(f"{key}=null"):
         return why
     emptied = parse(f"{key}=null")

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.select import numbers
 from dllm_sampler.core.values import Readout
 
 TILE = 64  # divides the padded vocabularies of published checkpoints
-MANY = 2**15  # logits whose best takes a CPU longer to find than a few more operations
+MANY = 2**15  # logits: from here on a CPU finds the best one faster in tiles than by torch's argmax
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
 # Temperatures outside are brought to the nearer end: the quotients stay finite, and the law is the limit's already.
@@ -160,7 +161,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def tile_tops(logits: Tensor) -> Tensor:
-    """`[..., T]` the highest of each tile of `logits [..., V]`: of `TILE` of them each, the last tile ends with V."""
+    """`[..., T]` the highest of each tile of `TILE` of `logits [..., V]`; the last tile may overlap the one before."""
     width = min(TILE, logits.shape[-1])
     tops = logits.unfold(-1, width, width).amax(-1)
     if logits.shape[-1] % width == 0:
@@ -177,7 +178,7 @@ def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) ->
     """
     width = min(TILE, logits.shape[-1])
     begin = (tops.argmax(-1, keepdim=True) * width).clamp(max=logits.shape[-1] - width)
-    at = begin + torch.arange(width, device=logits.device)  # [..., width]
+    at = begin + numbers(width, logits.device)  # [..., width]
     inside = logits.gather(-1, at)
     if more is not None:
         inside = inside + more[at]

@@ -13,7 +13,10 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dllm_sampler import chat
 from dllm_sampler.core.spec import ModelSpec
@@ -182,12 +185,15 @@ def test_words_that_are_not_in_the_vocabulary(spec: ModelSpec) -> None:
         encode([[{"role": "user", "content": "copy: Ada, Zzz"}]], tokenizer, spec, 4)
 
 
-def test_an_unknown_token_that_is_the_end_token_too(tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
-    """As GPT-2 and Qwen2 have it; the template may write it, and words that are unknown are still refused."""
-    tokenizer.add_special_tokens({"unk_token": str(tokenizer.eos_token)})
-    tokenizer.chat_template = "{{ messages[0].content }}{{ eos_token }}"
-    ((*_, last),) = encode([MESSAGES], tokenizer, spec, 4)
-    assert last == tokenizer.eos_token_id
+def test_an_unknown_token_that_is_the_end_token_too(spec: ModelSpec) -> None:
+    """As GPT-2 and Qwen2 have it: the template may write it, and unknown words are still refused."""
+    words = Tokenizer(WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<end>")
+    tokenizer.chat_template = "{{ messages[0].content }} {{ eos_token }}"
+    assert encode([[{"role": "user", "content": "a a"}]], tokenizer, spec, 4) == [[1, 1, 0]]
+    with pytest.raises(UserError, match="prompt 1 has 'b', which is not in this model's vocabulary"):
+        encode([[{"role": "user", "content": "a b"}]], tokenizer, spec, 4)
 
 
 @pytest.mark.parametrize(

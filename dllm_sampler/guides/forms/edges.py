@@ -39,7 +39,7 @@ class Edges:
     classes: Tensor  # [V] the class of each token
     sizes: Tensor  # [C+2] float64: logarithm of the number of tokens; -inf for the last two
     tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
-    padding: Tensor  # [G, TILE] float32: -inf where a token is repeated, or there is none, 0 elsewhere
+    padding: Tensor  # [G, TILE] float32: -inf where a token is repeated or the tile is empty, 0 elsewhere
     tile_kind: Tensor  # [G] the class of each tile
     main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others

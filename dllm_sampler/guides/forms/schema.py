@@ -40,7 +40,7 @@ def schema_text(given: Any) -> str:
 
 
 def _json(text: str) -> Any:
-    """What a text is as JSON; None: it is none, or null."""
+    """The value of a text that is JSON; None: null, or no JSON."""
     try:
         return parsed(text)
     except ValueError:
@@ -179,7 +179,10 @@ def check_schema(schema: Any) -> None:
 
 @lru_cache
 def _error(pattern: str) -> str:
-    """Why a pattern cannot be used: alone, since what is wrong in it could make sense of what stands around it."""
+    """Why a pattern cannot be used; empty: it can.
+
+    It is built alone, because a stray bracket may find its partner in the expression of the whole schema.
+    """
     try:
         byte_automaton(pattern)
     except UserError as error:
