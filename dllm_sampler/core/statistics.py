@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler.core.select import numbers
 from dllm_sampler.core.values import Readout
 
-TILE = 64  # divides the padded vocabularies of published checkpoints
+TILE = 64  # the least width of the tiles that `argmax` looks at
 MANY = 2**15  # logits: from here on a CPU finds the best one faster in tiles than by torch's argmax
 CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
 TINY = 1e-12  # a probability below which it does not matter how little it is
@@ -160,9 +160,14 @@ def argmax(logits: Tensor) -> Tensor:
     return argmax_in_tiles(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
 
 
+def tile_width(vocab: int) -> int:
+    """How many logits a tile has: a power of two near the square root, so that both steps of `argmax` are short."""
+    return min(max(TILE, 1 << vocab.bit_length() // 2), vocab)
+
+
 def tile_tops(logits: Tensor) -> Tensor:
-    """`[..., T]` the highest of each tile of `TILE` of `logits [..., V]`; the last tile may overlap the one before."""
-    width = min(TILE, logits.shape[-1])
+    """`[..., T]` the highest of each tile of `logits [..., V]`; the last tile may overlap the one before."""
+    width = tile_width(logits.shape[-1])
     tops = logits.unfold(-1, width, width).amax(-1)
     if logits.shape[-1] % width == 0:
         return tops
@@ -176,7 +181,7 @@ def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) ->
         tops: `[..., T]` the `tile_tops` of the logits.
         more: `[V]` is added to the logits, also in `tops`; None: nothing.
     """
-    width = min(TILE, logits.shape[-1])
+    width = tile_width(logits.shape[-1])
     begin = (tops.argmax(-1, keepdim=True) * width).clamp(max=logits.shape[-1] - width)
     at = begin + numbers(width, logits.device)  # [..., width]
     inside = logits.gather(-1, at)

@@ -94,12 +94,12 @@ def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Te
         if edges.main >= 0:
             main = parts.main(rows)
             tops.append(main.amax(1, keepdim=True) if token is None else main.gather(1, token))
-            share = _shares(main)
+            share = _log_shares(main)
             shares.append(share.amax(1, keepdim=True) if token is None else share.gather(1, token))
         parts.gather(rows, into)
     tiles = parts.tiles.add_(edges.padding).amax(2)
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
-    sums = _sums(tiles, _shares(parts.tiles).amax(2))
+    sums = _sums(tiles, _log_shares(parts.tiles).amax(2))
     mass = total(sums, edges.tile_kind, floor(sums, size, True))
     if tops:
         top, share = torch.cat(tops)[:, 0], torch.cat(shares)[:, 0]
@@ -107,15 +107,15 @@ def masses(edges: Edges, logits: Tensor, near: Tensor | None = None) -> tuple[Te
     return classes, mass
 
 
-def _shares(logits: Tensor) -> Tensor:
-    """`[..., T]` softmax of `logits [..., T]`, in their place where they are precise enough."""
+def _log_shares(logits: Tensor) -> Tensor:
+    """`[..., T]` log_softmax of `logits [..., T]`, in their place where they are precise enough."""
     precise = torch.promote_types(logits.dtype, torch.float32)
-    return torch.softmax(logits, -1, dtype=precise, out=logits if logits.dtype == precise else None)
+    return torch.log_softmax(logits, -1, dtype=precise, out=logits if logits.dtype == precise else None)
 
 
 def _sums(logit: Tensor, share: Tensor) -> Tensor:
-    """Float64 logarithm of sums of exp(logits), each by one of its logits that is likely and that one's share."""
-    return (logit.double() - share.double().log_()).masked_fill_(logit == -torch.inf, -torch.inf)
+    """Float64 logarithm of sums of exp(logits), each by one of its logits and the logarithm of that one's share."""
+    return (logit.double() - share.double()).masked_fill_(logit == -torch.inf, -torch.inf)
 
 
 @dataclass(frozen=True)
