@@ -12,7 +12,7 @@ from dllm_sampler.core.values import Readout
 
 TILE = 64  # the least width of the tiles that `argmax` looks at
 MANY = 2**15  # logits: from here on a CPU finds the best one faster in tiles than by torch's argmax
-CACHE = 2**17  # numbers that a core's own cache holds, with as many again to work on
+CACHE = 2**19  # numbers that are worked on at once: a CPU still has them in a cache, and there are few calls
 TINY = 1e-12  # a probability below which it does not matter how little it is
 # Temperatures outside are brought to the nearer end: the quotients stay finite, and the law is the limit's already.
 COLDEST, HOTTEST = 1e-20, 1e20
@@ -129,7 +129,7 @@ def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) 
     Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is no better: good for a bound, not
     for telling the smallest. `precise`: float64, and rows brought to a sum of 1, which leaves errors of second order.
     """
-    parts, size = [], rows_at_once(now)
+    parts, size = [], rows_at_once(now, 4 if precise else 1)
     for part, at in zip(now.split(size), index.split(size), strict=True):
         old = then.index_select(0, at)
         if precise:
@@ -147,10 +147,14 @@ def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
     return divergence(torch.softmax(now, -1, dtype=precise), old, index).double()
 
 
-def rows_at_once(table: Tensor) -> int:
-    """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet."""
+def rows_at_once(table: Tensor, room: int = 1) -> int:
+    """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet.
+
+    Args:
+        room: how much more of a cache the work takes than one buffer, as float64 copies do.
+    """
     rows, width = table.shape
-    return max(1, min(rows, CACHE // width) if table.device.type == "cpu" else rows)
+    return max(1, min(rows, CACHE // (room * width)) if table.device.type == "cpu" else rows)
 
 
 def argmax(logits: Tensor) -> Tensor:
