@@ -113,9 +113,9 @@ def _log_shares(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1, dtype=precise, out=logits if logits.dtype == precise else None)
 
 
-def _sums(logit: Tensor, share: Tensor) -> Tensor:
-    """Float64 logarithm of sums of exp(logits), each by one of its logits and the logarithm of that one's share."""
-    return (logit.double() - share.double()).masked_fill_(logit == -torch.inf, -torch.inf)
+def _sums(logit: Tensor, log_share: Tensor) -> Tensor:
+    """Float64 logarithm of sums of exp(logits), each from one of its logits and that logit's log_softmax."""
+    return (logit.double() - log_share.double()).masked_fill_(logit == -torch.inf, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,4 @@ class _Parts:
 
     def gather(self, rows: Tensor, into: Tensor) -> None:
         """Put the logits of the tiles' tokens into their place."""
-        index = self.edges.tiles.view(-1)
-        if len(rows) == 1:  # torch selects from a vector in half the time
-            torch.index_select(rows[0], 0, index, out=into.view(-1))
-        else:
-            torch.index_select(rows, 1, index, out=into.flatten(1))
+        torch.index_select(rows, 1, self.edges.tiles.view(-1), out=into.flatten(1))
