@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -134,6 +134,7 @@ def _alone(trainer: Any) -> Iterator[None]:
         yield
         return
     output = Path(os.path.realpath(expanded("train.output", given)))
+    parents = [one for one in output.parents if not one.exists()]  # the nearest first
     files.make_folder(output.parent)
     busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
     there = output.exists()
@@ -142,12 +143,20 @@ def _alone(trainer: Any) -> Iterator[None]:
             try:
                 yield
             except BaseException:
-                if not there:
-                    with suppress(OSError):
-                        output.rmdir()  # made for nothing, if it is empty
+                _remove([] if there else [output])
                 raise
-    except NotWrittenError as error:
-        raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error
+    except BaseException as error:
+        _remove(parents)
+        if isinstance(error, NotWrittenError):
+            raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error
+        raise
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    """Remove folders that were made for nothing, up to the first one that is not empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:

@@ -117,6 +117,15 @@ def test_one_trainer_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert os.listdir(tmp_path) == []
 
 
+def test_a_training_that_cannot_begin_leaves_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    for folder in ("new/deep/m", "mine/new/m"):
+        given = ["train=sft", f"train.data={tmp_path / 'nowhere.jsonl'}", f"train.output={tmp_path / folder}"]
+        assert cli.main(given) == 2
+        assert "nowhere.jsonl" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["mine"] and os.listdir(tmp_path / "mine") == []
+
+
 def test_a_second_terminal_sees_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
