@@ -1,4 +1,7 @@
-"""What every test stands on: one thread per worker, and a tiny random LLaDA checkpoint with a tokenizer."""
+"""What every test stands on: one thread per worker, and a tiny random LLaDA checkpoint with a tokenizer.
+
+The process that hands tests to the workers reads this file too, and imports nothing of it that takes seconds.
+"""
 
 import gc
 import os
@@ -6,16 +9,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
-
-from dllm_sampler import naming
-from dllm_sampler.eval.testbeds.checkpoint import SPECIAL, WORDS, write  # noqa: F401 - tests import the words from here
-from dllm_sampler.kernels import backend
 
 # Automata of forms stay in the checkout, not in a home folder.
 os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
-torch.set_num_threads(1)  # two workers share two cores, and the tests' tensors are small
-os.environ["OMP_NUM_THREADS"] = "1"  # so do the processes that tests start
+# Two workers share two cores, and the tests' tensors are small. So are those of the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # so a shell starts what it runs with &: no Ctrl-C would come
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,6 +31,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran before in this process: a warning given once per process comes, and a class has its own name."""
+    from dllm_sampler import naming
+    from dllm_sampler.kernels import backend
+
     backend.warn.cache_clear()
     monkeypatch.setattr(naming, "_TYPED", dict(naming._TYPED))
 
@@ -40,4 +41,6 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer LLaDA over `WORDS`, context 64, and its word tokenizer."""
+    from dllm_sampler.eval.testbeds.checkpoint import write
+
     return write(tmp_path_factory.mktemp("checkpoint"))
