@@ -273,6 +273,17 @@ def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch
         ({"$defs": "a"}, "`[$]defs`: .*, which is no object of schemas"),
         ({"anyOf": 2**70}, "`anyOf`: .*, which is no list of schemas"),
         ({"enum": "abc"}, "`enum`: .*, which is no list of values"),
+        ({"$ref": 5}, "`[$]ref`: 5, which is no name"),
+        *(
+            ({"type": kind, word: bound}, f"`{word}`: .*, which is no whole number of at least 0")
+            for kind, what in (("string", "Length"), ("array", "Items"))
+            for word in (f"min{what}", f"max{what}")
+            for bound in ("2", 2.0, 2.5, -1, True, None)
+        ),
+        ({"type": "string", "pattern": 5}, "`pattern`: 5, which is no pattern"),
+        ({"type": "string", "pattern": ["a"]}, "`pattern`: .*, which is no pattern"),
+        ({"type": "array", "minItems": 5, "maxItems": 2}, "`minItems` above `maxItems`, which no document meets"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "`minLength` above `maxLength`"),
         ({"type": 5}, "`type`: 5, which is no name of a type"),
         ({"type": [{}]}, "`type`: .*, which is no name of a type"),
         ({"format": []}, "`format`: .*, which is no name"),

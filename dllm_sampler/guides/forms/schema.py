@@ -86,7 +86,9 @@ SHAPES = {  # what reading relies on, by the words that stand in front of it
     "list of values": ("enum",),
     "list of names": ("required",),
     "name of a type, or list of these": ("type",),
-    "name": ("format",),
+    "name": ("format", "$ref"),
+    "pattern": ("pattern",),
+    "whole number of at least 0, in digits alone": ("minItems", "maxItems", "minLength", "maxLength"),
 }
 LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
 
@@ -104,10 +106,12 @@ def _has(value: Any, shape: str) -> bool:
     """Whether a value has one of `SHAPES`."""
     if shape == "object of schemas":
         return isinstance(value, Mapping)
+    if shape.startswith("whole number"):
+        return type(value) is int and value >= 0
     names = isinstance(value, list) and all(isinstance(one, str) for one in value)
     if shape.startswith("list"):
         return names if shape == "list of names" else isinstance(value, list)
-    return isinstance(value, str) or (names and shape != "name")
+    return isinstance(value, str) or (names and shape not in ("name", "pattern"))
 
 
 def check_schema(schema: Any) -> None:
@@ -138,6 +142,8 @@ def check_schema(schema: Any) -> None:
     odd = [name for name in names if json.dumps(name) != f'"{name}"']
     pattern = schema.get("pattern")
     empty = [word for word in ("enum", "type", "anyOf", "allOf") if schema.get(word) == []]
+    bounds = [(f"min{what}", f"max{what}") for what in ("Items", "Length")]
+    crossed = [pair for pair in bounds if pair[1] in schema and schema.get(pair[0], 0) > schema[pair[1]]]
     why = None
     if unknown:
         why = f"'{unknown[0]}', which this guide cannot keep"
@@ -149,6 +155,8 @@ def check_schema(schema: Any) -> None:
         why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
     elif empty:
         why = f"an empty `{empty[0]}`, which no document meets"
+    elif crossed:
+        why = f"`{crossed[0][0]}` above `{crossed[0][1]}`, which no document meets"
     elif not MEANING & schema.keys():
         why = (
             f"{json.dumps(schema)[:200]}, which does not say what stands there: give it a `type`"
