@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.types import Glob
 
@@ -21,6 +21,8 @@ from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.yours import FLAG, choices, entry, holders, own, trusts
 from dllm_sampler.config import BATCHING, MOST_ROWS
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval import sources
+from dllm_sampler.eval.tasks.asked import Asked
 from dllm_sampler.eval.tasks.base import Task
 from dllm_sampler.paths import expanded
 
@@ -100,6 +102,8 @@ class Job:
         task = config.build("task", self.task)
         if task.count is not None and task.count < 1:
             raise UserError(f"task.count should be at least 1, not {task.count}")
+        if self.choices["task"] in own("task"):
+            return cast(Task, Asked(task, self.choices["task"]))
         return task
 
     @property
@@ -113,9 +117,14 @@ class Job:
         given = asdict(self.options).items()
         options = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
-        if self.built_task.content is not None:
-            task["content"] = self.built_task.content
         whole = {"task": task, "model": self.model, **self.plugins, **options}
+        # The same settings are another run once the files that they name have changed.
+        of_task = sources.digest(sources.files("task", self.task), self.built_task.content)
+        if of_task is not None:
+            task["content"] = of_task
+        named = [file for group, given in self.plugins.items() for file in sources.files(group, given)]
+        if named:
+            whole["content"] = sources.digest(named)
         return json.loads(json.dumps(whole))
 
     @property

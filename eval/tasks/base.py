@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
@@ -70,7 +68,10 @@ class Task:
 
     @property
     def content(self) -> str | None:
-        """A hash of the files that samples and grading come from, part of what a run is; None: there are none."""
+        """What samples and grading come from beyond the module of the class and files that a field names.
+
+        It is part of what a run is: a hash of other files, say. None: there is nothing else.
+        """
         return None
 
     def source(self, sample: Sample) -> str | None:
@@ -85,11 +86,3 @@ class Task:
     def denoiser(self) -> Denoiser | None:
         """The model of a test bed, whose truth is known; None: the task is for any model."""
         return None
-
-
-def digest(*files: Path) -> str:
-    """A hash of what files hold, in this order; 16 hexadecimal digits."""
-    found = sha256()
-    for file in files:
-        found.update(sha256(file.read_bytes()).digest())
-    return found.hexdigest()[:16]

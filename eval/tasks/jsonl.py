@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from dllm_sampler.cli.inputs import Prompt, prompt, records
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.tasks.base import Answer, Sample, Task, digest
+from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.metrics import Metric
 from dllm_sampler.paths import expanded
 
@@ -77,14 +75,6 @@ class Jsonl(Task):
                 raise UserError(f'{where} should be an object like {{"prompt": ..., "answer": ...}}')
             lines.append(Line(where, prompt(record, where), record.get("answer"), record))
         return lines
-
-    @property
-    def content(self) -> str:
-        """See `Task.content`: the file, and the module of a metric of the user's own."""
-        assert self.file is not None
-        module = sys.modules.get(self.judge.call.__module__) if self.judge.own else None
-        code = getattr(module, "__file__", None)
-        return digest(Path(self.file).expanduser(), *([Path(code)] if code else []))
 
     def samples(self) -> Sequence[Sample]:
         """See `Task.samples`."""

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks import fluency, overlap, texts
-from dllm_sampler.eval.tasks.base import Answer, Sample, digest
+from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.themes import NEAR, THEMES
 from dllm_sampler.paths import expanded
@@ -115,11 +114,6 @@ class FromTexts(Writing):
         if not found:
             raise UserError(f"task.file {self.file} has no lines")
         return found
-
-    @property
-    def content(self) -> str | None:
-        """See `Task.content`."""
-        return digest(Path(self.file).expanduser()) if self.file is not None and self.lines else None
 
     def samples(self) -> Sequence[Sample]:
         """See `Task.samples`; not more than the file has."""

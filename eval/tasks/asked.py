@@ -1,0 +1,106 @@
+"""A task of the user's own, asked with care: what it raises, or gives that cannot be, becomes one sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dllm_sampler.errors import UserError, short
+from dllm_sampler.eval.tasks.base import Answer, Sample, Task
+
+
+class Asked:
+    """The task, with its methods checked; all else is the task's.
+
+    Args:
+        task: the user's.
+        name: as the user calls it.
+    """
+
+    def __init__(self, task: Task, name: str):
+        self.task, self.called = task, f"task={name}"
+        self._samples: Sequence[Sample] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def samples(self) -> Sequence[Sample]:
+        """See `Task.samples`; asked for once.
+
+        Raises:
+            UserError: it raised an error, or they are no samples.
+        """
+        if self._samples is None:
+            found = self._of("samples()", self.task.samples)
+            if not isinstance(found, Sequence) or not found or not all(isinstance(one, Sample) for one in found):
+                raise UserError(
+                    f"{self.called}: samples() returned {short(repr(found))}: it should be a list of Sample, not empty"
+                )
+            for place, one in enumerate(found):
+                self._check(place, one)
+            self._samples = found
+        return self._samples
+
+    def _check(self, place: int, sample: Sample) -> None:
+        if sample.index != place:
+            raise UserError(
+                f"{self.called}: the index of sample {place + 1} is {sample.index!r}: indices count from 0, so {place}"
+            )
+        given = sample.prompt
+        ids = isinstance(given, Sequence) and not isinstance(given, str) and all(type(one) is int for one in given)
+        if not isinstance(given, str) and not ids and not _messages(given):
+            raise UserError(
+                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}: it should be a text, or a"
+                " list of messages or of token ids"
+            )
+        try:
+            json.dumps(given)
+        except (TypeError, ValueError):
+            raise UserError(f"{self.called}: the prompt of sample {place + 1} is nothing that JSON can have") from None
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """See `Task.grade`.
+
+        Raises:
+            UserError: it raised an error, or the grades are no numbers with the task's `score` from 0 to 1 among them.
+        """
+        given = self._of(f"grade() of sample {sample.index + 1}", lambda: self.task.grade(sample, answer))
+        score = self.task.score
+        try:
+            found = {str(name): float(value) for name, value in given.items()}
+        except (AttributeError, TypeError, ValueError):
+            found = {}
+        if not all(map(math.isfinite, found.values())) or not 0 <= found.get(score, -1) <= 1:
+            raise UserError(
+                f"{self.called}: grade() of sample {sample.index + 1} returned {short(repr(given))}: it should be a"
+                f" mapping of names to numbers with {score!r}, from 0 to 1, among them"
+            )
+        return found
+
+    def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
+        """See `Task.together`.
+
+        Raises:
+            UserError: it raised an error, or gave no numbers.
+        """
+        given = self._of("together()", lambda: self.task.together(samples, answers))
+        try:
+            return {str(name): float(value) for name, value in given.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise UserError(
+                f"{self.called}: together() returned {short(repr(given))}: it should be a mapping of names to numbers"
+            ) from None
+
+    def _of(self, what: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise UserError(f"{self.called}: {what} raised {type(error).__name__}: {error}") from error
+
+
+def _messages(given: Any) -> bool:
+    return isinstance(given, Sequence) and bool(given) and all(isinstance(one, Mapping) for one in given)

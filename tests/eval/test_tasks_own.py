@@ -1,0 +1,117 @@
+"""Tasks, rewards and files of the user's own: mistakes in them, and runs once they have changed."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm_sampler.eval.command import main
+from dllm_sampler.eval.jobs import jobs
+
+CODE = """
+from dataclasses import dataclass
+from dllm_sampler.eval.tasks.base import Sample, Task
+
+@dataclass
+class Pair(Task):
+    def samples(self):
+        return {samples}
+
+    def grade(self, sample, answer):
+        return {grade}
+
+    def together(self, samples, answers):
+        return {together}
+"""
+GOOD = {
+    "samples": '[Sample(i, "reverse: Ada, Ben") for i in range(self.count)]',
+    "grade": '{"score": sample.index / 2}',
+    "together": '{"mean": 0.5}',
+}
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    for name in ("mytask", "myreward"):
+        sys.modules.pop(name, None)
+
+
+def write(**parts: str) -> None:
+    sys.modules.pop("mytask", None)
+    Path("conf/task").mkdir(parents=True, exist_ok=True)
+    Path("conf/task/pair.yaml").write_text("# Two names.\n_target_: mytask.Pair\ncount: 3\nseed: 0\n")
+    code = CODE
+    for name, text in {**GOOD, **parts}.items():
+        code = code.replace(f"{{{name}}}", text)
+    Path("mytask.py").write_text(code)
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "said"),
+    [
+        ("samples", "None", "samples() returned None: it should be a list of Sample, not empty"),
+        ("samples", "[]", "samples() returned []: it should be"),
+        ("samples", '["a"]', "samples() returned ['a']: it should be"),
+        ("samples", '[Sample(0, "a")] * 3', "the index of sample 2 is 0: indices count from 0, so 1"),
+        ("samples", '[Sample(1, "a")]', "the index of sample 1 is 1: indices count from 0, so 0"),
+        ("samples", "[Sample(0, 5)]", "the prompt of sample 1 is 5: it should be a text, or a list of"),
+        ("samples", '[Sample(0, [{"role": {1}}])]', "the prompt of sample 1 is nothing that JSON can have"),
+        ("samples", '{}["a"]', "samples() raised KeyError: 'a'"),
+        ("grade", "None", "grade() of sample 1 returned None: it should be a mapping of names to numbers with 'score'"),
+        ("grade", "1.0", "grade() of sample 1 returned 1.0: it should be"),
+        ("grade", '{"score": 7}', "grade() of sample 1 returned {'score': 7}: it should be"),
+        ("grade", '{"score": "yes"}', "grade() of sample 1 returned {'score': 'yes'}: it should be"),
+        ("grade", '{"exact": 1}', "grade() of sample 1 returned {'exact': 1}: it should be"),
+        ("grade", '{"score": 1, "other": float("nan")}', "grade() of sample 1 returned"),
+        ("grade", "1 / 0", "grade() of sample 1 raised ZeroDivisionError: division by zero"),
+        ("grade", "exit(0)", "grade() of sample 1 raised SystemExit: 0"),
+        ("together", "5", "together() returned 5: it should be a mapping of names to numbers"),
+        ("together", '{}["a"]', "together() raised KeyError: 'a'"),
+    ],
+)
+def test_mistakes_are_one_sentence(part: str, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(**{part: text})
+    assert main(["task=pair", "output=o"]) == 2
+    assert f"task=pair: {said}" in capsys.readouterr().err
+    write()
+    assert main(["task=pair", "output=o"]) == 0, "what the mistake left behind is not in the way"
+
+
+def names(*words: str) -> list[str]:
+    return [one.name for one in jobs(list(words))]
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("mytask.py", ["task=pair"]),
+        ("schema.json", ["guide=json_schema", "guide.schema=schema.json"]),
+        ("rules.txt", ["guide=grammar", "guide.grammar=rules.txt"]),
+        ("myreward.py", ["scheduler=svdd", "scheduler.reward=myreward:reward"]),
+        ("mine.jsonl", ["task=jsonl", "task.file=mine.jsonl"]),
+        ("mymetric.py", ["task=jsonl", "task.file=mine.jsonl", "task.metric=mymetric:score"]),
+    ],
+)
+def test_a_file_that_changed_is_another_run(file: str, words: list[Any]) -> None:
+    write()
+    Path("schema.json").write_text('{"type": "integer"}')
+    Path("rules.txt").write_text('start: "a"\n')
+    Path("myreward.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
+    Path("mine.jsonl").write_text('{"prompt": "copy: Ada", "answer": "Ada"}\n')
+    Path("mymetric.py").write_text("def score(**_):\n    return 1.0\n")
+    before = names(*words)
+    assert names(*words) == before
+    text = Path(file).read_text()
+    Path(file).write_text(text + "\n")
+    assert names(*words) != before
+    Path(file).write_text(text)
+    assert names(*words) == before
+
+
+def test_settings_that_name_no_file_are_the_runs_that_they_were() -> None:
+    assert "content" not in jobs(["task=mini"])[0].identity
+    assert "content" not in jobs(["task=mini"])[0].identity["task"]
