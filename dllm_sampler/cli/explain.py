@@ -39,6 +39,7 @@ SCHEDULER = {
     "block_length": "It was made for blocks of one length.",
     "scope": "It needs more than the logits of one block: see docs/engines.md.",
     "initial": "The length of an answer changes while it is decoded, up to max_new_tokens.",
+    "hides": "The model does not see all masks in every forward: no trajectories to train on.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {

@@ -70,6 +70,7 @@ class Traits:
     # a block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
     scope: Literal["block", "answer", "model"] = "block"
     initial: int | None = None  # columns an answer begins with, whose number then changes; None: all, for good
+    hides: bool = False  # some of its queries hide masks from the model
     horizon: int | None = None  # columns from the first noise on in which the model sees masks; None: all
 
 

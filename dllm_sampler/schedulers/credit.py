@@ -80,4 +80,5 @@ class Credit(DInferThreshold):
         best = raised.masked_fill(credit <= 0, -1).argmax(-1, keepdim=True)
         token = tokens.gather(-1, best)[..., 0]
         sure = raised.gather(-1, best)[..., 0] / total
-        return self.commit(canvas, query, token, sure), (carry[0].scatter(1, at, tokens), old.scatter(1, at, credit))
+        edit = replace(self.commit(canvas, query, token, sure), confidence=plain.gather(-1, best)[..., 0])
+        return edit, (carry[0].scatter(1, at, tokens), old.scatter(1, at, credit))

@@ -1,6 +1,6 @@
 """Left to right: a fixed number of tokens per step, or as many as another rule accepts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ class Leftmost(Scheduler):
     @property
     def traits(self) -> Traits:
         """It goes by place: a mask that is passed over would break the order."""
-        scope = "block" if self.max_lookahead is None else "model"
-        horizon = self.max_lookahead
-        return Traits(asks_block=False, exact=True, ranks_by_confidence=False, horizon=horizon, scope=scope)
+        facts = Traits(asks_block=False, exact=True, ranks_by_confidence=False)
+        limit = self.max_lookahead
+        return facts if limit is None else replace(facts, hides=True, horizon=limit, scope="model")
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, behind which no mask is seen."""

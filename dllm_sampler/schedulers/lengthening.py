@@ -44,7 +44,7 @@ class Lengthening(Around):
             "asks about states that may not come true": traits.drafts,
             "takes tokens back": traits.revises,
             "changes it too": traits.initial is not None,
-            "hides a part of it": traits.horizon is not None,
+            "hides a part of it": traits.hides,
             "goes by more than the logits of one block": traits.scope != "block",
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)

@@ -46,7 +46,8 @@ class SlowFast(Threshold):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        return replace(super().traits, asks_block=False, scheduled=True, scope="model" if self.truncate else "block")
+        scope = "model" if self.truncate else "block"
+        return replace(super().traits, asks_block=False, scheduled=True, hides=self.truncate, scope=scope)
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` estimates."""

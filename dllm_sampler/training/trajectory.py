@@ -255,7 +255,7 @@ def check(sampler: Sampler) -> None:
     why = {
         "takes tokens back or replaces them": traits.revises,
         "asks about states that may not come true": traits.drafts,
-        "hides a part of the canvas": traits.horizon is not None,
+        "hides a part of the canvas": traits.hides,
         "changes the length of answers": traits.initial is not None,
         "adds shadow rows to the forward": traits.leave_one_out,
     }

@@ -127,7 +127,7 @@ REFUSED: dict[type[Around], set[str]] = {
     # It scales confidences, which must count, before anybody drafts by them or measures an answer's length.
     Eoser: {"drafts", "ranks_by_confidence", "initial"},
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
-    Lengthening: {"drafts", "revises", "initial", "horizon", "scope"},
+    Lengthening: {"drafts", "revises", "initial", "hides", "scope"},
     RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
     Forking: {"drafts", "revises", "leave_one_out", "asks_block", "initial"},  # it asks about forks of its own
     Choosing: {"drafts", "static"},  # each step is taken several times
