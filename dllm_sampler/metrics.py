@@ -104,7 +104,7 @@ class Metric:
             return {"score": max(METRICS[self.name](text, one) for one in right)}
         try:
             given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
-        except Exception as error:  # whatever the user's function raises
+        except (Exception, SystemExit) as error:  # whatever the user's function raises
             said = f"{type(error).__name__}: {error}"
             raise UserError(f"{where}: {self.setting}={self.name} raised {said}") from error
         named = given if isinstance(given, Mapping) else {"score": given}

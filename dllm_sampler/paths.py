@@ -18,8 +18,10 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
         given: the path.
 
     Raises:
-        UserError: a home folder of somebody unknown, or a path that cannot be: its name is too long, say.
+        UserError: nothing, a home folder of somebody unknown, or a path that cannot be: its name is too long, say.
     """
+    if not fspath(given):
+        raise UserError(f"{what} is empty: it should be a path")
     try:
         path = Path(given).expanduser()
     except RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +23,17 @@ class _Row(NamedTuple):
     number: int  # in the batch
     prompt: list[int]
     answers: list[list[int]]  # one for each candidate
+
+
+def listed(given: Any) -> list[Any]:
+    """What a user's function returned for some answers, in their order.
+
+    Raises:
+        TypeError: it has no order of numbers: the keys of a mapping are none.
+    """
+    if isinstance(given, Mapping | Set | str):
+        raise TypeError(f"a {type(given).__name__} in place of a list of numbers")
+    return list(given)
 
 
 @dataclass(frozen=True)
@@ -108,8 +119,8 @@ class Reward:
             # Steps may run in inference mode, whose tensors a function could neither keep nor differentiate.
             with torch.inference_mode(False), torch.no_grad():
                 made = self.call(**given)
-                found = None if made is None else list(made)
-        except Exception as error:  # whatever a user's function raises
+                found = None if made is None else listed(made)
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
             for row in rows if len(rows) > 1 else ():
                 self._judge([row])  # names the prompt, if the function fails for one alone
             reason = f"{type(error).__name__}: {error}".replace("\n", " ")

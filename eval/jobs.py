@@ -8,11 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.override_parser.types import Glob
+from hydra.errors import HydraException
 
 from dllm_sampler import config
 from dllm_sampler.cli.compose import App, composition, parse, parts, readable
@@ -28,6 +30,7 @@ from dllm_sampler.paths import expanded
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
+MOST_CONFIGURATIONS = 10_000  # of one sweep
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
 MOST_PROCESSES = 2**12  # and threads of one
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
@@ -196,6 +199,7 @@ def jobs(words: Sequence[str]) -> list[Job]:
         line = spelled_out(given, holders)
         of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]
         others = [word for word in line if word not in of_task]
+        _check_count(prod(len(values(word)) for word in line), " ".join(given))
         of_tasks = list(product(*map(values, of_task)))
         for combination in product(*map(values, others)):
             first = job([*combination, *of_tasks[0]])
@@ -256,7 +260,19 @@ def values(word: str) -> list[str]:
             yours = f"; {FLAG} adds your own, {', '.join(own(key))}" if own(key) and not trusts() else ""
             raise UserError(f"{word} matches nothing: the choices are {', '.join(known)}{yours}")
         return [f"{key}={name}" for name in names]
-    return [f"{override.get_key_element()}={one}" for one in override.sweep_string_iterator()]
+    try:
+        found = list(islice(override.sweep_string_iterator(), MOST_CONFIGURATIONS + 1))
+    except (HydraException, ValueError) as error:  # an interval, which has no values of its own, or a step of 0
+        raise UserError(f"{word} has no values to go through ({error}): write a,b or range(first,end,step)") from None
+    if not found:
+        raise UserError(f"{word} has no values to go through: write a,b or range(first,end,step)")
+    _check_count(len(found), word)
+    return [f"{override.get_key_element()}={one}" for one in found]
+
+
+def _check_count(count: int, said: str) -> None:
+    if count > MOST_CONFIGURATIONS:
+        raise UserError(f"{said} would be more than {MOST_CONFIGURATIONS} configurations: write fewer values")
 
 
 def _suite(name: str) -> dict[str, list[Any]]:

@@ -325,7 +325,14 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
         rest.append("output=outputs/tune")
     for line in lines(rest):  # a mistake shows here, before the search's space imports torch
         composition(EVAL, [values(word)[0] for word in line])
-    return Tuning(**config.check("tune", Tuning, settings, whole=True)), rest
+        for word in line:
+            key = word.partition("=")[0].lstrip("+~")
+            if len(values(word)) > 1 and key != "seed" and key.partition(".")[0] != "task":
+                raise UserError(f"{word}: a search would measure all these values together: give it one")
+    found = Tuning(**config.check("tune", Tuning, settings, whole=True))
+    if found.name in config.names("experiment"):
+        raise UserError(f"tune.name={found.name} is the name of a recipe of ours: give the winner another one")
+    return found, rest
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -58,14 +58,14 @@ def function(what: str, name: str) -> Callable[..., Any]:
     """
     try:
         found = resolve(name)
-    except Exception as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise UserError(f"{what} {name} cannot be had{_reason(name, error)}") from None
     if not callable(found):
         raise UserError(f"{what} {name} is no function, it is of type {type(found).__name__}")
     return found
 
 
-def _reason(name: str, error: Exception) -> str:
+def _reason(name: str, error: BaseException) -> str:
     """Why there is no such function, and where its module was looked for if that may be the mistake."""
     top = name.partition(":")[0].partition(".")[0]
     module, _, attribute = name.partition(":")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core import files
+from dllm_sampler.core.checks import check_positive
 from dllm_sampler.errors import UserError, installing
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training.checkpoint import write_tensors
@@ -24,12 +25,17 @@ def check(lora: Mapping[str, float] | None) -> None:
     """Refuse settings of adapters that cannot be had.
 
     Raises:
-        UserError: a field is missing, or peft is.
+        UserError: a field is missing or cannot be, or peft is missing.
     """
     if lora is None:
         return
-    if set(lora) != {"r", "alpha", "dropout"} or not lora["r"] >= 1:
-        raise UserError(f"train.lora needs r (from 1 on), alpha and dropout, or is null, not {lora}")
+    if set(lora) != {"r", "alpha", "dropout"}:
+        raise UserError(f"train.lora needs r, alpha and dropout, or is null, not {lora}")
+    if not (lora["r"] >= 1 and float(lora["r"]).is_integer()):
+        raise UserError(f"train.lora.r must be a whole number of at least 1, not {lora['r']}")
+    check_positive("train.lora.alpha", lora["alpha"])
+    if not 0 <= lora["dropout"] < 1:
+        raise UserError(f"train.lora.dropout must be from 0 to below 1, not {lora['dropout']}")
     if find_spec("peft") is None:
         raise UserError(f"train.lora needs the package peft: {installing('train')}")
 

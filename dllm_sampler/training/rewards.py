@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.rewards import listed
 from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
 Reward = Callable[..., Sequence[float | None]]
@@ -103,10 +104,10 @@ def check(
     """
     for name, (reward, _) in rewards.items():
         try:
-            given = list(reward(prompts=prompts, completions=completions, **columns))
+            given = listed(reward(prompts=prompts, completions=completions, **columns))
             for one in given:
                 float(0 if one is None else one)
-        except Exception as error:  # whatever a user's function raises
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
             raise UserError(
                 f"reward {name} failed on {len(completions)} right answers ({type(error).__name__}: {error}): it is"
                 " called as reward(prompts=..., completions=..., **columns) and returns a number or None for each"
@@ -134,9 +135,9 @@ def judge(
     means, troubles = {}, []
     for name, (reward, weight) in rewards.items():
         try:
-            given = list(reward(prompts=prompts, completions=completions, **columns))
+            given = listed(reward(prompts=prompts, completions=completions, **columns))
             values = torch.tensor([0.0 if one is None else float(one) for one in given], dtype=torch.float64)
-        except Exception as error:  # whatever a user's function raises
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
             troubles.append(f"reward {name} failed ({type(error).__name__}: {error}): the batch has no score")
             total.fill_(torch.nan)
             continue

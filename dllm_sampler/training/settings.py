@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dllm_sampler.config import Options
 from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.training import adapters, journal
@@ -19,6 +20,7 @@ WORDS = {
     "precision": ("no", "bf16"),
     "dtype": ("float32", "float64", "bfloat16"),
 }
+SAMPLERS = {"evaluation", "rollout", "teacher"}  # settings of a sampler
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
 
@@ -84,9 +86,16 @@ def check_model(settings: Mapping[str, Any]) -> None:
             "train.dtype=bfloat16 is for train.lora: all weights learn in float32, which bfloat16 would round to where"
             " they were; train.precision=bf16 computes in bfloat16"
         )
-    for task in settings["tasks"]:
+    for task, share in settings["tasks"].items():
         if task not in LESSONS:
             raise unknown("task", task, LESSONS)
+        check_number(f"train.tasks.{task}", share, "a share", finite=True)
+    if settings["tasks"] and not any(settings["tasks"].values()):
+        raise UserError("train.tasks has no share above 0: give one to a task, as in train.tasks={copy: 1}")
+    for name in SAMPLERS & settings.keys():
+        for option in settings[name]:
+            if option not in Options.__annotations__:
+                raise unknown(f"field of train.{name}", option, Options.__annotations__)
     adapters.check(settings["lora"])
     journal.check(settings["tracker"])
 

@@ -161,6 +161,10 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         (["tune.name=a/b"], "tune.name should be letters"),
         (["scheduler=wino"], "scheduler is what tune.space lets the search choose"),
         (["workers=2"], "is for dllm-eval"),
+        (["temperature=0,1"], "temperature=0,1: a search would measure all these values together: give it one"),
+        (["max_new_tokens=16,24"], "max_new_tokens=16,24: a search would measure all"),
+        (["seed=range(5,1)"], "seed=range(5,1) has no values to go through"),
+        (["tune.name=fast-dllm"], "tune.name=fast-dllm is the name of a recipe of ours: give the winner another one"),
         (["foo"], "cannot make sense of 'foo'"),
     ],
 )

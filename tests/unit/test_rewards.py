@@ -124,7 +124,13 @@ def failing(kind: str) -> Any:
 
     def narrow(prompt_ids: list[list[int]]) -> Any: ...
 
-    return {"nothing": lambda **_: None, "keyword": narrow}.get(kind, reward)
+    others = {
+        "nothing": lambda **_: None,
+        "keyword": narrow,
+        "mapping": lambda completion_ids, **_: dict.fromkeys(range(len(completion_ids)), 0.0),
+        "leaves": lambda **_: exit(0),
+    }
+    return others.get(kind, reward)
 
 
 WRONG = {
@@ -135,6 +141,8 @@ WRONG = {
     "text": "returned 'high' for prompt 4: it must",
     "nothing": "returned None for prompts 1, 2, 3, 4, 5: it must return one number for each answer",
     "keyword": r"failed for prompt 1 \(TypeError: .*'completion_ids'; a last argument \*\*_ takes those that it",
+    "mapping": r"failed for prompt 1 \(TypeError: a dict in place of a list of numbers\)",
+    "leaves": r"failed for prompt 1 \(SystemExit: 0\)",
     "short": r"returned 19 numbers for the 20 answers of prompts 1, 2, 3, 4, 5: it must return one for each",
 }
 

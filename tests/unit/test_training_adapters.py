@@ -130,6 +130,6 @@ def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -
 
 
 def test_refusals() -> None:
-    for lora in ({"r": 2}, {"r": 0, "alpha": 1, "dropout": 0}):
+    for lora in ({"r": 2}, {}, {"r": 2, "alpha": 1, "dropout": 0, "bias": 1}):
         with pytest.raises(UserError, match=r"train\.lora needs r"):
             adapters.check(lora)

@@ -40,6 +40,31 @@ def test_every_trainer_checks_its_numbers(train: str) -> None:
         trainer([f"train={train}", "train.seed=99999999999"])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train=sft", "train.evaluation={foo: 1}"], r"unknown field of train\.evaluation 'foo': the fields are"),
+        (
+            ["train=sft", "train.evaluation={block_length: 8}"],
+            r"unknown field of train\.evaluation 'block_length': the",
+        ),
+        (["train=cjgrpo", "train.rollout={seed: 1, temperature: 1.0}"], r"unknown field of train\.rollout 'seed'"),
+        (["train=distill", "train.teacher={model: mini}"], r"unknown field of train\.teacher 'model'"),
+        (["train=sft", "train.tasks={copy: 0}"], r"train\.tasks has no share above 0"),
+        (["train=cjgrpo", "train.tasks={sudoku: -1, copy: 2}"], r"train\.tasks\.sudoku must be a share of at least 0"),
+        (["train=sft", "train.lora={r: 1.5, alpha: 2, dropout: 0}"], r"train\.lora\.r must be a whole number"),
+        (["train=sft", "train.lora={r: 0, alpha: 2, dropout: 0}"], r"train\.lora\.r must be a whole number"),
+        (["train=deer", "train.lora={r: 2, alpha: 0, dropout: 0}"], r"train\.lora\.alpha must be a number above 0"),
+        (["train=sft", "train.lora={r: 2, alpha: 2, dropout: 1}"], r"train\.lora\.dropout must be from 0 to below 1"),
+        (["train=deer", "train.lora={r: 2, alpha: 2, dropout: -1}"], r"train\.lora\.dropout must be from 0"),
+        (["train=mini", "train.output="], r"train\.output is empty: it should be a path"),
+    ],
+)
+def test_settings_are_checked_before_anything_runs(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}"):
+        trainer(words)
+
+
 def test_a_file_without_a_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole = (files("dllm_sampler.conf") / "train/sft.yaml").read_text()
