@@ -26,7 +26,7 @@ from dllm_sampler.training.deer_stages import Distilled, Refined, Stage, Target
 from dllm_sampler.training.encoding import Encoder
 from dllm_sampler.training.examples import Data, Source
 from dllm_sampler.training.masking import Pair
-from dllm_sampler.training.settings import check_model, check_settings
+from dllm_sampler.training.settings import check_llama, check_model, check_settings
 from dllm_sampler.training.tokenizer import vocabulary
 from dllm_sampler.training.trained import called, check_masks
 
@@ -116,6 +116,8 @@ class DeerTrainer:
             raise UserError(f"train.alpha must be a number above 0, not {self.alpha}")
         check_settings(vars(self))
         check_model(vars(self))
+        if self.target is None:
+            check_llama(self.shape)
         self._data = Data.of(self.data)
 
     def run(self) -> Path:

@@ -206,6 +206,9 @@ class Data:
                     lines = inputs.records(opened, path)
             except OSError as error:
                 raise UserError(f"cannot read train.data {path}: {error.strerror}") from None
+        elif file.is_file() and file.suffix not in TABLES:
+            endings = ", ".join((*JSON, *TABLES))
+            raise UserError(f"train.data={path}: the name of a file should end in what it is, one of {endings}")
         else:
             lines = [(f"{path} {split} example {i}", line) for i, line in enumerate(self._table(file, path, split), 1)]
         if not lines:

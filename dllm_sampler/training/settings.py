@@ -20,6 +20,10 @@ WORDS = {
     "precision": ("no", "bf16"),
     "dtype": ("float32", "float64", "bfloat16"),
 }
+LLAMA = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 SAMPLERS = {"evaluation", "rollout", "teacher"}  # settings of a sampler
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
@@ -98,6 +102,23 @@ def check_model(settings: Mapping[str, Any]) -> None:
                 raise unknown(f"field of train.{name}", option, Options.__annotations__)
     adapters.check(settings["lora"])
     journal.check(settings["tracker"])
+
+
+def check_llama(shape: Mapping[str, Any]) -> None:
+    """Refuse sizes of a Llama to be trained that are missing, are no sizes or do not go together.
+
+    Raises:
+        UserError: the first such size, by its name.
+    """
+    for name in LLAMA:
+        if name not in shape:
+            raise UserError(f"train.shape needs {', '.join(LLAMA)}, and {name} is missing")
+        check_count(f"train.shape.{name}", shape[name])
+    for name, parts in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
+        if shape[name] % shape[parts]:
+            raise UserError(
+                f"train.shape.{name} must be a multiple of {parts}, and {shape[name]} is none of {shape[parts]}"
+            )
 
 
 def check_shape(shape: Mapping[str, Any]) -> None:

@@ -72,6 +72,8 @@ def _target(output: str) -> Path:
     target = expanded("--output", output)
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
+    if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
+        raise UserError(f"the report cannot be written to {output}: {above} is a file, and should be a folder")
     return target
 
 

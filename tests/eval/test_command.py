@@ -84,6 +84,7 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
         (["seed=range(1,1000000000)"], "seed=range(1,1000000000) would be more than 10000 configurations"),
         (["seed=range(0,200)", "temperature=range(0,200)"], "would be more than 10000 configurations: write fewer"),
         (["report=report.pdf"], "ends in .html"),
+        (["report=file/x.html"], "the report cannot be written to file/x.html: file is a file, and should be a folder"),
         (["hydra/launchr=slurm"], "hydra/launchr=slurm is for other processes, and there are none"),
         (["hydra.launcher.partition=gpu"], "add workers=N or hydra/launcher=NAME"),
         (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),

@@ -149,6 +149,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
     [
         ([], "there is nothing to learn from: say train.data=FILE.jsonl"),
         (["data=gone.jsonl"], "cannot read train.data gone.jsonl: No such file or directory"),
+        (["data=conf.txt"], "train.data=conf.txt: the name of a file should end in what it is, one of .jsonl, .json,"),
         (["data={DATA}", "longer=drop", "max_length=3"], "train.longer=drop leaves no example to learn from"),
         (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and there is room for 5"),
         (["data={DATA}", "padding=long"], "train.padding must be longest, block or none, not 'long'"),
@@ -169,6 +170,7 @@ def test_mistakes_are_one_sentence_before_the_first_step(
     monkeypatch.chdir(tmp_path)
     model, data = str(tiny.write("dream", tmp_path / "m")), write(tmp_path / "d.jsonl", LINES)
     few = [f"model={model}", "device=cpu", "output=run", "new_tokens=8", "held_out=2", "steps=1", "warmup=0"]
+    (tmp_path / "conf.txt").write_text("{}")
     given = [word.replace("{DATA}", data).replace("MODEL", model) for word in words]
     assert cli.main(["train=sft", *(f"train.{word}" for word in [*few, *given])]) == 2
     told = capsys.readouterr().err.strip().splitlines()

@@ -57,6 +57,12 @@ def test_every_trainer_checks_its_numbers(train: str) -> None:
         (["train=deer", "train.lora={r: 2, alpha: 0, dropout: 0}"], r"train\.lora\.alpha must be a number above 0"),
         (["train=sft", "train.lora={r: 2, alpha: 2, dropout: 1}"], r"train\.lora\.dropout must be from 0 to below 1"),
         (["train=deer", "train.lora={r: 2, alpha: 2, dropout: -1}"], r"train\.lora\.dropout must be from 0"),
+        (
+            ["train=deer", "train.shape={hidden_size: 7}"],
+            r"train\.shape needs .*intermediate_size is missing",
+        ),
+        (["train=deer", "train.shape.hidden_size=7"], r"train\.shape\.hidden_size must be a multiple of num_attention"),
+        (["train=deer", "train.shape.num_hidden_layers=0"], r"train\.shape\.num_hidden_layers must be a whole number"),
         (["train=mini", "train.output="], r"train\.output is empty: it should be a path"),
     ],
 )
