@@ -18,7 +18,7 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
         given: the path.
 
     Raises:
-        UserError: nothing, a home folder of somebody unknown, or a path that cannot be: its name is too long, say.
+        UserError: an empty path, a home folder of somebody unknown, or a path that cannot be: too long a name, say.
     """
     if not fspath(given):
         raise UserError(f"{what} is empty: it should be a path")

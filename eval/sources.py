@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +52,27 @@ def _files(group: str, value: Any) -> Iterator[Path]:
         if _FUNCTION.fullmatch(value):
             yield from _code(value)
         with suppress(OSError, ValueError, RuntimeError):  # no path at all
-            if (path := Path(value).expanduser()).is_file():
+            if (path := Path(value).expanduser()).is_file() and os.access(path, os.R_OK):
                 yield path
 
 
 def _code(name: str) -> list[Path]:
-    """The module of the working directory that `package.module:function` or `package.module.Class` lies in."""
-    top = Path(re.split("[.:]", name, maxsplit=1)[0])
-    return [file for file in (top.with_suffix(".py"), *sorted(top.glob("**/*.py"))) if file.is_file()]
+    """The file of `package.module:function` or `package.module.Class`; all files of a package of the working directory.
+
+    Nothing is imported: a pattern may look like a name, too.
+    """
+    module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
+    top, *rest = module.split(".")
+    here = [file for file in (Path(f"{top}.py"), *sorted(Path(top).glob("**/*.py"))) if file.is_file()]
+    if here:
+        return here
+    try:
+        spec = find_spec(top)
+    except ValueError:  # a module that was made by hand has none
+        return []
+    if spec is None or not rest:
+        found = [] if spec is None or not spec.has_location else [Path(str(spec.origin))]
+    else:
+        folders = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()]
+        found = [file for one in folders for file in (one.with_suffix(".py"), one / "__init__.py")]
+    return [file for file in found if file.is_file()]

@@ -93,6 +93,7 @@ def names(*words: str) -> list[str]:
         ("rules.txt", ["guide=grammar", "guide.grammar=rules.txt"]),
         ("myreward.py", ["scheduler=svdd", "scheduler.reward=myreward:reward"]),
         ("mine.jsonl", ["task=jsonl", "task.file=mine.jsonl"]),
+        ("mypackage/inner.py", ["scheduler=svdd", "scheduler.reward=mypackage.judge:reward"]),
         ("mymetric.py", ["task=jsonl", "task.file=mine.jsonl", "task.metric=mymetric:score"]),
     ],
 )
@@ -103,6 +104,9 @@ def test_a_file_that_changed_is_another_run(file: str, words: list[Any]) -> None
     Path("myreward.py").write_text("def reward(completions, **_):\n    return [0.0] * len(completions)\n")
     Path("mine.jsonl").write_text('{"prompt": "copy: Ada", "answer": "Ada"}\n')
     Path("mymetric.py").write_text("def score(**_):\n    return 1.0\n")
+    Path("mypackage").mkdir()
+    for file_of_package in ("__init__", "inner", "judge"):
+        Path(f"mypackage/{file_of_package}.py").write_text("")
     before = names(*words)
     assert names(*words) == before
     text = Path(file).read_text()
@@ -110,6 +114,17 @@ def test_a_file_that_changed_is_another_run(file: str, words: list[Any]) -> None
     assert names(*words) != before
     Path(file).write_text(text)
     assert names(*words) == before
+
+
+def test_installed_code_counts_and_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    site, words = tmp_path / "site/installed", ["scheduler=svdd", "scheduler.reward=installed.deep.judge:reward"]
+    (site / "deep").mkdir(parents=True)
+    for file in ("__init__", "deep/__init__", "deep/judge"):
+        (site / f"{file}.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(site.parent))
+    before = names(*words)
+    (site / "deep/judge.py").write_text("raise SystemExit\n")
+    assert names(*words) != before
 
 
 def test_settings_that_name_no_file_are_the_runs_that_they_were() -> None:
