@@ -77,8 +77,13 @@ def test_mistakes_are_one_sentence(part: str, text: str, said: str, capsys: pyte
     write(**{part: text})
     assert main(["task=pair", "output=o"]) == 2
     assert f"task=pair: {said}" in capsys.readouterr().err
+
+
+def test_what_a_mistake_left_behind_is_not_in_the_way() -> None:
+    write(grade="1 / (1 - sample.index)")
+    assert main(["task=pair", "output=o", "batch_size=1"]) == 2
     write()
-    assert main(["task=pair", "output=o"]) == 0, "what the mistake left behind is not in the way"
+    assert main(["task=pair", "output=o"]) == 0
 
 
 def names(*words: str) -> list[str]:
@@ -108,7 +113,6 @@ def test_a_file_that_changed_is_another_run(file: str, words: list[Any]) -> None
     for file_of_package in ("__init__", "inner", "judge"):
         Path(f"mypackage/{file_of_package}.py").write_text("")
     before = names(*words)
-    assert names(*words) == before
     text = Path(file).read_text()
     Path(file).write_text(text + "\n")
     assert names(*words) != before
