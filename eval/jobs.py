@@ -197,11 +197,11 @@ def jobs(words: Sequence[str]) -> list[Job]:
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
         line = spelled_out(given, holders)
+        each = {word: values(word) for word in line}
+        _check_count(prod(map(len, each.values())), " ".join(given))
         of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]
-        others = [word for word in line if word not in of_task]
-        _check_count(prod(len(values(word)) for word in line), " ".join(given))
-        of_tasks = list(product(*map(values, of_task)))
-        for combination in product(*map(values, others)):
+        of_tasks = list(product(*(each[word] for word in of_task)))
+        for combination in product(*(each[word] for word in line if word not in of_task)):
             first = job([*combination, *of_tasks[0]])
             found |= {made.name: made for made in (first, *variants(first, of_tasks[1:])) if made.name not in found}
     return list(found.values())

@@ -6,14 +6,13 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import yaml
 from rich.console import Console
 
 from dllm_sampler import config
@@ -21,10 +20,11 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
-from dllm_sampler.cli.yours import LOCAL, entry, trusting
+from dllm_sampler.cli.yours import entry, trusting
 from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
 from dllm_sampler.errors import NotWrittenError, UserError, installing
+from dllm_sampler.eval.experiment import MARK, Found, experiment, say, tasks_of
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.report.data import Method, Run
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 TUNE = App("dllm-tune", "tune", ("tune",))
 REFERENCE = ("scheduler=fixed", "cache=none")  # one token per step
-MARK = "Found by dllm-tune"
 USAGE = """\
 Find the fastest configuration that answers about as well as one token per step.
 
@@ -50,17 +49,6 @@ one of dllm-eval and holds for every trial. The search is kept in output=FOLDER:
 on from there. The winner, confirmed on samples that the search did not see, is written to
 ./conf/experiment/NAME.yaml, where all commands find it. The fields of tune=fast, the default:
 """
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a configuration reached over all tasks."""
-
-    jobs: Sequence[Job]
-    chosen: Sequence[str]  # its words, besides those of every trial
-    score: float
-    speed: float
-    samples: int
 
 
 class Tuner:
@@ -103,11 +91,11 @@ class Tuner:
             progress.update(every, completed=done, description="confirming")
             tell(done, tuning.trials, "trials")
             winner, fresh, plain = self.confirm(study, reference)
-        text = self.experiment(winner, fresh, plain)
+        text = experiment(tuning, winner, fresh, plain, self.unseen(fresh))
         files.make_folder(tuning.file.parent)
         files.write(tuning.file, text)
         return (
-            f"{' '.join(winner.chosen)}: {_say(fresh, tuning)}; one token per step: {_say(plain, tuning)}, on"
+            f"{' '.join(winner.chosen)}: {say(fresh, tuning)}; one token per step: {say(plain, tuning)}, on"
             f" {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}"
         )
 
@@ -189,7 +177,7 @@ class Tuner:
             raise UserError(f"one token per step cannot run: {found}")
         if found.score <= 0:
             raise UserError(
-                f"one token per step scores 0 on {_tasks(found)}: there is nothing for a faster configuration to keep"
+                f"one token per step scores 0 on {tasks_of(found)}: there is nothing for a faster configuration to keep"
             )
         return found
 
@@ -246,39 +234,6 @@ class Tuner:
             f"({old} with prompts of the search)" if old else "that the search did not see"
         )
 
-    def experiment(self, winner: Found, fresh: Found, plain: Found) -> str:
-        """The YAML file of the winner: what differs from the defaults."""
-        job, defaults, body = winner.jobs[0], [], {}
-        for group in config.GROUPS:
-            name = job.choices[group]
-            if group == "guide":
-                if name != "none":
-                    defaults.append({"override /guide": name.split("+")})
-                    guides: Any = job.plugins["guide"]
-                    body["guide"] = {one["name"]: _fields("guide", one["name"], one) for one in guides}
-                continue
-            spec: Mapping[str, Any] = job.model if group == "model" else job.plugins[group]
-            known = name if name in config.names(group) or (LOCAL / group / f"{name}.yaml").is_file() else "checkpoint"
-            defaults.append({f"override /{group}": known})
-            if fields := _fields(group, known, spec):
-                body[group] = fields
-        options = asdict(job.options)
-        names = ("block_length", "temperature", "top_k", "top_p", "max_steps", "dtype", "compat", "chat")
-        body |= {name: options[name] for name in names if options[name] not in (None, False, "auto")}
-        body["max_new_tokens"] = job.max_new_tokens
-        return (
-            f"# @package _global_\n# {MARK}: {_say(fresh, self.tuning)} on {_tasks(winner)}; one token per step:"
-            f" {_say(plain, self.tuning)}; {self.unseen(fresh)}.\n"
-            + yaml.safe_dump({"defaults": defaults, **body}, sort_keys=False, allow_unicode=True)
-        )
-
-
-def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not the defaults of the choice."""
-    defaults = entry(group, name).settings
-    changed = {key: value for key, value in given.items() if value != defaults.get(key)}
-    return {key: value for key, value in changed.items() if key not in ("name", "_target_")}
-
 
 def _complete(study: Study) -> int:
     return sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
@@ -289,22 +244,8 @@ def _best(study: Study) -> str:
     return f"best {max(values):.2f}" if values else "searching"
 
 
-def _tasks(found: Found) -> str:
-    """The tasks with what was set of them."""
-    names = set()
-    for job in found.jobs:
-        fields = {key: value for key, value in job.task.items() if value is not None}
-        told = [str(value) for key, value in fields.items() if key not in ("name", "_target_", "count", "seed")]
-        names.add(" ".join([job.choices["task"], *told]))
-    return ", ".join(sorted(names))
-
-
 def _prompts(found: Sequence[Job]) -> list[str]:
     return [json.dumps(sample.prompt) for job in found for sample in job.built_task.samples()]
-
-
-def _say(found: Found, tuning: Tuning) -> str:
-    return f"{100 * found.score:.1f} % at {found.speed:.2f} {tuning.measure.replace('_', ' ')}"
 
 
 def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
@@ -324,15 +265,16 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     if not any(word.startswith("output=") for word in rest):
         rest.append("output=outputs/tune")
     for line in lines(rest):  # a mistake shows here, before the search's space imports torch
-        composition(EVAL, [values(word)[0] for word in line])
-        for word in line:
+        each = {word: values(word) for word in line}
+        composition(EVAL, [found[0] for found in each.values()])
+        for word, found in each.items():
             key = word.partition("=")[0].lstrip("+~")
-            if len(values(word)) > 1 and key != "seed" and key.partition(".")[0] != "task":
+            if len(found) > 1 and key != "seed" and key.partition(".")[0] != "task":
                 raise UserError(f"{word}: a search would measure all these values together: give it one")
-    found = Tuning(**config.check("tune", Tuning, settings, whole=True))
-    if found.name in config.names("experiment"):
-        raise UserError(f"tune.name={found.name} is the name of a recipe of ours: give the winner another one")
-    return found, rest
+    made = Tuning(**config.check("tune", Tuning, settings, whole=True))
+    if made.name in config.names("experiment"):
+        raise UserError(f"tune.name={made.name} is the name of a recipe of ours: give the winner another one")
+    return made, rest
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -46,8 +46,8 @@ class SlowFast(Threshold):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        scope = "model" if self.truncate else "block"
-        return replace(super().traits, asks_block=False, scheduled=True, hides=self.truncate, scope=scope)
+        facts = replace(super().traits, asks_block=False, scheduled=True)
+        return replace(facts, hides=True, scope="model") if self.truncate else facts
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` estimates."""
@@ -80,9 +80,8 @@ class SlowFast(Threshold):
         fast = torch.where(slowly, fast.masked_fill(over, 0), fast + 1)
 
         # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
-        filled = (commit & (query.positions < edge[:, None])).sum(1)
-        open_ = replace(canvas, stop=edge).noise_left() > filled
-        full = (fast >= 0) & ~(open_ & eligible.any(1))
+        ahead = replace(canvas, stop=edge).noise_left() - (commit & (query.positions < edge[:, None])).sum(1)
+        full = (fast >= 0) & ~((ahead > 0) & eligible.any(1))
         return Edit(readout.token[:, 0], commit), self._fresh(full, edge, left, edge, slow, fast, seen)
 
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
