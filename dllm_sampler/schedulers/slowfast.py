@@ -80,8 +80,8 @@ class SlowFast(Threshold):
         fast = torch.where(slowly, fast.masked_fill(over, 0), fast + 1)
 
         # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
-        ahead = replace(canvas, stop=edge).noise_left() - (commit & (query.positions < edge[:, None])).sum(1)
-        full = (fast >= 0) & ~((ahead > 0) & eligible.any(1))
+        filled = (commit & (query.positions < edge[:, None])).sum(1)
+        full = (fast >= 0) & ~((replace(canvas, stop=edge).noise_left() > filled) & eligible.any(1))
         return Edit(readout.token[:, 0], commit), self._fresh(full, edge, left, edge, slow, fast, seen)
 
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
