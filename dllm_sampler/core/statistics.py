@@ -161,36 +161,15 @@ def argmax(logits: Tensor) -> Tensor:
     """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
     if logits.device.type != "cpu" or logits.numel() < MANY:
         return logits.argmax(-1)
-    return argmax_in_tiles(logits, tile_tops(logits))  # on a CPU torch's argmax is a scalar loop, its amax is not
-
-
-def tile_width(vocab: int) -> int:
-    """How many logits a tile has: a power of two near the square root, so that both steps of `argmax` are short."""
-    return min(max(TILE, 1 << vocab.bit_length() // 2), vocab)
-
-
-def tile_tops(logits: Tensor) -> Tensor:
-    """`[..., T]` the highest of each tile of `logits [..., V]`; the last tile may overlap the one before."""
-    width = tile_width(logits.shape[-1])
+    # On a CPU torch's argmax is a scalar loop, its amax is not: find the first best tile, then the place inside it.
+    # A tile has a power of two near the square root of V, so that both steps are short.
+    vocab = logits.shape[-1]
+    width = min(max(TILE, 1 << vocab.bit_length() // 2), vocab)
     tops = logits.unfold(-1, width, width).amax(-1)
-    if logits.shape[-1] % width == 0:
-        return tops
-    return torch.cat([tops, logits[..., -width:].amax(-1, keepdim=True)], -1)
-
-
-def argmax_in_tiles(logits: Tensor, tops: Tensor, more: Tensor | None = None) -> Tensor:
-    """`argmax` of `logits [..., V]`: the first best tile, then the place inside it.
-
-    Args:
-        tops: `[..., T]` the `tile_tops` of the logits.
-        more: `[V]` is added to the logits, also in `tops`; None: nothing.
-    """
-    width = tile_width(logits.shape[-1])
-    begin = (tops.argmax(-1, keepdim=True) * width).clamp(max=logits.shape[-1] - width)
-    at = begin + numbers(width, logits.device)  # [..., width]
-    inside = logits.gather(-1, at)
-    if more is not None:
-        inside = inside + more[at]
+    if vocab % width:  # the last tile overlaps the one before
+        tops = torch.cat([tops, logits[..., -width:].amax(-1, keepdim=True)], -1)
+    begin = (tops.argmax(-1, keepdim=True) * width).clamp(max=vocab - width)
+    inside = logits.gather(-1, begin + numbers(width, logits.device))  # [..., width]
     return begin[..., 0] + inside.argmax(-1)
 
 

@@ -6,14 +6,13 @@ import math
 import pytest
 import torch
 
-from dllm_sampler.core import statistics
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import EndTokens, TopK
 from dllm_sampler.guides.forms import automaton, edges, tops
 from dllm_sampler.guides.forms.edges import joined
-from tests.forms import LENGTH, VOCAB, laid_out, ruled
+from tests.forms import LENGTH, PATTERNS, VOCAB, laid_out, ruled
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -22,11 +21,13 @@ from tests.forms import LENGTH, VOCAB, laid_out, ruled
     [("[a-m]{5}n?", True), ("[a-j]{5}[k-n]?", False), ("(?s).*", True)],
     ids=["main", "none", "all"],
 )
-@pytest.mark.parametrize("rows", [1, 4, 9], ids="rows{}".format)
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "torch"])
 def test_the_best_of_each_class(
-    pattern: str, main: bool, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+    pattern: str, main: bool, dtype: torch.dtype, numba: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
+    monkeypatch.setattr(tops, "_numba", lambda: numba)
+    monkeypatch.setattr(tops, "MANY", 0)
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
     listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, 240, 241),))
@@ -35,20 +36,61 @@ def test_the_best_of_each_class(
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
     logits[3:6] = logits[3:6].round()
     logits[6:] = torch.where(listed.classes == max(0, listed.main), -torch.inf, logits[6:])
+    logits[4, 7] = -0.0  # among zeros
     assert not len(tops.Tops.of(listed, logits[:0]).free) and not len(tops.masses(listed, logits[:0])[0])
-    monkeypatch.setattr(statistics, "CACHE", rows * logits.shape[1])  # that many are worked on at once
     found, (classes, weight) = tops.Tops.of(listed, logits), tops.masses(listed, logits)
-    if main:
-        near = tops.masses(listed, logits, found.main)[1]
-        torch.testing.assert_close(near, weight, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.free, logits.argmax(1))
     assert torch.equal(found.classes[:, : listed.stays], classes[:, : listed.stays])
     assert (weight[:, listed.stays :] == -torch.inf).all(), "no token is of these"
     for kind in range(listed.stays):
         own = logits.masked_fill(listed.classes != kind, -torch.inf)
         first = torch.where((own == own.amax(1, keepdim=True)) & (listed.classes == kind), 1, 0).argmax(1)
-        assert torch.equal(found.token(listed, logits, torch.full((9,), kind)), first)
+        assert torch.equal(found.tokens[:, kind], first)
         torch.testing.assert_close(weight[:, kind], own.double().logsumexp(1), rtol=1e-5, atol=1e-5)
+    factors, least = torch.randn(9, len(listed.sizes)).to(weight.dtype), torch.full((9, 1), -0.5, dtype=logits.dtype)
+    factors = factors.to(torch.promote_types(dtype, torch.float32))
+    expected = logits.clamp(min=-0.5) + factors[:, listed.classes]
+    assert torch.equal(tops.weighted(listed, logits, least, factors), expected)
+
+
+@pytest.mark.parametrize("vocab", [300, 2048, 2049, 5000], ids="V{}".format)
+def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of any length, logits from a wide range, and NaN and infinity, of which only the row itself suffers."""
+    monkeypatch.setattr(tops, "MANY", 0)
+    words = [bytes([byte]) for byte in range(256)]
+    words += [b"x%d" % number for number in range(vocab - 258)]
+    listed = joined((automaton.build("[a-z0-9]{3,9}|#[0-9]", [*words, b"", b""], vocab, vocab - 2, vocab - 1),))
+    logits = 40 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[3] = logits[3].sort().values  # each block raises the best one
+    expected, weight = tops.Tops.of(listed, logits), tops.masses(listed, logits)[1]
+    monkeypatch.setattr(tops, "MANY", vocab + 1)
+    found = tops.Tops.of(listed, logits)
+    assert torch.equal(found.classes, expected.classes) and torch.equal(found.free, expected.free)
+    assert torch.equal(found.tokens[:, : listed.stays], expected.tokens[:, : listed.stays])
+    torch.testing.assert_close(weight, tops.masses(listed, logits)[1], rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(tops, "MANY", vocab)
+    logits[0, 5], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
+    odd = tops.Tops.of(listed, logits)
+    assert all(torch.equal(one[3:], other[3:]) for one, other in zip(odd, expected, strict=True))
+    assert int(odd.tokens.min()) >= 0 and int(odd.tokens.max()) < vocab and int(odd.free.max()) < vocab
+    assert (odd.classes[2] == -torch.inf).all() and torch.equal(tops.masses(listed, logits)[1][3:], weight[3:])
+
+
+@pytest.mark.parametrize("posterior", [False, True], ids=["model", "posterior"])
+@pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_step_by_numba(pattern: str, draws: bool, posterior: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens and confidence as by torch, also where `top_k` forbids what fits."""
+    canvas = laid_out([[True] * LENGTH] * 200, [[0] * LENGTH] * 200)
+    answers = Answers.every(Query.window(canvas))
+    logits = torch.randn(200 * LENGTH, VOCAB, generator=torch.Generator().manual_seed(6))
+    rule = ruled(pattern, draws, posterior)
+    rule = rule._replace(guides=(TopK(3), *rule.guides))
+    expected = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+    monkeypatch.setattr(tops, "MANY", 0)
+    found = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+    assert torch.equal(found.token, expected.token)
+    torch.testing.assert_close(found.confidence, expected.confidence, rtol=1e-5, atol=1e-6)
 
 
 def test_draws_where_no_token_is_left_that_fits() -> None:

@@ -18,12 +18,11 @@ from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Whole
-from dllm_sampler.core.statistics import rows_at_once
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
-from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total
+from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total, weighted
 from dllm_sampler.guides.forms.window import ROOM, Window
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
@@ -235,11 +234,7 @@ def posterior(
     # Where another guide forbids all that fits, tokens of a class are alike: 0 in place of their -inf.
     barred = (classes + factor).amax(1, keepdim=True) == -torch.inf
     least = torch.zeros_like(barred, dtype=logits.dtype).masked_fill(~barred, -torch.inf)
-    factor = factor.to(torch.promote_types(logits.dtype, torch.float32))
-    found, rows = factor.index_select(1, edges.classes), rows_at_once(logits)
-    for into, part, low in zip(found.split(rows), logits.split(rows), least.split(rows), strict=True):
-        into.add_(torch.maximum(part, low))
-    return found
+    return weighted(edges, logits, least, factor.to(torch.promote_types(logits.dtype, torch.float32)))
 
 
 def choose(
@@ -269,22 +264,21 @@ def choose(
     score = torch.where(own, score, score.clamp(max=-TIE))
     values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
     if draws:
-        # What was drawn of the class `main` is likely: noise adds 25 at most to what the best token is ahead.
-        _, weight = masses(edges, logits, tops.main)
+        _, weight = masses(edges, logits)
         chance = _relative(weight, weight.amax(1, keepdim=True))
         if whole is not None:
-            chance = _instead(chance, masses(edges, whole[0], None if full is None else full.main)[1])
+            chance = _instead(chance, masses(edges, whole[0])[1])
         mass = lattice.values(chance, lattice.sizes)
         taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, lattice))
     else:
         taken = lattice.walk(values, lattice.ahead(values, False))
     own = lattice.kinds(lattice.at(values), lattice.at(taken[..., None])[..., 0])  # [N, Q]
     kind = answers.pick(own.view(answers.query.ids.shape))
-    found = tops.token(edges, noisy, kind)
-    if full is None or whole is None:
+    found = tops.tokens.gather(1, kind[:, None])[:, 0]
+    if full is None:
         return found
     left = tops.classes.gather(1, kind[:, None])[:, 0] > -torch.inf
-    return torch.where(left, found, full.token(edges, whole[1], kind))
+    return torch.where(left, found, full.tokens.gather(1, kind[:, None])[:, 0])
 
 
 def _instead(found: Tensor, full: Tensor) -> Tensor:
