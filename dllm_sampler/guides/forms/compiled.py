@@ -82,16 +82,21 @@ def _tops(
     logits: Any, classes: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, listed: Any, bounds: Any
 ) -> None:
     nothing, values = np.zeros_like(outside), np.empty(len(listed), np.float32)
+    begins = range(0, logits.shape[1], BLOCK)
+    tops = np.empty(len(begins), np.float32)
     for number in range(len(logits)):
-        row, top, own, at, own_at = logits[number], np.float32(-np.inf), np.float32(-np.inf), 0, 0
-        for begin in range(0, len(row), BLOCK):
-            part = row[begin : begin + BLOCK]
-            high, own_high = _best(part, nothing), _best(part, outside[begin : begin + BLOCK])
-            if high > top:
-                top, at = high, begin
-            if own_high > own:
-                own, own_at = own_high, begin
-        free[number] = at + _first(row[at : at + BLOCK], nothing, top)
+        row = logits[number]
+        for block, begin in enumerate(begins):
+            tops[block] = _best(row[begin : begin + BLOCK], nothing)
+        at = tops.argmax() * BLOCK
+        free[number] = at + _first(row[at : at + BLOCK], nothing, tops.max())
+        # Of the other blocks, few have a token as good as the best one of the class `main` in this block.
+        own_at, own = at, _best(row[at : at + BLOCK], outside[at : at + BLOCK])
+        for block, begin in enumerate(begins):
+            if main >= 0 and (tops[block] > own or (tops[block] == own and begin < own_at)):
+                high = _best(row[begin : begin + BLOCK], outside[begin : begin + BLOCK])
+                if high > own or (high == own and begin < own_at):
+                    own, own_at = high, begin
         for index in range(len(listed)):
             values[index] = row[listed[index]]
         for kind in range(len(bounds) - 1):
