@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
+from dllm_sampler.errors import FallbackWarning
 from dllm_sampler.guides import EndTokens, TopK
 from dllm_sampler.guides.forms import automaton, edges, tops
 from dllm_sampler.guides.forms.edges import joined
@@ -74,6 +76,22 @@ def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(one[3:], other[3:]) for one, other in zip(odd, expected, strict=True))
     assert int(odd.tokens.min()) >= 0 and int(odd.tokens.max()) < vocab and int(odd.free.max()) < vocab
     assert (odd.classes[2] == -torch.inf).all() and torch.equal(tops.masses(listed, logits)[1][3:], weight[3:])
+
+
+def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warning, also where numba itself refuses to be imported, and torch does the same."""
+    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
+    logits = torch.randn(3, 258, generator=torch.Generator().manual_seed(7))
+    monkeypatch.setattr(tops, "MANY", 0)
+    expected = tops.Tops.of(listed, logits)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    tops._numba.cache_clear()
+    try:
+        with pytest.warns(FallbackWarning, match=r"without numba \(.*\): pip install .*\[constraints\]") as told:
+            found = [tops.Tops.of(listed, logits) for _ in range(2)][1]
+    finally:
+        tops._numba.cache_clear()
+    assert len(told) == 1 and torch.equal(found.tokens[:, :-2], expected.tokens[:, :-2])
 
 
 @pytest.mark.parametrize("posterior", [False, True], ids=["model", "posterior"])
