@@ -30,7 +30,13 @@ def installing(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, without its full stop; the name of its class where it says nothing."""
+    """The first line of what an error says, without its full stop; the name of its class where it says nothing.
+
+    Of an error of YAML, what is wrong and in which line, which its first line does not say.
+    """
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"{getattr(error, 'problem', None) or 'it is no YAML'} in line {mark.line + 1}"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return short(said.rstrip("."), 300)
 

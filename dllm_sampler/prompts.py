@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import chat
-from dllm_sampler.core.checks import check_count, check_text, is_whole
+from dllm_sampler.core.checks import check_count, check_text
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, short
 
@@ -114,18 +114,13 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
     Raises:
         UserError: something that is no whole number of 64 bits, or not one per row.
     """
-    found: Any = given
-    if isinstance(given, int) and is_whole(given):
-        found = [given + i for i in range(count)]
-    if (
-        not isinstance(found, Sequence)
-        or isinstance(found, BYTES)
-        or not all(is_whole(one) and abs(one) < 2**63 for one in found)
-    ):
+    found = numbers("seed", given)
+    found = [found + i for i in range(count)] if isinstance(found, int) else found
+    if not all(abs(one) < 2**63 for one in found):
         raise UserError(f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
     if len(found) != count:
         raise UserError(f"there are {len(found)} seeds for {count} prompts: give one number, or one per prompt")
-    return list(found)
+    return found
 
 
 def numbers(name: str, given: Any) -> int | list[int]:

@@ -248,4 +248,5 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
     for override in parsed:
         if not override.is_add() and (wrong := missing(app, override.key_or_group, known, named)):
             return wrong
-    return UserError(first_line(error))
+    inner = getattr(error.__cause__, "full_key", None)  # of a field inside a value, as a in guide.choices={a: b}
+    return (missing(app, inner, known, named) if inner else None) or UserError(first_line(error))

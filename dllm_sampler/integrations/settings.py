@@ -13,7 +13,7 @@ import yaml
 
 from dllm_sampler import config
 from dllm_sampler.core.protocols import Guide
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.guides.forms.automaton import STATES
 from dllm_sampler.integrations import COMMAND
 from dllm_sampler.integrations.block import BlockRule, model
@@ -78,7 +78,7 @@ class Settings:
         try:
             found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError(f"{where}: {path} cannot be read: {str(error).partition(chr(10))[0]}") from error
+            raise UserError(f"{where}: {path} cannot be read: {first_line(error)}") from error
         if not isinstance(found, dict):
             raise UserError(f"{where}: {path} should have names with values, as scheduler: threshold")
         return Settings.read(found, where)

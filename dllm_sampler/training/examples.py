@@ -23,6 +23,7 @@ from dllm_sampler.training.tasks import LESSONS, draw_example
 
 JSON = (".jsonl", ".json")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+WHOLE = "train"  # the split of what has no splits
 MOST = 10_000  # files of a data set
 
 
@@ -116,6 +117,11 @@ class Tasks:
         return 0
 
 
+def _is_file(path: str) -> bool:
+    """Whether a path names a file of lines or a table, and no data set."""
+    return Path(path).suffix in (*JSON, *TABLES)
+
+
 @dataclass(frozen=True)
 class Data:
     """The settings `train.data`.
@@ -131,7 +137,7 @@ class Data:
 
     path: str | None
     subset: str | None = None
-    split: str = "train"
+    split: str = WHOLE
     test: str | None = None
     prompt: str = "prompt"
     answer: str = "answer"
@@ -178,11 +184,11 @@ class Data:
         """
         assert self.path is not None
         metric = Metric("train.data.metric", self.metric)
+        if self.subset is not None and _is_file(self.path):
+            raise UserError(f"train.data={self.path} is a file, which has no subsets: leave out train.data.subset")
         train, held = self._examples(self.path, self.split, answers), list[Example]()
         if self.test is not None:
-            other = self.test
-            table = Path(other).suffix in (*JSON, *TABLES)
-            held = self._examples(*((other, self.split) if table else (self.path, other)), answers)
+            held = self._examples(*((self.test, WHOLE) if _is_file(self.test) else (self.path, self.test)), answers)
         shuffled = Random(f"{seed}/held").sample(held or train, len(held or train))
         kept = shuffled[:held_out]
         if self.test is None:
@@ -200,6 +206,11 @@ class Data:
 
     def _examples(self, path: str, split: str, answers: bool) -> list[Example]:
         file = expanded("train.data", path)
+        if split != WHOLE and _is_file(path):
+            raise UserError(
+                f"train.data={path} is a file, which has no split {split}: leave out train.data.split, and name another"
+                " file as train.data.test"
+            )
         if file.suffix in JSON:
             try:
                 with file.open(encoding="utf-8") as opened:
@@ -223,10 +234,14 @@ class Data:
 
         try:
             if file.suffix in TABLES:
-                return datasets.load_dataset(TABLES[file.suffix], data_files=str(file), split="train")
+                return datasets.load_dataset(TABLES[file.suffix], data_files=str(file), split=WHOLE)
             if (file / "dataset_info.json").is_file() or (file / "dataset_dict.json").is_file():
                 found: Any = datasets.load_from_disk(str(file))
-                return found[split] if isinstance(found, datasets.DatasetDict) else found
+                if isinstance(found, datasets.DatasetDict):
+                    return found[split]
+                if split != WHOLE:
+                    raise ValueError("the folder holds a single data set, without splits")
+                return found
             if file.is_dir() and next(islice(files.under(file, "*"), MOST, None), None):  # it would look at each
                 raise ValueError(f"the folder has more than {MOST} files: name that of the data set")
             return datasets.load_dataset(str(file) if file.is_dir() else path, self.subset, split=split)

@@ -80,6 +80,7 @@ def test_a_suite_of_ones_own_and_words_that_overrule_it(tmp_path: Path, monkeypa
         ("sweeps:\n  - scheduler=threshold\n", "not 'scheduler=threshold'"),
         ("sweeps: [[scheduler=wino]]\ncommon: seed=1\n", "common should be a list of words"),
         ("- [scheduler=threshold]\n", "conf/suite/mine.yaml cannot be read: it should have names with values"),
+        ("sweeps:\n  - [wino\ncommon: 3\n", "mine.yaml cannot be read: expected ',' or ']', but got ':' in line 3"),
         ("sweeps: wino\n", "should have `sweeps`, a list of lists of words"),
     ],
 )

@@ -116,6 +116,10 @@ WRONG = [
     (["schedular=fixed"], "unknown option 'schedular', did you mean scheduler?"),
     (["scheduler=null"], "unknown scheduler"),
     (["guide=[top_p,topk]"], "unknown guide 'topk', did you mean 'top_k' or 'top_p'?"),
+    (
+        ["guide=choices", "guide.choices={a: b}"],
+        "unknown field of guide=choices 'a': the fields are choices",
+    ),
     (["cache=duel"], "unknown cache 'duel', did you mean 'dual'?"),
     (["experiment=fast"], "unknown experiment 'fast', did you mean 'fast-dllm'?"),
     (["model=minni"], "unknown model 'minni', did you mean 'mini'?"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -97,6 +98,7 @@ def test_seeds() -> None:
         return sampler.generate(prompts, max_new_tokens=TOKENS, seed=seed).tokens
 
     assert torch.equal(tokens(3), tokens([3, 4, 5, 6, 7]))
+    assert torch.equal(tokens(3), tokens(torch.arange(3, 8))) and torch.equal(tokens(3), tokens(np.int64(3)))
     assert torch.equal(tokens(3), tokens(3))
     assert not torch.equal(tokens(3), tokens(4))
     twins = tokens([1, 1, 2], [toys.PROMPTS[0]] * 3)
@@ -278,8 +280,9 @@ def test_bad_settings(plugins: dict[str, Any], message: str) -> None:
         ({"block_length": 0}, "blocks.length must be a whole number of at least 1, or null, not 0"),
         ({"block_length": 2.0}, "blocks.length must be a whole number of at least 1, or null, not 2.0"),
         ({"seed": [1, 2]}, "there are 2 seeds for 5 prompts"),
-        ({"seed": 1.5}, "seed must be a whole number of 64 bits, or one per prompt, not 1.5"),
-        ({"seed": 2**64}, "seed must be a whole number"),
+        ({"seed": 1.5}, "seed must be a whole number, or a list of whole numbers, not 1.5"),
+        ({"seed": 2**64}, "seed must be a whole number of 64 bits, or one per prompt, not 18446744073709551616"),
+        ({"seed": True}, "seed must be a whole number"),
         ({"seed": "7"}, "seed must be a whole number"),
         ({"stop_strings": ["x"]}, "stop_strings need a tokenizer"),
         ({"stop_strings": [""]}, "stop_strings must be texts that are not empty"),

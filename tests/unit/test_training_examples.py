@@ -55,6 +55,15 @@ def test_held_out_files_tables_and_data_sets(tmp_path: Path, monkeypatch: pytest
     assert (found.size, len(found.held)) == (10, 2)
     with pytest.raises(UserError, match=r"train\.data=.* with the split tiny cannot be loaded"):
         load(str(tmp_path / "set"), split="tiny")
+    for path in (train, str(tmp_path / "d.csv")):  # else held-out answers would be those learned from
+        for given in ({"split": "tiny"}, {"test": "tiny"}):
+            with pytest.raises(UserError, match=r"is a file, which has no split tiny: leave out train\.data\.split"):
+                load(path, 1, prompt="q" if path.endswith("csv") else "prompt", answer="a", answers=False, **given)
+    with pytest.raises(UserError, match=r"is a file, which has no subsets: leave out train\.data\.subset"):
+        load(train, 1, subset="tiny")
+    table.save_to_disk(tmp_path / "single")
+    with pytest.raises(UserError, match=r"the folder holds a single data set, without splits"):
+        load(str(tmp_path / "single"), split="tiny")
     monkeypatch.setattr("dllm_sampler.training.examples.MOST", 2)  # a home folder, say: datasets would take minutes
     with pytest.raises(UserError, match=r"cannot be loaded \(the folder has more than 2 files: name"):
         load(str(tmp_path), split="train")
