@@ -10,7 +10,7 @@ import torch
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
-from dllm_sampler.errors import FallbackWarning
+from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.guides import EndTokens, TopK
 from dllm_sampler.guides.forms import automaton, edges, tops
 from dllm_sampler.guides.forms.edges import joined
@@ -48,7 +48,7 @@ def test_the_best_of_each_class(
         own = logits.masked_fill(listed.classes != kind, -torch.inf)
         first = torch.where((own == own.amax(1, keepdim=True)) & (listed.classes == kind), 1, 0).argmax(1)
         assert torch.equal(found.tokens[:, kind], first)
-        torch.testing.assert_close(weight[:, kind], own.double().logsumexp(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(weight[:, kind], own.double().logsumexp(1), rtol=0, atol=1e-6)
     factors, least = torch.randn(9, len(listed.sizes)).to(weight.dtype), torch.full((9, 1), -0.5, dtype=logits.dtype)
     factors = factors.to(torch.promote_types(dtype, torch.float32))
     expected = logits.clamp(min=-0.5) + factors[:, listed.classes]
@@ -69,13 +69,26 @@ def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> N
     found = tops.Tops.of(listed, logits)
     assert torch.equal(found.classes, expected.classes) and torch.equal(found.free, expected.free)
     assert torch.equal(found.tokens[:, : listed.stays], expected.tokens[:, : listed.stays])
-    torch.testing.assert_close(weight, tops.masses(listed, logits)[1], rtol=1e-6, atol=1e-6)
+    of_class = torch.arange(len(listed.sizes))[:, None] == listed.classes  # [C+2, V]
+    exact = torch.stack([logits.double().masked_fill(~one, -torch.inf).logsumexp(1) for one in of_class], 1)
+    for found in (weight, tops.masses(listed, logits)[1]):
+        torch.testing.assert_close(found[:, : listed.stays], exact[:, : listed.stays], rtol=0, atol=1e-6)
     monkeypatch.setattr(tops, "MANY", vocab)
     logits[0, 5], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
     odd = tops.Tops.of(listed, logits)
     assert all(torch.equal(one[3:], other[3:]) for one, other in zip(odd, expected, strict=True))
     assert int(odd.tokens.min()) >= 0 and int(odd.tokens.max()) < vocab and int(odd.free.max()) < vocab
     assert (odd.classes[2] == -torch.inf).all() and torch.equal(tops.masses(listed, logits)[1][3:], weight[3:])
+
+
+@pytest.mark.parametrize("numba", [True, False], ids=["numba", "torch"])
+def test_logits_of_other_tokens(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba would read what lies behind them."""
+    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
+    monkeypatch.setattr(tops, "MANY", 0 if numba else 999)
+    for width in (250, 300):
+        with pytest.raises(UserError, match=f"logits are of {width} tokens, and its spec has a vocabulary of 258"):
+            tops.Tops.of(listed, torch.zeros(2, width))
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""The passes of `tops.py` over logits on a CPU, compiled by numba, on one thread.
+"""The passes of `tops.py` over logits on a CPU, compiled by numba. They run on one thread and keep no gradients.
 
-Each reads a row of logits once, where torch needs several operations. Letters: see `edges.py`.
+They work on a block of a row while it is in the cache, so that memory is read about once, where torch needs several
+operations. Nothing here checks bounds: `tops.py` checks the logits' shape. Letters: see `edges.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from dllm_sampler.guides.forms.edges import Edges
 
 BLOCK = 2048  # logits that are worked on at once: a CPU's fastest cache has room for them
-LEAST = np.int32(-0x7F800001)  # the `_rank` of -inf
+NOTHING = np.int32(-0x7F800001)  # the `_rank` of -inf
 SUMS = {"reassoc", "contract"}  # sums may be added in any order, so that a CPU's vectors can add them
 
 
@@ -36,7 +37,7 @@ def _value(rank: Any) -> Any:
 @njit
 def _best(values: Any, more: Any) -> Any:
     """The highest sum of two float32 numbers; -inf if there is none."""
-    top = LEAST
+    top = NOTHING
     for index in range(len(values)):
         top = max(top, _rank(values[index] + more[index]))
     return _value(top)
@@ -53,7 +54,10 @@ def _first(values: Any, more: Any, wanted: Any) -> Any:
 
 @njit(fastmath={"contract"})
 def _exponential(value: Any) -> Any:
-    """exp of a float32 number of at most 0, within two units in the last place: a polynomial, made of vector code."""
+    """exp of a float32 number of at most 0, within two units in the last place; 0 below -87.
+
+    It is a polynomial, so that the compiler can use vectors.
+    """
     bounded = max(value, np.float32(-87))
     power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
     rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)  # ln 2 in two parts
@@ -79,8 +83,9 @@ def _sum(values: Any, more: Any, top: Any) -> Any:
 
 @njit(nogil=True)
 def _tops(
-    logits: Any, classes: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, listed: Any, bounds: Any
-) -> None:
+    logits: Any, best: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, listed: Any, bounds: Any
+):
+    """Fill `best [R, C+2]`, `tokens [R, C+2]` and `free [R]` from `logits [R, V]`; the rest is of `Edges`."""
     nothing, values = np.zeros_like(outside), np.empty(len(listed), np.float32)
     begins = range(0, logits.shape[1], BLOCK)
     tops = np.empty(len(begins), np.float32)
@@ -101,17 +106,16 @@ def _tops(
             values[index] = row[listed[index]]
         for kind in range(len(bounds) - 1):
             begin, end = bounds[kind], bounds[kind + 1]
-            best = classes[number, kind] = _best(values[begin:end], nothing)
-            tokens[number, kind] = listed[begin + _first(values[begin:end], nothing, best)] if end > begin else 0
+            top = best[number, kind] = _best(values[begin:end], nothing)
+            tokens[number, kind] = listed[begin + _first(values[begin:end], nothing, top)] if end > begin else 0
         if main >= 0:
             found = own_at + _first(row[own_at : own_at + BLOCK], outside[own_at : own_at + BLOCK], own)
-            classes[number, main], tokens[number, main] = own, found if own > -np.inf else first
+            best[number, main], tokens[number, main] = own, found if own > -np.inf else first
 
 
 @njit(nogil=True)
-def _masses(
-    logits: Any, classes: Any, sums: Any, outside: Any, main: Any, first: Any, listed: Any, bounds: Any
-) -> None:
+def _masses(logits: Any, best: Any, sums: Any, outside: Any, main: Any, listed: Any, bounds: Any):
+    """Fill `best [R, C+2]` and `sums [R, C+2]` from `logits [R, V]`; the rest is of `Edges`."""
     nothing, values = np.zeros_like(outside), np.empty(len(listed), np.float32)
     for number in range(len(logits)):
         row, top, total = logits[number], np.float32(-np.inf), 0.0
@@ -127,15 +131,21 @@ def _masses(
             values[index] = row[listed[index]]
         for kind in range(len(bounds) - 1):
             own = values[bounds[kind] : bounds[kind + 1]]
-            best = classes[number, kind] = _best(own, nothing)
-            sums[number, kind] = best + math.log(_sum(own, nothing, best)) if best > -np.inf else best
+            high = best[number, kind] = _best(own, nothing)
+            sums[number, kind] = _logarithm(_sum(own, nothing, high), high)
         if main >= 0:
-            classes[number, main] = top
-            sums[number, main] = top + math.log(total) if top > -np.inf else top
+            best[number, main], sums[number, main] = top, _logarithm(total, top)
+
+
+@njit
+def _logarithm(total: Any, top: Any) -> Any:
+    """The float64 logarithm of `total * exp(top)`; -inf where nothing has been added."""
+    return np.float64(top) + math.log(np.float64(total)) if top > -np.inf else -np.inf
 
 
 @njit(nogil=True)
-def _weighted(logits: Any, least: Any, factors: Any, found: Any, classes: Any) -> None:
+def _weighted(logits: Any, least: Any, factors: Any, found: Any, classes: Any):
+    """Fill `found [R, V]` from `logits [R, V]`, `least [R, 1]`, `factors [R, C+2]` and the classes `[V]` of tokens."""
     for number in range(len(logits)):
         row, factor, into, low = logits[number], factors[number], found[number], least[number, 0]
         for token in range(len(row)):
@@ -145,18 +155,21 @@ def _weighted(logits: Any, least: Any, factors: Any, found: Any, classes: Any) -
 def tops(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `tops.Tops.of`."""
     shape = len(logits), len(edges.sizes)
-    classes = logits.new_empty(shape, dtype=torch.float32)
+    best = logits.new_empty(shape, dtype=torch.float32)
     tokens, free = (logits.new_empty(size, dtype=torch.long) for size in (shape, shape[:1]))
-    _tops(_array(logits), classes.numpy(), tokens.numpy(), free.numpy(), *_lists(edges))
-    return classes, tokens, free
+    lists = edges.listed.numpy(), edges.bounds.numpy()
+    outputs = best.numpy(), tokens.numpy(), free.numpy()
+    _tops(_array(logits), *outputs, _array(edges.outside), edges.main, edges.first, *lists)
+    return best, tokens, free
 
 
 def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `tops.masses`."""
     shape = len(logits), len(edges.sizes)
-    classes, sums = (logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.float64))
-    _masses(_array(logits), classes.numpy(), sums.numpy(), *_lists(edges))
-    return classes, sums
+    best, sums = (logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    lists = edges.listed.numpy(), edges.bounds.numpy()
+    _masses(_array(logits), best.numpy(), sums.numpy(), _array(edges.outside), edges.main, *lists)
+    return best, sums
 
 
 def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
@@ -169,8 +182,3 @@ def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Te
 def _array(values: Tensor) -> Any:
     """The same as a float32 array in order, which numba takes."""
     return values.detach().float().contiguous().numpy()
-
-
-def _lists(edges: Edges) -> tuple[Any, ...]:
-    """What a pass reads of the edges."""
-    return _array(edges.outside), edges.main, edges.first, edges.listed.numpy(), edges.bounds.numpy()

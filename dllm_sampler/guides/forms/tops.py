@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 
 from dllm_sampler.core.select import numbers
 from dllm_sampler.core.statistics import argmax
-from dllm_sampler.errors import FallbackWarning, first_line, installing
+from dllm_sampler.errors import FallbackWarning, UserError, first_line, installing
 from dllm_sampler.guides.forms.edges import Edges
 
-MANY = 2**13  # tokens: from here on a step gains more than a millisecond by what numba takes a second or two to compile
+MANY = 2**12  # tokens: from here on a drawn step gains a millisecond by what numba takes a second or two to compile
 
 
 def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
@@ -57,9 +58,7 @@ class Tops(NamedTuple):
         Most of the classes are small, and their tokens are gathered in tiles. One that more than half of the tokens
         have, such as all that may stand in a string, is looked at in place: that takes less than gathering.
         """
-        if _compiles(logits):
-            from dllm_sampler.guides.forms import compiled
-
+        if (compiled := _compiled(edges, logits)) is not None:
             return Tops(*compiled.tops(edges, logits))
         gathered = _tiles(edges, logits)
         tiles, inside = gathered.amax(2), gathered.argmax(2)  # [R, G]
@@ -80,33 +79,47 @@ class Tops(NamedTuple):
 
 def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
     """`[R, C+2]` the best logit of each class, and float64 logarithm of its sum of exp(logits), of logits `[R, V]`."""
-    if _compiles(logits):
-        from dllm_sampler.guides.forms import compiled
-
+    if (compiled := _compiled(edges, logits)) is not None:
         return compiled.masses(edges, logits)
-    precise, size = torch.promote_types(logits.dtype, torch.float32), len(edges.sizes)
-    gathered = _tiles(edges, logits) + edges.padding.to(logits.dtype)
-    tiles, sums = gathered.amax(2), gathered.to(precise).logsumexp(2).double()  # [R, G]
+    size = len(edges.sizes)
+    tiles, sums = _sums(_tiles(edges, logits).add_(edges.padding))  # [R, G]
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
     mass = total(sums, edges.tile_kind, floor(sums, size, True))
     if edges.main >= 0:
-        own = logits + edges.outside.to(logits.dtype)
-        classes[:, edges.main], mass[:, edges.main] = own.amax(1), own.to(precise).logsumexp(1).double()
+        classes[:, edges.main], mass[:, edges.main] = _sums(logits + edges.outside.to(logits.dtype))
     return classes, mass
 
 
 def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
     """`[R, V]` logits `[R, V]`, none less than `least [R, 1]`, plus the factor `[R, C+2]` of each token's class."""
-    if _compiles(logits):
-        from dllm_sampler.guides.forms import compiled
-
+    if (compiled := _compiled(edges, logits)) is not None:
         return compiled.weighted(edges, logits, least, factors)
-    return torch.maximum(logits, least) + factors.index_select(1, edges.classes)
+    return factors.index_select(1, edges.classes).add_(torch.maximum(logits, least))
 
 
-def _compiles(logits: Tensor) -> bool:
-    """Whether numba's functions take the logits: they compute in float32."""
-    return logits.device.type == "cpu" and logits.dtype != torch.float64 and logits.shape[1] >= MANY and _numba()
+def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest of logits `[..., T]`, which are overwritten, and float64 logarithm of their sum of exp(logits)."""
+    top = logits.amax(-1)
+    finite = top.clamp(min=torch.finfo(top.dtype).min)  # where all are -inf, their difference to it still is
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return top, logits.sub_(finite[..., None]).exp_().sum(-1).double().log_().add_(top)
+
+
+def _compiled(edges: Edges, logits: Tensor) -> ModuleType | None:
+    """The module of numba's functions where they take the logits `[R, V]`: they compute in float32, on a CPU.
+
+    Raises:
+        UserError: the model has other tokens than the form was built for. numba's functions check no bounds.
+    """
+    if logits.shape[1] != len(edges.classes):
+        raise UserError(
+            f"the model's logits are of {logits.shape[1]} tokens, and its spec has a vocabulary of {len(edges.classes)}"
+        )
+    if logits.device.type != "cpu" or logits.dtype == torch.float64 or logits.shape[1] < MANY or not _numba():
+        return None
+    from dllm_sampler.guides.forms import compiled
+
+    return compiled
 
 
 @cache
@@ -114,8 +127,8 @@ def _numba() -> bool:
     """Whether numba is there and takes the numpy that is there; warns where it does not."""
     try:
         import numba  # noqa: F401
-    except ImportError as error:
-        why = f"forms take four to eight times as long on a CPU without numba ({first_line(error)})"
+    except (ImportError, OSError) as error:  # OSError: a library of it cannot be loaded
+        why = f"forms take two to four times as long on a CPU without numba ({first_line(error)})"
         warnings.warn(f"{why}: {installing('constraints')}", FallbackWarning, stacklevel=2)
         return False
     return True
