@@ -15,7 +15,7 @@ from dllm_sampler.core.statistics import argmax
 from dllm_sampler.errors import FallbackWarning, UserError, first_line, installing
 from dllm_sampler.guides.forms.edges import Edges
 
-MANY = 2**12  # tokens: from here on a drawn step gains a millisecond by what numba takes a second or two to compile
+MANY = 2**12  # tokens: from here on a drawn step gains a millisecond by what numba takes two seconds to compile
 
 
 def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
