@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -19,7 +17,7 @@ from rich.console import Console
 
 from dllm_sampler import UserError
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, kills, left, mutations, patience, rows, scene
+from dllm_sampler.eval.fuzz import batches, calls, harness, inputs, mutations, patience, rows, scene
 from dllm_sampler.eval.fuzz.__main__ import main
 from dllm_sampler.eval.fuzz.harness import PASSED, Case, Outcome, crashed, drawn, guarded, sentence, shrunk
 from dllm_sampler.eval.fuzz.patience import Patience, members
@@ -316,39 +314,3 @@ def test_mistakes_of_the_command_itself(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(words) == 2
     assert main(["batches", "--case", str(tmp_path / "x.json")]) == 2
     assert capsys.readouterr().err.count("python -m dllm_sampler.eval.fuzz: ") == 5
-
-
-def test_lost_and_doubled_records_are_seen(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    file = tmp_path / "out/o.jsonl"
-    whole = [json.dumps({"index": at, "time": at / 7}) + "\n" for at in range(4)]
-    file.write_text("".join(whole))
-    result = left.result("sample", tmp_path)
-    assert left.unlike("sample", tmp_path, result) == left.torn("sample", tmp_path, result) == ""
-    file.write_text("".join(whole).replace("0.", "1."))
-    assert left.unlike("sample", tmp_path, result) == "", "times may differ"
-    file.write_text("".join(whole[:3]))
-    assert "3 of 4" in left.unlike("sample", tmp_path, result) and left.torn("sample", tmp_path, result) == ""
-    file.write_text("".join([*whole, whole[1]]))
-    assert "twice" in left.torn("sample", tmp_path, result) and left.unlike("sample", tmp_path, result)
-    file.write_text(whole[0] + '{"ind' + whole[1])
-    assert "broken line" in left.torn("sample", tmp_path, result)
-
-
-def test_processes_that_are_left_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kills, "REST", 0.1)
-    monkeypatch.setattr(patience, "LOOK", 0.1)
-    assert kills.outlived(tmp_path) == []
-    process = subprocess.Popen(["sleep", "60"], cwd=tmp_path)
-    assert kills.outlived(tmp_path) == ["sleep 60 "]
-    assert process.wait() == -signal.SIGKILL
-
-
-DISTURBED = [*product(["sample", "eval", "train", "sft", "tune"], ["kill", "int", "full", "two", "clock"])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "how"), [*DISTURBED, *product(["workers"], ["kill", "term", "int", "worker"])])
-def test_a_disturbed_run_is_completed(what: str, how: str) -> None:
-    case = {"what": what, "troubles": [{"how": how, "share": 0.5, "delay": 0}], "seed": 1}
-    assert guarded(kills.FUZZ.check, case) == Outcome("passed", f"{what} after {how}")
