@@ -42,7 +42,7 @@ from dllm_sampler.eval.arguments import positive
 from dllm_sampler.eval.tasks.base import Answer
 from dllm_sampler.eval.tasks.formed import Formed
 from dllm_sampler.guides import Regex
-from dllm_sampler.guides.forms import automaton
+from dllm_sampler.guides.forms import automaton, tops
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import joined
 from dllm_sampler.guides.forms.regular import JsonSchema
@@ -201,6 +201,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=positive, default=1, help="of a step (default %(default)s)")
     add("--repeats", type=positive, default=5, help="choices timed (default %(default)s)")
     add("--threads", type=positive, default=1, help="of torch (default %(default)s)")
+    add("--no-numba", action="store_true", help="time torch's operations, as where numba is not installed")
     options = it.parse_args(words)
     if options.vocab < 300 or options.length < options.asked:
         it.error("--vocab should be at least 300, and --length at least --asked")
@@ -218,6 +219,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     show(console, circumstances(**vars(options)))
     console.print(valid(options.count))
+    if options.no_numba:
+        tops.MANY = options.vocab + 1
     found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats, options.asked)
     states, classes = made.moves.shape
     times = ", ".join(f"{name} {each:.1f}" for name, each in found.items())
