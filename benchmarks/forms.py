@@ -42,7 +42,7 @@ from dllm_sampler.eval.arguments import positive
 from dllm_sampler.eval.tasks.base import Answer
 from dllm_sampler.eval.tasks.formed import Formed
 from dllm_sampler.guides import Regex
-from dllm_sampler.guides.forms import automaton, tops
+from dllm_sampler.guides.forms import automaton, compiled
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import joined
 from dllm_sampler.guides.forms.regular import JsonSchema
@@ -220,7 +220,7 @@ def main(words: Sequence[str] | None = None) -> int:
     show(console, circumstances(**vars(options)))
     console.print(valid(options.count))
     if options.no_numba:
-        tops.MANY = options.vocab + 1
+        compiled.MANY = options.vocab + 1
     found, made = milliseconds(options.vocab, options.length, options.rows, options.repeats, options.asked)
     states, classes = made.moves.shape
     times = ", ".join(f"{name} {each:.1f}" for name, each in found.items())

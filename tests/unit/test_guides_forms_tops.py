@@ -12,7 +12,7 @@ from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.errors import FallbackWarning, UserError
 from dllm_sampler.guides import EndTokens, TopK
-from dllm_sampler.guides.forms import automaton, edges, tops
+from dllm_sampler.guides.forms import automaton, compiled, edges, tops
 from dllm_sampler.guides.forms.edges import joined
 from tests.forms import LENGTH, PATTERNS, VOCAB, laid_out, ruled
 
@@ -28,8 +28,8 @@ def test_the_best_of_each_class(
     pattern: str, main: bool, dtype: torch.dtype, numba: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
-    monkeypatch.setattr(tops, "_numba", lambda: numba)
-    monkeypatch.setattr(tops, "MANY", 0)
+    monkeypatch.setattr(compiled, "_numba", lambda: numba)
+    monkeypatch.setattr(compiled, "MANY", 0)
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
     listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, 240, 241),))
@@ -58,14 +58,14 @@ def test_the_best_of_each_class(
 @pytest.mark.parametrize("vocab", [300, 2048, 2049, 5000], ids="V{}".format)
 def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of any length, logits from a wide range, and NaN and infinity, of which only the row itself suffers."""
-    monkeypatch.setattr(tops, "MANY", 0)
+    monkeypatch.setattr(compiled, "MANY", 0)
     words = [bytes([byte]) for byte in range(256)]
     words += [b"x%d" % number for number in range(vocab - 258)]
     listed = joined((automaton.build("[a-z0-9]{3,9}|#[0-9]", [*words, b"", b""], vocab, vocab - 2, vocab - 1),))
     logits = 40 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[3] = logits[3].sort().values  # each block raises the best one
     expected, weight = tops.Tops.of(listed, logits), tops.masses(listed, logits)[1]
-    monkeypatch.setattr(tops, "MANY", vocab + 1)
+    monkeypatch.setattr(compiled, "MANY", vocab + 1)
     found = tops.Tops.of(listed, logits)
     assert torch.equal(found.classes, expected.classes) and torch.equal(found.free, expected.free)
     assert torch.equal(found.tokens[:, : listed.stays], expected.tokens[:, : listed.stays])
@@ -73,7 +73,7 @@ def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> N
     exact = torch.stack([logits.double().masked_fill(~one, -torch.inf).logsumexp(1) for one in of_class], 1)
     for found in (weight, tops.masses(listed, logits)[1]):
         torch.testing.assert_close(found[:, : listed.stays], exact[:, : listed.stays], rtol=0, atol=1e-6)
-    monkeypatch.setattr(tops, "MANY", vocab)
+    monkeypatch.setattr(compiled, "MANY", vocab)
     logits[0, 5], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
     odd = tops.Tops.of(listed, logits)
     assert all(torch.equal(one[3:], other[3:]) for one, other in zip(odd, expected, strict=True))
@@ -85,7 +85,7 @@ def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_logits_of_other_tokens(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba would read what lies behind them."""
     listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
-    monkeypatch.setattr(tops, "MANY", 0 if numba else 999)
+    monkeypatch.setattr(compiled, "MANY", 0 if numba else 999)
     for width in (250, 300):
         with pytest.raises(UserError, match=f"logits are of {width} tokens, and its spec has a vocabulary of 258"):
             tops.Tops.of(listed, torch.zeros(2, width))
@@ -95,15 +95,15 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, also where numba itself refuses to be imported, and torch does the same."""
     listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
     logits = torch.randn(3, 258, generator=torch.Generator().manual_seed(7))
-    monkeypatch.setattr(tops, "MANY", 0)
+    monkeypatch.setattr(compiled, "MANY", 0)
     expected = tops.Tops.of(listed, logits)
     monkeypatch.setitem(sys.modules, "numba", None)
-    tops._numba.cache_clear()
+    compiled._numba.cache_clear()
     try:
         with pytest.warns(FallbackWarning, match=r"without numba \(.*\): pip install .*\[constraints\]") as told:
             found = [tops.Tops.of(listed, logits) for _ in range(2)][1]
     finally:
-        tops._numba.cache_clear()
+        compiled._numba.cache_clear()
     assert len(told) == 1 and torch.equal(found.tokens[:, :-2], expected.tokens[:, :-2])
 
 
@@ -118,7 +118,7 @@ def test_a_step_by_numba(pattern: str, draws: bool, posterior: bool, monkeypatch
     rule = ruled(pattern, draws, posterior)
     rule = rule._replace(guides=(TopK(3), *rule.guides))
     expected = read(logits.clone(), logits[:, :1], canvas, answers, rule)
-    monkeypatch.setattr(tops, "MANY", 0)
+    monkeypatch.setattr(compiled, "MANY", 0)
     found = read(logits.clone(), logits[:, :1], canvas, answers, rule)
     assert torch.equal(found.token, expected.token)
     torch.testing.assert_close(found.confidence, expected.confidence, rtol=1e-5, atol=1e-6)

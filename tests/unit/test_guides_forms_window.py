@@ -1,5 +1,6 @@
 """The decided beginning of an answer, and its end that nothing is asked about, are not gone through place by place."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.stretch import stretch
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import read
-from dllm_sampler.guides.forms import window
+from dllm_sampler.guides.forms import compiled, window
+from dllm_sampler.guides.forms.choice import Lattice
+from dllm_sampler.guides.forms.edges import joined
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
 from tests.sampling import crossed
@@ -49,12 +52,10 @@ def answered(rule: object, logits: Tensor, canvas: Canvas, query: Query) -> tupl
     return found.token[there], found.logits[there]
 
 
-@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True]))
-def test_a_window_changes_no_bit(draws: bool, given: bool, widths: list[int]) -> None:
-    """Several forms, rows that end early, masks inside the window that nothing is asked about."""
+def situations(given: bool) -> Iterator[tuple[Canvas, Query, Tensor]]:
+    """Several forms, rows that end early, masks that nothing is asked about; logits of which some are equal."""
     generator = torch.Generator().manual_seed(3)
-    rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
-    for _ in range(60):
+    for number in range(60):
         forms, first = torch.randint(3, (4,), generator=generator), torch.randint(LENGTH, (4, 1), generator=generator)
         legal = [[one for one in strings(LISTED[form]) if one[3] == 4] for form in forms]
         free = (COLUMNS[:-1] >= first) | (torch.rand(4, LENGTH, generator=generator) < 0.2)
@@ -63,11 +64,55 @@ def test_a_window_changes_no_bit(draws: bool, given: bool, widths: list[int]) ->
         canvas = replace(canvas, form=forms, end=end, masked=canvas.masked & (end[:, None] > COLUMNS))
         canvas = replace(canvas, given=(~free[:, 0]).long() if given else None)
         query, logits = question(canvas, generator), torch.randn(8 * (LENGTH + 1), VOCAB, generator=generator).double()
-        begin, over = stretch(canvas, query.positions)
-        told = replace(canvas, sizes=replace(canvas.sizes, stretch=max(1, int((over - begin).max()))))
-        for one, other in zip(answered(rule, logits, canvas, query), answered(rule, logits, told, query), strict=True):
+        yield canvas, query, logits.round() if number % 2 else logits
+
+
+def told(canvas: Canvas, query: Query) -> Canvas:
+    """The canvas of which the host knows how wide the window must be."""
+    begin, over = stretch(canvas, query.positions)
+    return replace(canvas, sizes=replace(canvas.sizes, stretch=max(1, int((over - begin).max()))))
+
+
+@pytest.mark.parametrize(("draws", "given", "numba"), crossed([False, True], [False, True], [False, True], together=2))
+def test_a_window_changes_no_bit(
+    draws: bool, given: bool, numba: bool, widths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MANY", 0 if numba else VOCAB + 1)
+    joined.cache_clear()  # edges keep what follows a window, up to the last bit of torch's or of numba's
+    rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
+    for canvas, query, logits in situations(given):
+        found = answered(rule, logits, told(canvas, query), query)
+        for one, other in zip(answered(rule, logits, canvas, query), found, strict=True):
             assert torch.equal(one, other)
     assert set(widths) == {1, 2, 3, LENGTH}
+
+
+@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True], together=2))
+def test_numba_and_torch_go_the_same_way(draws: bool, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also among ways that are equally good."""
+    rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
+    for canvas, query, logits in situations(given):
+        for one in (canvas, told(canvas, query)):
+            monkeypatch.setattr(compiled, "MANY", VOCAB + 1)
+            token, weight = answered(rule, logits, one, query)
+            monkeypatch.setattr(compiled, "MANY", 0)
+            found = answered(rule, logits, one, query)
+            assert torch.equal(found[0], token)
+            torch.testing.assert_close(found[1], weight, rtol=1e-9, atol=1e-9)
+
+
+def test_numba_and_torch_choose_the_better_class_where_rounding_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows is so unlikely that the sums of two classes along an edge are equal."""
+    edges = ruled(LISTED).guides[-1].edges  # pyright: ignore[reportAttributeAccessIssue]
+    for canvas, query, logits in situations(given=False):
+        lattice = Lattice.of(edges, canvas, Answers.every(query), MASK, None)
+        score = -1e-9 * logits.abs()[:, torch.arange(len(edges.sizes)) % VOCAB]
+        values = lattice.values(score, lattice.sizes.clamp(max=0))
+        found = []
+        for many in (0, VOCAB + 1):
+            monkeypatch.setattr(compiled, "MANY", many)
+            found.append(lattice.kinds(values, lattice.ahead(values, False) - 1e9))
+        assert torch.equal(*found)
 
 
 def test_a_generation_goes_through_one_block_at_a_time(widths: list[int]) -> None:

@@ -23,7 +23,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total, weighted
-from dllm_sampler.guides.forms.window import ROOM, Window
+from dllm_sampler.guides.forms.window import ROOM, Window, passes_over
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
@@ -116,10 +116,10 @@ class Lattice:
         room = room.scatter(1, index, self.answers.spread(found).flatten(0, 1))
         room = (room if rest.dim() == 1 else room.masked_fill(self.sizes == -torch.inf, -torch.inf))[:, :-1]
         # What stands is certain, and so is that nothing is behind the end.
-        only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)
-        fits = only[..., None] == select.numbers(count, only.device)
-        sure = torch.zeros_like(self.edges.sizes).where(fits, -torch.inf)
-        return torch.where((self.strings.exists & self.strings.free)[..., None], room, sure)
+        only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)[..., None]
+        free = (self.strings.exists & self.strings.free)[..., None]
+        values = room.where(free, -torch.inf)
+        return values.scatter_(2, only, values.gather(2, only).where(free, 0.0))
 
     def at(self, values: Tensor) -> Tensor:
         """`[N, Q, ...]` of values `[N, L, ...]`: those of the queried positions, any others where none is answered."""
@@ -144,7 +144,10 @@ class Lattice:
 
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
-        (source, target, _, _), found = self.lists, [self.window.left(self.edges, self.form, several)]
+        goal = self.window.left(self.edges, self.form, several)
+        if (passes := passes_over(self.edges)) is not None:
+            return passes.ahead(self.edges, self.form, values, goal, several)
+        (source, target, _, _), found = self.lists, [goal]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
         for begin, end in reversed(self.parts(values.shape[1])):
             for weight in reversed(self.weights(values[:, begin:end], several).unbind(1)):
@@ -156,8 +159,11 @@ class Lattice:
 
         Both passes run side by side, which takes hardly longer than one: the sizes are small.
         """
-        (source, target, _, _), goal = self.lists, self.window.left(self.edges, self.form, True)
+        goal = self.window.left(self.edges, self.form, True)
         start = torch.where(self.state[:, None] == select.numbers(goal.shape[1], goal.device), 0.0, -torch.inf).double()
+        if (passes := passes_over(self.edges)) is not None:
+            return passes.around(self.edges, self.form, values, start, goal)
+        source, target, _, _ = self.lists
         found, back = [torch.cat([start, goal])], values.flip(1)
         least = floor(found[0], goal.shape[1], True)
         source, target = torch.cat([source, target]), torch.cat([target, source])  # [2 N, E]
@@ -183,23 +189,35 @@ class Lattice:
             found.append(total(each, kind.expand_as(each), floor(each, len(self.edges.sizes), True)))
         return torch.cat(found, 1)
 
-    def walk(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:
-        """`[N, L]` the edge at each position of the best string, or of a drawn one.
+    def kinds(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:
+        """`[N, Q]` the class at each queried position of the best string, or of a drawn one.
 
         Args:
             values: `[N, L, C+2]` the best of each class, in a draw with the step's noise.
             goals: `[N, L+1, S]` see `ahead`.
             noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
         """
+        if (passes := passes_over(self.edges)) is None:
+            return self._kinds(self.at(values), self.at(self._walk(values, goals, noise)[..., None])[..., 0])
+        drawn = None if noise is None else (self.unasked, self._even(0, values.shape[1]), noise)
+        found = passes.walk(self.edges, self.form, values, goals, self.state, drawn)
+        return self.at(found[..., None])[..., 0]
+
+    def _even(self, begin: int, end: int) -> Tensor:
+        """`[N, 1 or T, E]` the weight of each edge where every token is as likely."""
+        one = self.sizes.dim() == 1
+        return self.weights(self.sizes.expand(len(self.form), 1, -1) if one else self.sizes[:, begin:end], True)
+
+    def _walk(self, values: Tensor, goals: Tensor, noise: Tensor | None) -> Tensor:
+        """`[N, L]` the edge at each position; see `kinds`."""
         source, target, _, _ = self.lists
         state, taken = self.state[:, None], []  # [N, 1]
         for begin, end in self.parts(values.shape[1]):
             weight = self.weights(values[:, begin:end], False)  # [N, T, E]
             follows = goals[:, begin + 1 : end + 1]
             if noise is not None:
-                sizes = self.sizes.expand(len(state), 1, -1) if self.sizes.dim() == 1 else self.sizes[:, begin:end]
-                unasked, even = self.unasked[:, begin:end, None], self.weights(sizes, True)  # every token is as likely
-                weight = torch.where(unasked, even, weight)
+                unasked = self.unasked[:, begin:end, None]
+                weight = torch.where(unasked, self._even(begin, end), weight)
                 follows = follows + noise[:, begin:end] * unasked
             score = weight + follows.gather(2, target[:, None].expand(weight.shape))
             for one in score.unbind(1):
@@ -207,7 +225,7 @@ class Lattice:
                 state = target.gather(1, taken[-1])
         return torch.cat(taken, 1)
 
-    def kinds(self, values: Tensor, taken: Tensor) -> Tensor:
+    def _kinds(self, values: Tensor, taken: Tensor) -> Tensor:
         """`[N, Q]` the best class of the edges `taken [N, Q]` by `values [N, Q, C+2]`."""
         edge, kind = (one[:, None] for one in self.lists[2:])
         found = []
@@ -260,8 +278,8 @@ def choose(
     if full is not None:
         score = _instead(score, full.classes)
     # The class of the token that would be chosen freely wins a tie.
-    own = edges.classes[tops.free][:, None] == select.numbers(len(edges.sizes), noisy.device)
-    score = torch.where(own, score, score.clamp(max=-TIE))
+    own = edges.classes[tops.free][:, None]
+    score = score.clamp(max=-TIE).scatter_(1, own, score.gather(1, own))
     values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
     if draws:
         _, weight = masses(edges, logits)
@@ -269,10 +287,9 @@ def choose(
         if whole is not None:
             chance = _instead(chance, masses(edges, whole[0])[1])
         mass = lattice.values(chance, lattice.sizes)
-        taken = lattice.walk(values, lattice.ahead(mass, True), unasked(canvas, answers.query, lattice))
+        own = lattice.kinds(values, lattice.ahead(mass, True), unasked(canvas, answers.query, lattice))
     else:
-        taken = lattice.walk(values, lattice.ahead(values, False))
-    own = lattice.kinds(lattice.at(values), lattice.at(taken[..., None])[..., 0])  # [N, Q]
+        own = lattice.kinds(values, lattice.ahead(values, False))  # [N, Q]
     kind = answers.pick(own.view(answers.query.ids.shape))
     found = tops.tokens.gather(1, kind[:, None])[:, 0]
     if full is None:

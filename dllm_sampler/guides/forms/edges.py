@@ -41,8 +41,6 @@ class Edges:
     tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
     padding: Tensor  # [G, TILE] float32: -inf where a token is repeated or the tile is empty, 0 elsewhere
     tile_kind: Tensor  # [G] the class of each tile
-    listed: Tensor  # [K] int32 the tokens that tiles hold, class by class
-    bounds: Tensor  # [C+3] where each class begins in `listed`, and where the last one ends
     main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
     first: int  # the first token of that class
@@ -139,6 +137,4 @@ def _tiled(classes: Tensor, count: int) -> dict[str, Tensor]:
     if not len(own):
         table, own = table.new_zeros(1, TILE), own.new_tensor([count + 1])
         padding = padding.new_full((1, TILE), -torch.inf)
-    bounds = pad(sizes.cumsum(0), (1, 2), value=len(order))
-    bounds[0] = 0
-    return {"tiles": table.int(), "padding": padding, "tile_kind": own, "listed": order.int(), "bounds": bounds}
+    return {"tiles": table.int(), "padding": padding, "tile_kind": own}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -12,10 +10,9 @@ from torch import Tensor
 
 from dllm_sampler.core.select import numbers
 from dllm_sampler.core.statistics import argmax
-from dllm_sampler.errors import FallbackWarning, UserError, first_line, installing
+from dllm_sampler.errors import UserError
+from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges
-
-MANY = 2**12  # tokens: from here on a drawn step gains a millisecond by what numba takes two seconds to compile
 
 
 def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
@@ -58,8 +55,8 @@ class Tops(NamedTuple):
         Most of the classes are small, and their tokens are gathered in tiles. One that more than half of the tokens
         have, such as all that may stand in a string, is looked at in place: that takes less than gathering.
         """
-        if (compiled := _compiled(edges, logits)) is not None:
-            return Tops(*compiled.tops(edges, logits))
+        if (passes := _passes(edges, logits)) is not None:
+            return Tops(*passes.tops(edges, logits))
         gathered = _tiles(edges, logits)
         tiles, inside = gathered.amax(2), gathered.argmax(2)  # [R, G]
         classes = best(tiles, edges.tile_kind, floor(tiles, len(edges.sizes), False))
@@ -79,8 +76,8 @@ class Tops(NamedTuple):
 
 def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
     """`[R, C+2]` the best logit of each class, and float64 logarithm of its sum of exp(logits), of logits `[R, V]`."""
-    if (compiled := _compiled(edges, logits)) is not None:
-        return compiled.masses(edges, logits)
+    if (passes := _passes(edges, logits)) is not None:
+        return passes.masses(edges, logits)
     size = len(edges.sizes)
     tiles, sums = _sums(_tiles(edges, logits).add_(edges.padding))  # [R, G]
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
@@ -92,8 +89,8 @@ def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
     """`[R, V]` logits `[R, V]`, none less than `least [R, 1]`, plus the factor `[R, C+2]` of each token's class."""
-    if (compiled := _compiled(edges, logits)) is not None:
-        return compiled.weighted(edges, logits, least, factors)
+    if (passes := _passes(edges, logits)) is not None:
+        return passes.weighted(edges, logits, least, factors)
     return factors.index_select(1, edges.classes).add_(torch.maximum(logits, least))
 
 
@@ -105,33 +102,21 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top, logits.sub_(finite[..., None]).exp_().sum(-1).double().log_().add_(top)
 
 
-def _compiled(edges: Edges, logits: Tensor) -> ModuleType | None:
-    """The module of numba's functions where they take the logits `[R, V]`: they compute in float32, on a CPU.
+def _passes(edges: Edges, logits: Tensor) -> ModuleType | None:
+    """numba's passes, where they take the logits `[R, V]`: they compute in float32, on a CPU.
 
     Raises:
-        UserError: the model has other tokens than the form was built for. numba's functions check no bounds.
+        UserError: the model has other tokens than the form was built for. numba's passes check no bounds.
     """
     if logits.shape[1] != len(edges.classes):
         raise UserError(
             f"the model's logits are of {logits.shape[1]} tokens, and its spec has a vocabulary of {len(edges.classes)}"
         )
-    if logits.device.type != "cpu" or logits.dtype == torch.float64 or logits.shape[1] < MANY or not _numba():
+    if logits.dtype == torch.float64 or not compiled.applies(edges):
         return None
-    from dllm_sampler.guides.forms import compiled
+    from dllm_sampler.guides.forms.compiled import logits as passes
 
-    return compiled
-
-
-@cache
-def _numba() -> bool:
-    """Whether numba is there and takes the numpy that is there; warns where it does not."""
-    try:
-        import numba  # noqa: F401
-    except (ImportError, OSError) as error:  # OSError: a library of it cannot be loaded
-        why = f"forms take two to four times as long on a CPU without numba ({first_line(error)})"
-        warnings.warn(f"{why}: {installing('constraints')}", FallbackWarning, stacklevel=2)
-        return False
-    return True
+    return passes
 
 
 def _tiles(edges: Edges, logits: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ Letters as in `choice.py`: N strings, L positions of an answer, S states, C clas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.stretch import stretch
 from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.tops import best, floor, total
 
@@ -98,16 +101,33 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
     most = 1 << (length - 1).bit_length()
     if (several, most) not in edges.tails:
         with torch.inference_mode(False):
-            found = [_ends(edges)]
             weight = (edges.sizes if several else edges.sizes.clamp(max=0)).expand(len(edges.kind), -1)
-            weight = moved(edges, weight.gather(1, edges.kind), several)
-            reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
+            found, step = [_ends(edges)], _step(edges, weight, several)
             for _ in range(most):
-                found.append(reduce(weight + found[-1].gather(1, edges.target), edges.source, least))
+                found.append(step(found[-1]))
             edges.tails[several, most] = torch.stack(found, 1)
     return edges.tails[several, most]
 
 
-def moved(edges: Edges, values: Tensor, several: bool) -> Tensor:
-    """`[P, E]` the best, or the sum, of the values `[P, M]` of each edge's moves."""
-    return (total if several else best)(values, edges.edge, floor(values, edges.source.shape[1], several))
+def _step(edges: Edges, weight: Tensor, several: bool) -> Callable[[Tensor], Tensor]:
+    """From `[P, S]` of what may follow each state to the same a position earlier, as in `Lattice.ahead`.
+
+    Args:
+        weight: `[P, C+2]` of the classes.
+    """
+    if (passes := passes_over(edges)) is not None:
+        forms = select.numbers(len(weight), weight.device)
+        return lambda after: passes.ahead(edges, forms, weight[:, None], after, several)[:, 0]
+    reduce, each = total if several else best, weight.gather(1, edges.kind)
+    along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
+    least = floor(weight, edges.accepts.shape[1], several)
+    return lambda after: reduce(along + after.gather(1, edges.target), edges.source, least)
+
+
+def passes_over(edges: Edges) -> ModuleType | None:
+    """numba's passes over positions, where they take the place of torch's operations."""
+    if not compiled.applies(edges):
+        return None
+    from dllm_sampler.guides.forms.compiled import lattice
+
+    return lattice

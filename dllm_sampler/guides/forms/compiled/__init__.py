@@ -1,0 +1,31 @@
+"""The passes of `tops.py` over logits, and of `choice.py` over positions, compiled by numba for a CPU.
+
+They run on one thread and keep no gradients. Nothing in them checks bounds: the callers check shapes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+from dllm_sampler.errors import FallbackWarning, first_line, installing
+from dllm_sampler.guides.forms.edges import Edges
+
+MANY = 2**12  # tokens: from here on a drawn step gains a millisecond by what numba takes two seconds to compile
+
+
+def applies(edges: Edges) -> bool:
+    """Whether numba's passes take the place of torch's operations."""
+    return edges.classes.device.type == "cpu" and len(edges.classes) >= MANY and _numba()
+
+
+@cache
+def _numba() -> bool:
+    """Whether numba is there and takes the numpy that is there; warns where it does not."""
+    try:
+        import numba  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a library of it cannot be loaded
+        why = f"forms take two to four times as long on a CPU without numba ({first_line(error)})"
+        warnings.warn(f"{why}: {installing('constraints')}", FallbackWarning, stacklevel=2)
+        return False
+    return True

@@ -1,0 +1,298 @@
+"""Passes over logits.
+
+A row is read from memory once, a block at a time, and a block is worked on while it is in a CPU's fastest cache.
+Letters: R logits' rows, V tokens, C classes of tokens (see `edges.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from dllm_sampler.guides.forms.edges import Edges
+
+BLOCK = 1024  # logits
+NOTHING, LEAST = np.int32(-0x7F800001), np.int32(-0x80000000)  # the `_rank` of -inf, and less than any
+SUMS = {"reassoc", "contract"}  # sums may be added in any order, so that a CPU's vectors can add them
+
+
+class Places(NamedTuple):
+    """Where the tokens of each class are, but for those of `Edges.main`.
+
+    A large class, of four tokens per block or more, is looked at block by block, others when the row has been read.
+    """
+
+    large: Any  # [J] large classes
+    near: Any  # [K] uint16 their tokens, counted from the beginning of the block: by block, then by class
+    cuts: Any  # [blocks * J + 1] where each block's tokens of each large class begin in `near`
+    starts: Any  # [J+1] how many tokens the large classes before have
+    few: Any  # [F] uint32 the tokens of the other classes, class by class
+    kinds: Any  # [F] uint32 their classes
+
+    @staticmethod
+    @lru_cache(maxsize=8)
+    def of(edges: Edges) -> Places:
+        """Those of an automaton's edges."""
+        classes, blocks = edges.classes.numpy(), -(-len(edges.classes) // BLOCK)
+        sizes = np.bincount(classes, minlength=len(edges.sizes))
+        sizes[edges.stays :] = 0
+        if edges.main >= 0:
+            sizes[edges.main] = 0
+        large = np.flatnonzero(sizes > 4 * blocks)
+        number = np.full(len(sizes), len(large))
+        number[large] = np.arange(len(large))
+        near = np.flatnonzero(number[classes] < len(large))
+        places = near // BLOCK * len(large) + number[classes[near]]
+        order = places.argsort(kind="stable")
+        few = np.flatnonzero((sizes > 0)[classes] & (number[classes] == len(large)))
+        few = few[classes[few].argsort(kind="stable")]
+        return Places(
+            large,
+            (near[order] % BLOCK).astype(np.uint16),
+            np.searchsorted(places[order], np.arange(blocks * len(large) + 1)),
+            np.concatenate([[0], sizes[large].cumsum()]),
+            few.astype(np.uint32),
+            classes[few].astype(np.uint32),
+        )
+
+
+@njit
+def _rank(value: Any) -> Any:
+    """An int32 that orders float32 numbers: the compiler finds the highest int32, but not float32, with vectors."""
+    bits = np.float32(value + np.float32(0)).view(np.int32)  # -0.0 becomes 0.0, which it equals
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@njit
+def _value(rank: Any) -> Any:
+    """The float32 number of a `_rank`; -inf for one that is less."""
+    rank = max(rank, NOTHING)
+    return np.int32(rank ^ ((rank >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+@njit
+def _best(values: Any, more: Any) -> Any:
+    """The rank of the highest sum of two float32 numbers."""
+    top = LEAST
+    for index in range(len(values)):
+        top = max(top, _rank(values[index] + more[index]))
+    return top
+
+
+@njit
+def _first(values: Any, more: Any, rank: Any) -> Any:
+    """The index of the first sum of two numbers that has the rank; 0 if none has."""
+    for index in range(len(values)):
+        if _rank(values[index] + more[index]) == rank:
+            return index
+    return 0
+
+
+@njit
+def _best_of(values: Any, near: Any) -> Any:
+    """The highest rank of the values `near`."""
+    top = LEAST
+    for index in range(len(near)):
+        top = max(top, _rank(values[near[index]]))
+    return top
+
+
+@njit
+def _first_of(values: Any, near: Any, rank: Any) -> Any:
+    """The first of the values `near` that has the rank; 0 if none has."""
+    for index in range(len(near)):
+        if _rank(values[near[index]]) == rank:
+            return np.int64(near[index])
+    return 0
+
+
+@njit(fastmath={"contract"})
+def _exponential(value: Any) -> Any:
+    """exp of a float32 number of at most 0, within two units in the last place; 0 below -87.
+
+    It is a polynomial, so that the compiler can use vectors.
+    """
+    bounded = max(value, np.float32(-87))
+    power = np.floor(bounded * np.float32(1.44269504) + np.float32(0.5))
+    rest = bounded - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)  # ln 2 in two parts
+    found = np.float32(1.9875691500e-4)
+    found = found * rest + np.float32(1.3981999507e-3)
+    found = found * rest + np.float32(8.3334519073e-3)
+    found = found * rest + np.float32(4.1665795894e-2)
+    found = found * rest + np.float32(1.6666665459e-1)
+    found = found * rest + np.float32(5.0000001201e-1)
+    found = found * rest * rest + rest + np.float32(1)
+    scale = np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)  # 2 ** power
+    return found * scale if value >= np.float32(-87) else np.float32(0)
+
+
+@njit(fastmath=SUMS)
+def _sum(values: Any, more: Any, top: Any) -> Any:
+    """Sum of exp(value + more - top)."""
+    total = np.float32(0)
+    for index in range(len(values)):
+        total += _exponential(values[index] + more[index] - top)
+    return total
+
+
+@njit
+def _best_of_both(values: Any, others: Any) -> Any:
+    """The highest ranks of two arrays of one length. Memory feeds two streams faster than one."""
+    top = other = LEAST
+    for index in range(len(values)):
+        top, other = max(top, _rank(values[index])), max(other, _rank(others[index]))
+    return top, other
+
+
+@njit
+def _improve(part: Any, block: Any, high: Any, ranks: Any, homes: Any, large: Any, near: Any, cuts: Any):
+    """Look in a block, of which `high` is the highest rank, for better tokens of the large classes."""
+    for index in range(len(large)):
+        if high > ranks[large[index]]:
+            cut = block * len(large) + index
+            own = _best_of(part, near[cuts[cut] : cuts[cut + 1]])
+            if own > ranks[large[index]]:
+                ranks[large[index]], homes[index] = own, block
+
+
+@njit(nogil=True)
+def _tops(logits: Any, best: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, places: Any):
+    """Fill `best [R, C+2]`, `tokens [R, C+2]` and `free [R]` from `logits [R, V]`; the rest is of `Edges`."""
+    large, near, cuts, _, few, kinds = places
+    nothing, begins = np.zeros_like(outside), range(0, logits.shape[1], BLOCK)
+    tops, ranks = np.empty((2, len(begins)), np.int32), np.empty((2, best.shape[1]), np.int32)  # of two rows
+    homes, found = np.empty((2, len(large)), np.int64), np.zeros(best.shape[1], np.int64)
+    for number in range(0, len(logits), 2):
+        row, other = logits[number], logits[min(number + 1, len(logits) - 1)]
+        ranks[:] = LEAST
+        homes[:] = 0
+        for block, begin in enumerate(begins):
+            part, its = row[begin : begin + BLOCK], other[begin : begin + BLOCK]
+            tops[0, block], tops[1, block] = _best_of_both(part, its)
+            _improve(part, block, tops[0, block], ranks[0], homes[0], large, near, cuts)
+            _improve(its, block, tops[1, block], ranks[1], homes[1], large, near, cuts)
+        for side in range(min(2, len(logits) - number)):
+            row, at = logits[number + side], tops[side].argmax() * BLOCK
+            free[number + side] = at + _first(row[at : at + BLOCK], nothing, tops[side].max())
+            for index in range(len(large)):
+                begin, cut = homes[side, index] * BLOCK, homes[side, index] * len(large) + index
+                own = near[cuts[cut] : cuts[cut + 1]]
+                found[large[index]] = begin + _first_of(row[begin : begin + BLOCK], own, ranks[side, large[index]])
+            for index in range(len(few)):
+                rank = _rank(row[few[index]])
+                if rank > ranks[side, kinds[index]]:
+                    ranks[side, kinds[index]], found[kinds[index]] = rank, few[index]
+            if main >= 0:
+                at, high = _best_outside(row, tops[side], at, outside)
+                place = at + _first(row[at : at + BLOCK], outside[at : at + BLOCK], high)
+                ranks[side, main], found[main] = high, place if high > NOTHING else first
+            for kind in range(len(found)):
+                best[number + side, kind], tokens[number + side, kind] = _value(ranks[side, kind]), found[kind]
+
+
+@njit
+def _best_outside(row: Any, tops: Any, at: Any, outside: Any) -> Any:
+    """Where the first block with the best token of the class `Edges.main` begins, and its rank.
+
+    Of the blocks, few have a token as good as the best one of the class in the block with the best token, `at`.
+    """
+    high = _best(row[at : at + BLOCK], outside[at : at + BLOCK])
+    for block in range(len(tops)):
+        begin = block * BLOCK
+        if tops[block] > high or (tops[block] == high and begin < at):
+            other = _best(row[begin : begin + BLOCK], outside[begin : begin + BLOCK])
+            if other > high or (other == high and begin < at):
+                high, at = other, begin
+    return at, high
+
+
+@njit
+def _add(tops: Any, totals: Any, kind: Any, values: Any, more: Any):
+    """Add exp(value + more - top) to a class's total, after the top has become the highest of all so far."""
+    high = _value(_best(values, more))
+    if high > tops[kind]:
+        totals[kind] *= math.exp(tops[kind] - high)
+        tops[kind] = high
+    if tops[kind] > -np.inf:
+        totals[kind] += _sum(values, more, tops[kind])
+
+
+@njit(nogil=True)
+def _masses(logits: Any, best: Any, sums: Any, outside: Any, main: Any, places: Any):
+    """Fill `best [R, C+2]` and `sums [R, C+2]` from `logits [R, V]`; the rest is of `Edges`."""
+    large, near, cuts, starts, few, kinds = places
+    nothing, values, gathered = np.zeros_like(outside), np.empty(len(few), np.float32), np.empty(len(near), np.float32)
+    totals, ends = np.empty(best.shape[1]), np.empty(len(large), np.int64)
+    for number in range(len(logits)):
+        row, tops = logits[number], best[number]
+        tops[:] = -np.inf
+        totals[:] = 0
+        ends[:] = starts[:-1]
+        for block, begin in enumerate(range(0, len(row), BLOCK)):
+            part = row[begin : begin + BLOCK]
+            if main >= 0:
+                _add(tops, totals, main, part, outside[begin : begin + BLOCK])
+            for index in range(len(large)):
+                own = near[cuts[block * len(large) + index] : cuts[block * len(large) + index + 1]]
+                into = gathered[ends[index] : ends[index] + len(own)]
+                for place in range(len(own)):
+                    into[place] = part[own[place]]
+                ends[index] += len(own)
+        for index in range(len(large)):
+            _add(tops, totals, large[index], gathered[starts[index] : ends[index]], nothing)
+        for index in range(len(few)):
+            values[index] = row[few[index]]
+            tops[kinds[index]] = max(tops[kinds[index]], values[index])
+        for index in range(len(few)):
+            values[index] -= tops[kinds[index]]
+        for index in range(len(few)):
+            values[index] = _exponential(values[index])
+        for index in range(len(few)):
+            totals[kinds[index]] += values[index]
+        for kind in range(len(totals)):
+            sums[number, kind] = tops[kind] + math.log(totals[kind]) if tops[kind] > -np.inf else -np.inf
+
+
+@njit(nogil=True)
+def _weighted(logits: Any, least: Any, factors: Any, found: Any, classes: Any):
+    """Fill `found [R, V]` from `logits [R, V]`, `least [R, 1]`, `factors [R, C+2]` and the classes `[V]` of tokens."""
+    for number in range(len(logits)):
+        row, factor, into, low = logits[number], factors[number], found[number], least[number, 0]
+        for token in range(len(row)):
+            into[token] = factor[classes[token]] + (row[token] if row[token] > low else low)
+
+
+def tops(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See `tops.Tops.of`."""
+    shape = len(logits), len(edges.sizes)
+    best = logits.new_empty(shape, dtype=torch.float32)
+    tokens, free = (logits.new_empty(size, dtype=torch.long) for size in (shape, shape[:1]))
+    outputs = best.numpy(), tokens.numpy(), free.numpy()
+    _tops(_array(logits), *outputs, edges.outside.numpy(), edges.main, edges.first, Places.of(edges))
+    return best, tokens, free
+
+
+def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `tops.masses`."""
+    shape = len(logits), len(edges.sizes)
+    best, sums = (logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    _masses(_array(logits), best.numpy(), sums.numpy(), edges.outside.numpy(), edges.main, Places.of(edges))
+    return best, sums
+
+
+def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
+    """See `tops.weighted`."""
+    found = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+    _weighted(_array(logits), _array(least), _array(factors), found.numpy(), edges.classes.numpy())
+    return found
+
+
+def _array(values: Tensor) -> Any:
+    """The same as a float32 array in order, which numba takes."""
+    return values.detach().float().contiguous().numpy()
