@@ -92,7 +92,7 @@ def trainer(words: Sequence[str]) -> Any:
     kept = [part for word in words for part in _replacing(word, defaults)]
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
-        settings["output"] = paths[-1]
+        settings["output"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
     if isinstance(settings.get("output"), str):
         expanded("train.output", settings["output"])
     target = str(settings.pop("_target_"))

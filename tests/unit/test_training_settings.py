@@ -64,6 +64,7 @@ def test_every_trainer_checks_its_numbers(train: str) -> None:
         (["train=deer", "train.shape.hidden_size=7"], r"train\.shape\.hidden_size must be a multiple of num_attention"),
         (["train=deer", "train.shape.num_hidden_layers=0"], r"train\.shape\.num_hidden_layers must be a whole number"),
         (["train=mini", "train.output="], r"train\.output is empty: it should be a path"),
+        (["train=mini", "train.output=null"], "train=mini: output should be a valid string, not None"),
     ],
 )
 def test_settings_are_checked_before_anything_runs(words: list[str], said: str) -> None:
