@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_sampler.cli.compose import literal
 from dllm_sampler.cli.yours import PACKAGED
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError, first_line, installing, unknown
+from dllm_sampler.errors import NotWrittenError, UserError, first_line, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
-from dllm_sampler.eval.runner import Share, run_all
+from dllm_sampler.eval.runner import Share, run
 from dllm_sampler.eval.state import told
 from dllm_sampler.models.loading import as_device
 
@@ -172,6 +173,46 @@ def _absent(module: str) -> bool:
         return find_spec(module) is None
     except ModuleNotFoundError:  # its parent is not installed either
         return True
+
+
+def run_all(
+    jobs: Sequence[Job], share: Share, device: str, begin: Callable[[Job], None], progress: Callable[[int], None]
+) -> dict[str, str]:
+    """Do what is missing of the jobs; returns why some cannot run, by name.
+
+    Args:
+        jobs: in their order; neighbours of the same model share it.
+        share: the part of them that is for this process.
+        device: where the model lives.
+        begin: called with each job before its samples.
+        progress: called with the number of samples that were just done.
+
+    Raises:
+        UserError: a job ended with an error of the code, such as a plug-in's, whose traceback is printed at once. All
+            other jobs are run before.
+    """
+    refused, failed = {}, []
+    for number, job in enumerate(jobs):
+        begin(job)
+        try:
+            reason = run(job, number, share, device, progress)
+        except NotWrittenError as error:
+            raise NotWrittenError(f"{error}; what is done is kept, and the same command goes on from there") from error
+        except UserError:
+            raise
+        except Exception:
+            traceback.print_exc()
+            failed.append(job.name)
+            continue
+        if reason:
+            refused[job.name] = reason
+    if failed:
+        runs = "this run" if len(failed) == 1 else f"these {len(failed)} runs"
+        raise UserError(
+            f"{runs} ended with an error in the code, whose traceback is above: {', '.join(failed)}. What is done is"
+            " kept, and the same command goes on from there"
+        )
+    return refused
 
 
 @dataclass(frozen=True)

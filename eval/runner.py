@@ -33,7 +33,6 @@ from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.stops.end_tokens import PrefixStop
 
-Begin = Callable[[Job], None]
 Progress = Callable[[int], None]
 
 
@@ -47,28 +46,6 @@ class Share:
     def has(self, job: int, batch: int) -> bool:
         """Whether a batch of a job is for this process; the first batches of all jobs are not for the same one."""
         return (job + batch) % self.world == self.rank
-
-
-def run_all(jobs: Sequence[Job], share: Share, device: str, begin: Begin, progress: Progress) -> dict[str, str]:
-    """Do what is missing of the jobs; returns why some cannot run, by name.
-
-    Args:
-        jobs: in their order; neighbours of the same model share it.
-        share: the part of them that is for this process.
-        device: where the model lives.
-        begin: called with each job before its samples.
-        progress: called with the number of samples that were just done.
-    """
-    refused = {}
-    for number, job in enumerate(jobs):
-        begin(job)
-        try:
-            reason = run(job, number, share, device, progress)
-        except NotWrittenError as error:
-            raise NotWrittenError(f"{error}; what is done is kept, and the same command goes on from there") from error
-        if reason:
-            refused[job.name] = reason
-    return refused
 
 
 def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> str | None:

@@ -183,7 +183,8 @@ class Tuner:
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
         """What a configuration reaches on all tasks, or why it cannot run."""
-        from dllm_sampler.eval.runner import Share, run_all
+        from dllm_sampler.eval.launch import run_all
+        from dllm_sampler.eval.runner import Share
 
         found = jobs([*words, *chosen, "oracle=false"])
         if refused := run_all(found, Share(), self.device, lambda job: None, lambda done: None):

@@ -93,8 +93,8 @@ def trainer(words: Sequence[str]) -> Any:
     settings = dict(compose.composition(TRAIN, kept).tree["train"])
     if paths:
         settings["output"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
-    if isinstance(settings.get("output"), str):
-        expanded("train.output", settings["output"])
+    if isinstance(output := settings.get("output"), str):
+        expanded("train.output", output)
     target = str(settings.pop("_target_"))
     cls: Any = function(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called

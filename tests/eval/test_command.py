@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -11,9 +12,10 @@ from dllm_sampler.cli.yours import PACKAGED
 from dllm_sampler.eval import command
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import jobs
-from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.launch import launch, run_all
 from dllm_sampler.eval.report.data import compare, load
-from dllm_sampler.eval.runner import Share, run_all
+from dllm_sampler.eval.runner import Share
+from dllm_sampler.schedulers.threshold import Threshold
 from tests.eval.made import record, run
 
 
@@ -67,6 +69,28 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     assert about is not None and about["refused"] == "it is too slow" and len(about["environments"]) == 2
     assert launch([], [one], Console(quiet=True)) == {}, "a new command tries again"
     assert (about := folder.about()) is not None and about["refused"] is None
+
+
+def test_an_error_in_a_scheduler_ends_its_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell = Threshold.tell
+
+    def fails(self: Threshold, *args: Any) -> Any:
+        return tell(self, *args) if self.threshold == 0.5 else [][1]
+
+    monkeypatch.setattr(Threshold, "tell", fails)
+    words = ["scheduler=threshold", "scheduler.threshold=0.9,0.5", "task.count=2", "device=cpu", f"output={tmp_path}"]
+    assert command.main(words) == 2
+    said, first = capsys.readouterr().err, jobs(words)[0]
+    assert "in fails\n" in said and said.count("IndexError: list index out of range") == 1
+    assert said.splitlines()[-1] == (
+        f"dllm-eval: this run ended with an error in the code, whose traceback is above: {first.name}. What is done is"
+        " kept, and the same command goes on from there"
+    )
+    assert [RunFolder(job.folder).complete for job in jobs(words)] == [False, True]
+    monkeypatch.undo()
+    assert command.main(words) == 0 and "cannot run" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from dllm_sampler.errors import NotWrittenError, UserError
 from dllm_sampler.eval import command
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import jobs
-from dllm_sampler.eval.launch import launch
+from dllm_sampler.eval.launch import launch, run_all
 from dllm_sampler.eval.report import command as reports
-from dllm_sampler.eval.runner import Share, run_all
+from dllm_sampler.eval.runner import Share
 from dllm_sampler.eval.state import running, told
 from tests.disks import fail, full_after
 
