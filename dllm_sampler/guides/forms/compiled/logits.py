@@ -151,6 +151,16 @@ def _best_of_both(values: Any, others: Any) -> Any:
 
 
 @njit
+def _highest(ranks: Any) -> Any:
+    """The index of the first of the highest ranks. numpy's functions take half a second longer to compile."""
+    at = 0
+    for index in range(len(ranks)):
+        if ranks[index] > ranks[at]:
+            at = index
+    return at
+
+
+@njit
 def _improve(part: Any, block: Any, high: Any, ranks: Any, homes: Any, large: Any, near: Any, cuts: Any):
     """Look in a block, of which `high` is the highest rank, for better tokens of the large classes."""
     for index in range(len(large)):
@@ -159,41 +169,6 @@ def _improve(part: Any, block: Any, high: Any, ranks: Any, homes: Any, large: An
             own = _best_of(part, near[cuts[cut] : cuts[cut + 1]])
             if own > ranks[large[index]]:
                 ranks[large[index]], homes[index] = own, block
-
-
-@njit(nogil=True)
-def _tops(logits: Any, best: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, places: Any):
-    """Fill `best [R, C+2]`, `tokens [R, C+2]` and `free [R]` from `logits [R, V]`; the rest is of `Edges`."""
-    large, near, cuts, _, few, kinds = places
-    nothing, begins = np.zeros_like(outside), range(0, logits.shape[1], BLOCK)
-    tops, ranks = np.empty((2, len(begins)), np.int32), np.empty((2, best.shape[1]), np.int32)  # of two rows
-    homes, found = np.empty((2, len(large)), np.int64), np.zeros(best.shape[1], np.int64)
-    for number in range(0, len(logits), 2):
-        row, other = logits[number], logits[min(number + 1, len(logits) - 1)]
-        ranks[:] = LEAST
-        homes[:] = 0
-        for block, begin in enumerate(begins):
-            part, its = row[begin : begin + BLOCK], other[begin : begin + BLOCK]
-            tops[0, block], tops[1, block] = _best_of_both(part, its)
-            _improve(part, block, tops[0, block], ranks[0], homes[0], large, near, cuts)
-            _improve(its, block, tops[1, block], ranks[1], homes[1], large, near, cuts)
-        for side in range(min(2, len(logits) - number)):
-            row, at = logits[number + side], tops[side].argmax() * BLOCK
-            free[number + side] = at + _first(row[at : at + BLOCK], nothing, tops[side].max())
-            for index in range(len(large)):
-                begin, cut = homes[side, index] * BLOCK, homes[side, index] * len(large) + index
-                own = near[cuts[cut] : cuts[cut + 1]]
-                found[large[index]] = begin + _first_of(row[begin : begin + BLOCK], own, ranks[side, large[index]])
-            for index in range(len(few)):
-                rank = _rank(row[few[index]])
-                if rank > ranks[side, kinds[index]]:
-                    ranks[side, kinds[index]], found[kinds[index]] = rank, few[index]
-            if main >= 0:
-                at, high = _best_outside(row, tops[side], at, outside)
-                place = at + _first(row[at : at + BLOCK], outside[at : at + BLOCK], high)
-                ranks[side, main], found[main] = high, place if high > NOTHING else first
-            for kind in range(len(found)):
-                best[number + side, kind], tokens[number + side, kind] = _value(ranks[side, kind]), found[kind]
 
 
 @njit
@@ -210,6 +185,55 @@ def _best_outside(row: Any, tops: Any, at: Any, outside: Any) -> Any:
             if other > high or (other == high and begin < at):
                 high, at = other, begin
     return at, high
+
+
+@njit
+def _complete(
+    row: Any, tops: Any, ranks: Any, homes: Any, tokens: Any, outside: Any, main: Any, first: Any, places: Any
+) -> Any:
+    """Fill what is left of `ranks [C+2]` and `tokens [C+2]` once a row has been read; returns the best token of all."""
+    large, near, cuts, _, few, kinds = places
+    for index in range(len(large)):
+        begin, cut = homes[index] * BLOCK, homes[index] * len(large) + index
+        own = near[cuts[cut] : cuts[cut + 1]]
+        tokens[large[index]] = begin + _first_of(row[begin : begin + BLOCK], own, ranks[large[index]])
+    for index in range(len(few)):
+        rank = _rank(row[few[index]])
+        if rank > ranks[kinds[index]]:
+            ranks[kinds[index]], tokens[kinds[index]] = rank, few[index]
+    block = _highest(tops)
+    if main >= 0:
+        at, high = _best_outside(row, tops, block * BLOCK, outside)
+        place = at + _first(row[at : at + BLOCK], outside[at : at + BLOCK], high)
+        ranks[main], tokens[main] = high, place if high > NOTHING else first
+    at = block * BLOCK
+    return at + _first(row[at : at + BLOCK], np.zeros(BLOCK, np.float32), tops[block])
+
+
+@njit(nogil=True)
+def _tops(logits: Any, best: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, places: Any):
+    """Fill `best [R, C+2]`, `tokens [R, C+2]` and `free [R]` from `logits [R, V]`; the rest is of `Edges`."""
+    large, near, cuts, _, _, _ = places
+    begins = range(0, logits.shape[1], BLOCK)
+    tops, ranks = np.empty((2, len(begins)), np.int32), np.empty((2, best.shape[1]), np.int32)  # of two rows
+    homes = np.empty((2, len(large)), np.int64)
+    for number in range(0, len(logits), 2):
+        sides = min(2, len(logits) - number)
+        row, other = logits[number], logits[number + sides - 1]
+        ranks[:] = LEAST
+        homes[:] = 0
+        for block, begin in enumerate(begins):
+            tops[0, block], tops[1, block] = _best_of_both(row[begin : begin + BLOCK], other[begin : begin + BLOCK])
+            for side in range(sides):
+                part = logits[number + side, begin : begin + BLOCK]
+                _improve(part, block, tops[side, block], ranks[side], homes[side], large, near, cuts)
+        for side in range(sides):
+            at = number + side
+            free[at] = _complete(
+                logits[at], tops[side], ranks[side], homes[side], tokens[at], outside, main, first, places
+            )
+            for kind in range(best.shape[1]):
+                best[at, kind] = _value(ranks[side, kind])
 
 
 @njit
@@ -233,7 +257,8 @@ def _masses(logits: Any, best: Any, sums: Any, outside: Any, main: Any, places: 
         row, tops = logits[number], best[number]
         tops[:] = -np.inf
         totals[:] = 0
-        ends[:] = starts[:-1]
+        for index in range(len(large)):  # a slice would take a second longer to compile
+            ends[index] = starts[index]
         for block, begin in enumerate(range(0, len(row), BLOCK)):
             part = row[begin : begin + BLOCK]
             if main >= 0:
@@ -272,7 +297,7 @@ def tops(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `tops.Tops.of`."""
     shape = len(logits), len(edges.sizes)
     best = logits.new_empty(shape, dtype=torch.float32)
-    tokens, free = (logits.new_empty(size, dtype=torch.long) for size in (shape, shape[:1]))
+    tokens, free = (logits.new_zeros(size, dtype=torch.long) for size in (shape, shape[:1]))
     outputs = best.numpy(), tokens.numpy(), free.numpy()
     _tops(_array(logits), *outputs, edges.outside.numpy(), edges.main, edges.first, Places.of(edges))
     return best, tokens, free
