@@ -23,7 +23,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total, weighted
-from dllm_sampler.guides.forms.window import ROOM, Window, passes_over
+from dllm_sampler.guides.forms.window import ROOM, Window, positions
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
@@ -145,8 +145,8 @@ class Lattice:
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
         goal = self.window.left(self.edges, self.form, several)
-        if (passes := passes_over(self.edges)) is not None:
-            return passes.ahead(self.edges, self.form, values, goal, several)
+        if (passes := positions(self.edges)) is not None:
+            return passes.ahead(self.edges, self.form, values, goal, several, values.shape[1])
         (source, target, _, _), found = self.lists, [goal]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
         for begin, end in reversed(self.parts(values.shape[1])):
@@ -157,11 +157,11 @@ class Lattice:
     def around(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """`[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it behind.
 
-        Both passes run side by side, which takes hardly longer than one: the sizes are small.
+        With torch both passes run side by side, which takes hardly longer than one: the sizes are small.
         """
         goal = self.window.left(self.edges, self.form, True)
         start = torch.where(self.state[:, None] == select.numbers(goal.shape[1], goal.device), 0.0, -torch.inf).double()
-        if (passes := passes_over(self.edges)) is not None:
+        if (passes := positions(self.edges)) is not None:
             return passes.around(self.edges, self.form, values, start, goal)
         source, target, _, _ = self.lists
         found, back = [torch.cat([start, goal])], values.flip(1)
@@ -197,16 +197,11 @@ class Lattice:
             goals: `[N, L+1, S]` see `ahead`.
             noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
         """
-        if (passes := passes_over(self.edges)) is None:
-            return self._kinds(self.at(values), self.at(self._walk(values, goals, noise)[..., None])[..., 0])
-        drawn = None if noise is None else (self.unasked, self._even(0, values.shape[1]), noise)
-        found = passes.walk(self.edges, self.form, values, goals, self.state, drawn)
+        if (passes := positions(self.edges)) is None:
+            taken = self._walk(values, goals, noise)
+            return self._kinds(self.at(values), self.at(taken[..., None])[..., 0])
+        found = passes.walk(self.edges, self.form, values, goals, self.state, self.unasked, self.sizes, noise)
         return self.at(found[..., None])[..., 0]
-
-    def _even(self, begin: int, end: int) -> Tensor:
-        """`[N, 1 or T, E]` the weight of each edge where every token is as likely."""
-        one = self.sizes.dim() == 1
-        return self.weights(self.sizes.expand(len(self.form), 1, -1) if one else self.sizes[:, begin:end], True)
 
     def _walk(self, values: Tensor, goals: Tensor, noise: Tensor | None) -> Tensor:
         """`[N, L]` the edge at each position; see `kinds`."""
@@ -216,8 +211,9 @@ class Lattice:
             weight = self.weights(values[:, begin:end], False)  # [N, T, E]
             follows = goals[:, begin + 1 : end + 1]
             if noise is not None:
-                unasked = self.unasked[:, begin:end, None]
-                weight = torch.where(unasked, self._even(begin, end), weight)
+                sizes = self.sizes.expand(len(state), 1, -1) if self.sizes.dim() == 1 else self.sizes[:, begin:end]
+                unasked, even = self.unasked[:, begin:end, None], self.weights(sizes, True)  # every token is as likely
+                weight = torch.where(unasked, even, weight)
                 follows = follows + noise[:, begin:end] * unasked
             score = weight + follows.gather(2, target[:, None].expand(weight.shape))
             for one in score.unbind(1):

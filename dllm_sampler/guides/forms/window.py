@@ -5,7 +5,6 @@ Letters as in `choice.py`: N strings, L positions of an answer, S states, C clas
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -102,30 +101,25 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
     if (several, most) not in edges.tails:
         with torch.inference_mode(False):
             weight = (edges.sizes if several else edges.sizes.clamp(max=0)).expand(len(edges.kind), -1)
-            found, step = [_ends(edges)], _step(edges, weight, several)
-            for _ in range(most):
-                found.append(step(found[-1]))
-            edges.tails[several, most] = torch.stack(found, 1)
+            edges.tails[several, most] = _followed(edges, weight, several, most)
     return edges.tails[several, most]
 
 
-def _step(edges: Edges, weight: Tensor, several: bool) -> Callable[[Tensor], Tensor]:
-    """From `[P, S]` of what may follow each state to the same a position earlier, as in `Lattice.ahead`.
-
-    Args:
-        weight: `[P, C+2]` of the classes.
-    """
-    if (passes := passes_over(edges)) is not None:
+def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
+    """`[P, most + 1, S]` the best, or the sum, of what may follow each state, of classes that weigh `[P, C+2]`."""
+    if (passes := positions(edges)) is not None:
         forms = select.numbers(len(weight), weight.device)
-        return lambda after: passes.ahead(edges, forms, weight[:, None], after, several)[:, 0]
-    reduce, each = total if several else best, weight.gather(1, edges.kind)
+        return passes.ahead(edges, forms, weight[:, None], _ends(edges), several, most).flip(1)
+    reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
     along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
-    least = floor(weight, edges.accepts.shape[1], several)
-    return lambda after: reduce(along + after.gather(1, edges.target), edges.source, least)
+    least = floor(found[0], found[0].shape[1], several)
+    for _ in range(most):
+        found.append(reduce(along + found[-1].gather(1, edges.target), edges.source, least))
+    return torch.stack(found, 1)
 
 
-def passes_over(edges: Edges) -> ModuleType | None:
-    """numba's passes over positions, where they take the place of torch's operations."""
+def positions(edges: Edges) -> ModuleType | None:
+    """numba's passes over positions, where they take the place of torch's operations; None: they do not."""
     if not compiled.applies(edges):
         return None
     from dllm_sampler.guides.forms.compiled import lattice

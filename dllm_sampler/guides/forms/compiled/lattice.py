@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
 
+from dllm_sampler.guides.forms.compiled import kept
 from dllm_sampler.guides.forms.edges import Edges
 
 
+class Moves(NamedTuple):
+    """The moves of each form's automaton, each `[P, M]`; those from one state stand together."""
+
+    begin: Any  # the state that a move leaves
+    end: Any  # the state that it enters
+    kind: Any  # its class
+    edge: Any  # its edge
+
+    @staticmethod
+    def of(edges: Edges) -> Moves:
+        """Those of the edges."""
+        ends = (edges.source.gather(1, edges.edge), edges.target.gather(1, edges.edge))
+        return Moves(*(one.numpy() for one in (*ends, edges.kind, edges.edge)))
+
+
 @njit(nogil=True)
-def _pass(several: bool, values: Any, found: Any, form: Any, begins: Any, ends: Any, kinds: Any):
-    """Fill `found[n, :-1]`, from `found[n, -1]` on, with the best or the sum of the moves that begin in each state.
+def _fill(several: bool, begins: Any, ends: Any, kinds: Any, found: Any, values: Any, form: Any):
+    """Fill `found[n, :-1]`, from `found[n, -1]` backwards, with the best or the sum of each state's moves.
 
     Args:
-        values: `[N, L, C+2]` of the classes.
+        begins, ends, kinds: `[P, M]` of the moves.
         found: `[N, L+1, S]`.
+        values: `[N, L, C+2]` of the classes; `[N, 1, C+2]` where they are the same at each position.
         form: `[N]`.
-        begins, ends, kinds: `[P, M]` the two states, and the class, of each move.
     """
-    for number in range(len(values)):
+    for number in range(len(found)):
         begin, end, kind = begins[form[number]], ends[form[number]], kinds[form[number]]
         score, total = np.empty(len(kind)), np.empty(found.shape[2])
-        for at in range(values.shape[1] - 1, -1, -1):
-            top, after, value = found[number, at], found[number, at + 1], values[number, at]
+        for at in range(found.shape[1] - 2, -1, -1):
+            top, after, value = found[number, at], found[number, at + 1], values[number, min(at, values.shape[1] - 1)]
             top[:] = -np.inf
-            here, best = begin[0], -np.inf  # moves from one state mostly stand together
+            here, best = begin[0], -np.inf  # of moves that stand together, one comparison with `top` is enough
             for move in range(len(kind)):
                 if begin[move] != here:
                     top[here], here, best = max(top[here], best), begin[move], -np.inf
@@ -46,16 +62,19 @@ def _pass(several: bool, values: Any, found: Any, form: Any, begins: Any, ends: 
 
 
 @njit(nogil=True)
-def _walk(
-    values: Any, goals: Any, state: Any, unasked: Any, even: Any, noise: Any,
-    form: Any, begins: Any, ends: Any, edges: Any, kinds: Any, taken: Any
-):  # fmt: skip
-    """Fill `taken [N, L]` with the class of each position of the best way from `state [N]`; `edges [P, M]` of moves.
+def _walk(moves: Any, taken: Any, values: Any, goals: Any, state: Any, form: Any, unasked: Any, sizes: Any, noise: Any):
+    """Fill `taken [N, L]` with the class of each position of the best way from `state [N]`.
+
+    A string that nothing can complete takes any move.
 
     Args:
-        unasked, even, noise: as for `walk`.
+        values, goals, noise: as for `Lattice.kinds`.
+        unasked: `[N, L]` in a draw, the masks that are not asked about: every token is as likely there.
+        sizes: `[N or 1, L or 1, C+2]` the logarithm of the number of tokens of each class.
     """
-    firsts = np.empty(goals.shape[2] + 1, np.int64)  # the first move of each state; the others follow it
+    begins, ends, kinds, edges = moves
+    firsts = np.empty(goals.shape[2] + 1, np.int64)  # the first move of each state
+    score, top, total = np.empty(kinds.shape[1]), np.empty(kinds.shape[1]), np.empty(kinds.shape[1])
     for number in range(len(values)):
         own = form[number]
         begin, end, edge, kind, here = begins[own], ends[own], edges[own], kinds[own], state[number]
@@ -63,30 +82,52 @@ def _walk(
         for move in range(len(kind) - 1, -1, -1):
             firsts[begin[move]] = move
         for at in range(values.shape[1]):
-            value, goal, free = values[number, at], goals[number, at + 1], unasked[number, at]
-            weight, extra = even[number, min(at, even.shape[1] - 1)], noise[number, min(at, noise.shape[1] - 1)]
+            value, goal = values[number, at], goals[number, at + 1]
+            last = firsts[here]
+            while last < len(kind) and begin[last] == here:
+                last += 1
+            if unasked[number, at]:
+                value = sizes[min(number, len(sizes) - 1), min(at, sizes.shape[1] - 1)]
+                for move in range(firsts[here], last):
+                    top[edge[move]], total[edge[move]] = -np.inf, 0
+                for move in range(firsts[here], last):
+                    top[edge[move]] = max(top[edge[move]], value[kind[move]])
+                for move in range(firsts[here], last):
+                    if value[kind[move]] > -np.inf:
+                        total[edge[move]] += np.exp(value[kind[move]] - top[edge[move]])
+                for move in range(firsts[here], last):
+                    weight = top[edge[move]] + np.log(total[edge[move]]) if total[edge[move]] > 0 else -np.inf
+                    score[move] = weight + (goal[end[move]] + noise[number, at, end[move]])
+            else:
+                for move in range(firsts[here], last):
+                    score[move] = value[kind[move]] + goal[end[move]]
             # The first edge among the best ones, and the first among the best classes along it, as with torch.
-            best, top, chosen, move = -np.inf, -np.inf, 0, firsts[here]
-            while move < len(kind) and begin[move] == here:
-                worth = weight[edge[move]] if free else value[kind[move]]
-                score = worth + (goal[end[move]] + extra[end[move]] if free else goal[end[move]])
-                before = edge[move] < edge[chosen] or (edge[move] == edge[chosen] and worth > top)
-                if score > best or (score == best and best > -np.inf and before):
-                    best, top, chosen = score, worth, move
-                move += 1
+            best, chosen = -np.inf, 0
+            for move in range(firsts[here], last):
+                before = edge[move] < edge[chosen] or (
+                    edge[move] == edge[chosen] and value[kind[move]] > value[kind[chosen]]
+                )
+                if score[move] > best or (score[move] == best and best > -np.inf and before):
+                    best, chosen = score[move], move
             taken[number, at], here = kind[chosen], end[chosen]
 
 
-def ahead(edges: Edges, form: Tensor, values: Tensor, goal: Tensor, several: bool) -> Tensor:
-    """See `Lattice.ahead`; `goal [N, S]` is what may follow behind the last position."""
-    return _passed(values, goal, form, *_moves(edges), several)
+def ahead(edges: Edges, form: Tensor, values: Tensor, goal: Tensor, several: bool, length: int) -> Tensor:
+    """`[N, L+1, S]`, see `Lattice.ahead`, over `length` positions.
+
+    Args:
+        values: `[N, L, C+2]`; `[N, 1, C+2]` where they are the same at each position.
+        goal: `[N, S]` what may follow behind the last position.
+    """
+    moves = kept(edges, Moves.of)
+    return _filled(values, goal, form, moves.begin, moves.end, moves.kind, several, length)
 
 
 def around(edges: Edges, form: Tensor, values: Tensor, start: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     """See `Lattice.around`; `start` and `goal [N, S]` are what leads to the first position and follows the last."""
-    begins, ends, kinds = _moves(edges)
-    before = _passed(values.flip(1), start, form, ends, begins, kinds, True).flip(1)
-    return before[:, :-1], _passed(values, goal, form, begins, ends, kinds, True)[:, 1:]
+    moves, length = kept(edges, Moves.of), values.shape[1]
+    before = _filled(values.flip(1), start, form, moves.end, moves.begin, moves.kind, True, length).flip(1)
+    return before[:, :-1], ahead(edges, form, values, goal, True, length)[:, 1:]
 
 
 def walk(
@@ -95,37 +136,32 @@ def walk(
     values: Tensor,
     goals: Tensor,
     state: Tensor,
-    drawn: tuple[Tensor, Tensor, Tensor] | None,
+    unasked: Tensor,
+    sizes: Tensor,
+    noise: Tensor | None,
 ) -> Tensor:
     """`[N, L]` the class at each position of the best string, or of a drawn one; see `Lattice.kinds`.
 
     Args:
         state: `[N]` before the first position.
-        drawn: in a draw, `unasked [N, L]` the masks that are not asked about, `even [N, 1, E]` or `[N, L, E]` the
-            logarithm of the number of tokens along each edge, and `noise [N, L, S]` of what follows these masks.
+        unasked, sizes: as in `Lattice`.
     """
-    if drawn is None:
-        unasked = torch.zeros(values.shape[:2], dtype=torch.bool)
-        drawn = unasked, values[:, :1], values[:, :1]  # not looked at
-    begins, ends, kinds = _moves(edges)
     taken = torch.empty(values.shape[:2], dtype=torch.long)
-    _walk(*map(_array, (values, goals, state, *drawn, form, begins, ends, edges.edge, kinds, taken)))
+    if noise is None:
+        unasked, noise = torch.zeros_like(unasked), values  # it is not looked at
+    sizes = sizes.view(1, 1, -1) if sizes.dim() == 1 else sizes
+    _walk(kept(edges, Moves.of), *map(_array, (taken, values, goals, state, form, unasked, sizes, noise)))
     return taken
 
 
-def _passed(
-    values: Tensor, last: Tensor, form: Tensor, begins: Tensor, ends: Tensor, kinds: Tensor, several: bool
+def _filled(
+    values: Tensor, last: Tensor, form: Tensor, begins: Any, ends: Any, kinds: Any, several: bool, length: int
 ) -> Tensor:
-    """`[N, L+1, S]` of `_pass`, from `last [N, S]` on."""
-    found = last.new_empty(len(values), values.shape[1] + 1, last.shape[1])
+    """`[N, length + 1, S]` of `_fill`, from `last [N, S]` backwards."""
+    found = last.new_empty(len(last), length + 1, last.shape[1])
     found[:, -1] = last
-    _pass(several, *map(_array, (values, found, form, begins, ends, kinds)))
+    _fill(several, begins, ends, kinds, *map(_array, (found, values, form)))
     return found
-
-
-def _moves(edges: Edges) -> tuple[Tensor, Tensor, Tensor]:
-    """`[P, M]` the states in which each move begins and ends, and its class."""
-    return edges.source.gather(1, edges.edge), edges.target.gather(1, edges.edge), edges.kind
 
 
 def _array(values: Tensor) -> Any:

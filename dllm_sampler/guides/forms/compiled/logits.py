@@ -7,7 +7,6 @@ Letters: R logits' rows, V tokens, C classes of tokens (see `edges.py`).
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dllm_sampler.guides.forms.compiled import kept
 from dllm_sampler.guides.forms.edges import Edges
 
 BLOCK = 1024  # logits
@@ -25,18 +25,18 @@ SUMS = {"reassoc", "contract"}  # sums may be added in any order, so that a CPU'
 class Places(NamedTuple):
     """Where the tokens of each class are, but for those of `Edges.main`.
 
-    A large class, of four tokens per block or more, is looked at block by block, others when the row has been read.
+    A large class, of eight tokens per block or more, is looked at block by block, the others when a row has been read.
     """
 
     large: Any  # [J] large classes
     near: Any  # [K] uint16 their tokens, counted from the beginning of the block: by block, then by class
     cuts: Any  # [blocks * J + 1] where each block's tokens of each large class begin in `near`
     starts: Any  # [J+1] how many tokens the large classes before have
-    few: Any  # [F] uint32 the tokens of the other classes, class by class
-    kinds: Any  # [F] uint32 their classes
+    small: Any  # [I] the other classes
+    few: Any  # [F] uint32 their tokens, class by class
+    bounds: Any  # [I+1] where each begins in `few`
 
     @staticmethod
-    @lru_cache(maxsize=8)
     def of(edges: Edges) -> Places:
         """Those of an automaton's edges."""
         classes, blocks = edges.classes.numpy(), -(-len(edges.classes) // BLOCK)
@@ -44,21 +44,21 @@ class Places(NamedTuple):
         sizes[edges.stays :] = 0
         if edges.main >= 0:
             sizes[edges.main] = 0
-        large = np.flatnonzero(sizes > 4 * blocks)
+        large, small = np.flatnonzero(sizes >= 8 * blocks), np.flatnonzero((sizes > 0) & (sizes < 8 * blocks))
         number = np.full(len(sizes), len(large))
         number[large] = np.arange(len(large))
         near = np.flatnonzero(number[classes] < len(large))
         places = near // BLOCK * len(large) + number[classes[near]]
         order = places.argsort(kind="stable")
-        few = np.flatnonzero((sizes > 0)[classes] & (number[classes] == len(large)))
-        few = few[classes[few].argsort(kind="stable")]
+        few = np.flatnonzero(np.isin(classes, small))
         return Places(
             large,
             (near[order] % BLOCK).astype(np.uint16),
             np.searchsorted(places[order], np.arange(blocks * len(large) + 1)),
             np.concatenate([[0], sizes[large].cumsum()]),
-            few.astype(np.uint32),
-            classes[few].astype(np.uint32),
+            small,
+            few[classes[few].argsort(kind="stable")].astype(np.uint32),
+            np.concatenate([[0], sizes[small].cumsum()]),
         )
 
 
@@ -192,15 +192,15 @@ def _complete(
     row: Any, tops: Any, ranks: Any, homes: Any, tokens: Any, outside: Any, main: Any, first: Any, places: Any
 ) -> Any:
     """Fill what is left of `ranks [C+2]` and `tokens [C+2]` once a row has been read; returns the best token of all."""
-    large, near, cuts, _, few, kinds = places
+    large, near, cuts, _, small, few, bounds = places
     for index in range(len(large)):
         begin, cut = homes[index] * BLOCK, homes[index] * len(large) + index
         own = near[cuts[cut] : cuts[cut + 1]]
         tokens[large[index]] = begin + _first_of(row[begin : begin + BLOCK], own, ranks[large[index]])
-    for index in range(len(few)):
-        rank = _rank(row[few[index]])
-        if rank > ranks[kinds[index]]:
-            ranks[kinds[index]], tokens[kinds[index]] = rank, few[index]
+    for index in range(len(small)):
+        own = few[bounds[index] : bounds[index + 1]]
+        ranks[small[index]] = rank = _best_of(row, own)
+        tokens[small[index]] = _first_of(row, own, rank)
     block = _highest(tops)
     if main >= 0:
         at, high = _best_outside(row, tops, block * BLOCK, outside)
@@ -213,7 +213,7 @@ def _complete(
 @njit(nogil=True)
 def _tops(logits: Any, best: Any, tokens: Any, free: Any, outside: Any, main: Any, first: Any, places: Any):
     """Fill `best [R, C+2]`, `tokens [R, C+2]` and `free [R]` from `logits [R, V]`; the rest is of `Edges`."""
-    large, near, cuts, _, _, _ = places
+    large, near, cuts, _, _, _, _ = places
     begins = range(0, logits.shape[1], BLOCK)
     tops, ranks = np.empty((2, len(begins)), np.int32), np.empty((2, best.shape[1]), np.int32)  # of two rows
     homes = np.empty((2, len(large)), np.int64)
@@ -250,7 +250,7 @@ def _add(tops: Any, totals: Any, kind: Any, values: Any, more: Any):
 @njit(nogil=True)
 def _masses(logits: Any, best: Any, sums: Any, outside: Any, main: Any, places: Any):
     """Fill `best [R, C+2]` and `sums [R, C+2]` from `logits [R, V]`; the rest is of `Edges`."""
-    large, near, cuts, starts, few, kinds = places
+    large, near, cuts, starts, small, few, bounds = places
     nothing, values, gathered = np.zeros_like(outside), np.empty(len(few), np.float32), np.empty(len(near), np.float32)
     totals, ends = np.empty(best.shape[1]), np.empty(len(large), np.int64)
     for number in range(len(logits)):
@@ -270,16 +270,12 @@ def _masses(logits: Any, best: Any, sums: Any, outside: Any, main: Any, places: 
                     into[place] = part[own[place]]
                 ends[index] += len(own)
         for index in range(len(large)):
-            _add(tops, totals, large[index], gathered[starts[index] : ends[index]], nothing)
+            for begin in range(starts[index], ends[index], BLOCK):
+                _add(tops, totals, large[index], gathered[begin : min(begin + BLOCK, ends[index])], nothing)
         for index in range(len(few)):
             values[index] = row[few[index]]
-            tops[kinds[index]] = max(tops[kinds[index]], values[index])
-        for index in range(len(few)):
-            values[index] -= tops[kinds[index]]
-        for index in range(len(few)):
-            values[index] = _exponential(values[index])
-        for index in range(len(few)):
-            totals[kinds[index]] += values[index]
+        for index in range(len(small)):
+            _add(tops, totals, small[index], values[bounds[index] : bounds[index + 1]], nothing)
         for kind in range(len(totals)):
             sums[number, kind] = tops[kind] + math.log(totals[kind]) if tops[kind] > -np.inf else -np.inf
 
@@ -299,7 +295,7 @@ def tops(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     best = logits.new_empty(shape, dtype=torch.float32)
     tokens, free = (logits.new_zeros(size, dtype=torch.long) for size in (shape, shape[:1]))
     outputs = best.numpy(), tokens.numpy(), free.numpy()
-    _tops(_array(logits), *outputs, edges.outside.numpy(), edges.main, edges.first, Places.of(edges))
+    _tops(_floats(logits), *outputs, edges.outside.numpy(), edges.main, edges.first, kept(edges, Places.of))
     return best, tokens, free
 
 
@@ -307,17 +303,17 @@ def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `tops.masses`."""
     shape = len(logits), len(edges.sizes)
     best, sums = (logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.float64))
-    _masses(_array(logits), best.numpy(), sums.numpy(), edges.outside.numpy(), edges.main, Places.of(edges))
+    _masses(_floats(logits), best.numpy(), sums.numpy(), edges.outside.numpy(), edges.main, kept(edges, Places.of))
     return best, sums
 
 
 def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
     """See `tops.weighted`."""
     found = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-    _weighted(_array(logits), _array(least), _array(factors), found.numpy(), edges.classes.numpy())
+    _weighted(_floats(logits), _floats(least), _floats(factors), found.numpy(), edges.classes.numpy())
     return found
 
 
-def _array(values: Tensor) -> Any:
+def _floats(values: Tensor) -> Any:
     """The same as a float32 array in order, which numba takes."""
     return values.detach().float().contiguous().numpy()
