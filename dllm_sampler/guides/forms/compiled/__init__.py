@@ -36,7 +36,7 @@ def _numba() -> bool:
     try:
         import numba  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a library of it cannot be loaded
-        why = f"forms take two to four times as long on a CPU without numba ({first_line(error)})"
+        why = f"forms take several times as long on a CPU without numba ({first_line(error)})"
         warnings.warn(f"{why}: {installing('constraints')}", FallbackWarning, stacklevel=2)
         return False
     return True
