@@ -23,7 +23,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total, weighted
-from dllm_sampler.guides.forms.window import ROOM, Window, positions
+from dllm_sampler.guides.forms.window import ROOM, Window, position_passes
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
@@ -145,7 +145,7 @@ class Lattice:
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
         goal = self.window.left(self.edges, self.form, several)
-        if (passes := positions(self.edges)) is not None:
+        if (passes := position_passes(self.edges)) is not None:
             return passes.ahead(self.edges, self.form, values, goal, several, values.shape[1])
         (source, target, _, _), found = self.lists, [goal]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
@@ -161,7 +161,7 @@ class Lattice:
         """
         goal = self.window.left(self.edges, self.form, True)
         start = torch.where(self.state[:, None] == select.numbers(goal.shape[1], goal.device), 0.0, -torch.inf).double()
-        if (passes := positions(self.edges)) is not None:
+        if (passes := position_passes(self.edges)) is not None:
             return passes.around(self.edges, self.form, values, start, goal)
         source, target, _, _ = self.lists
         found, back = [torch.cat([start, goal])], values.flip(1)
@@ -197,7 +197,7 @@ class Lattice:
             goals: `[N, L+1, S]` see `ahead`.
             noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
         """
-        if (passes := positions(self.edges)) is None:
+        if (passes := position_passes(self.edges)) is None:
             taken = self._walk(values, goals, noise)
             return self._kinds(self.at(values), self.at(taken[..., None])[..., 0])
         found = passes.walk(self.edges, self.form, values, goals, self.state, self.unasked, self.sizes, noise)

@@ -107,7 +107,7 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
 
 def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
     """`[P, most + 1, S]` the best, or the sum, of what may follow each state, of classes that weigh `[P, C+2]`."""
-    if (passes := positions(edges)) is not None:
+    if (passes := position_passes(edges)) is not None:
         forms = select.numbers(len(weight), weight.device)
         return passes.ahead(edges, forms, weight[:, None], _ends(edges), several, most).flip(1)
     reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
@@ -118,7 +118,7 @@ def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
     return torch.stack(found, 1)
 
 
-def positions(edges: Edges) -> ModuleType | None:
+def position_passes(edges: Edges) -> ModuleType | None:
     """numba's passes over positions, where they take the place of torch's operations; None: they do not."""
     if not compiled.applies(edges):
         return None
