@@ -251,7 +251,8 @@ def _add(tops: Any, totals: Any, kind: Any, values: Any, more: Any):
 def _masses(logits: Any, best: Any, sums: Any, outside: Any, main: Any, places: Any):
     """Fill `best [R, C+2]` and `sums [R, C+2]` from `logits [R, V]`; the rest is of `Edges`."""
     large, near, cuts, starts, small, few, bounds = places
-    nothing, values, gathered = np.zeros_like(outside), np.empty(len(few), np.float32), np.empty(len(near), np.float32)
+    values, gathered = np.empty(len(few), np.float32), np.empty(len(near), np.float32)
+    nothing = np.zeros(max(BLOCK, len(few)), np.float32)
     totals, ends = np.empty(best.shape[1]), np.empty(len(large), np.int64)
     for number in range(len(logits)):
         row, tops = logits[number], best[number]
