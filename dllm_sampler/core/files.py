@@ -40,8 +40,7 @@ def write(path: str | Path, content: str | bytes) -> None:
         try:
             with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 put(file, data)
-                with suppress(FileNotFoundError):
-                    os.fchmod(file, stat.S_IMODE(target.stat().st_mode))
+                os.fchmod(file, _mode(target, stat.S_IMODE(os.fstat(file).st_mode)))
                 os.fsync(file)
             os.replace(partial, target)
         except BaseException:
@@ -99,6 +98,9 @@ def append(path: str | Path, lines: str) -> None:
 def write_folder(folder: Path, save: Callable[[str], object]) -> None:
     """Let a library write files into a folder. The files get their names there when all of them are on the disk.
 
+    A file that is replaced keeps its mode. A new one gets the mode that the umask gives, whatever the library set:
+    safetensors writes files that only their owner can read.
+
     Args:
         folder: made where it does not exist.
         save: writes the files to the folder that it is given; a subfolder is an error.
@@ -111,8 +113,10 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
         with TemporaryDirectory(dir=folder, prefix=".", suffix=".part") as made:
             save(made)
             found = sorted(Path(made).iterdir())
+            usual = _usual_mode(Path(made))
             for one in found:
                 with _opened(one, os.O_RDWR) as file:
+                    os.fchmod(file, _mode(folder / one.name, usual))
                     os.fsync(file)
             for one in found:
                 os.replace(one, folder / one.name)
@@ -247,6 +251,23 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if met:
             signal.raise_signal(signal.SIGINT)
+
+
+def _mode(path: Path, default: int) -> int:
+    """Return the mode of a file, or `default` if it does not exist."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return default
+
+
+def _usual_mode(folder: Path) -> int:
+    """Return the mode of a new file in a folder. `os.umask` cannot be read without setting it for all threads."""
+    probe = folder / uuid4().hex
+    with _opened(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        mode = stat.S_IMODE(os.fstat(file).st_mode)
+    probe.unlink()
+    return mode
 
 
 def _descriptor(path: str | Path) -> int | None:

@@ -112,6 +112,27 @@ def test_libraries_write_whole_folders(tmp_path: Path) -> None:
         files.write_folder(folder, lambda given: 1 // 0)
 
 
+def test_files_get_the_mode_of_the_umask(tmp_path: Path) -> None:
+    """safetensors makes files that only their owner can read. A file that is replaced keeps its mode."""
+    old = tmp_path / "old.safetensors"
+    old.touch()
+    old.chmod(0o640)
+
+    def save(folder: str) -> None:
+        for name in ("new.safetensors", old.name):
+            save_file({"one": torch.ones(2)}, f"{folder}/{name}")
+            os.chmod(f"{folder}/{name}", 0o600)
+
+    before = os.umask(0o022)
+    try:
+        files.write_folder(tmp_path, save)
+        files.write(tmp_path / "plain", "text")
+    finally:
+        os.umask(before)
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert modes == {"new.safetensors": 0o644, old.name: 0o640, "plain": 0o644}
+
+
 def test_streams_are_written_to(tmp_path: Path) -> None:
     """A FIFO gets the bytes and stays one; neither it nor a device is ever replaced by a file."""
     fifo = tmp_path / "fifo"
